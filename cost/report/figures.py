@@ -243,7 +243,8 @@ def compute_money_figures(
         JSON values, among them:
 
         - forecast: Forecast of the first plan, for the whole job. Later plans cover only the remaining work.
-          `compute_usd` excludes storage and transfer, which the ledger does not meter.
+          `compute_usd` excludes storage and transfer, which the ledger does not meter. `useful_usd` is its part for
+          useful work; None for plans of older versions.
         - causes: Dollars by cause, with six decimals, that sum to the total.
         - cells: The same dollars and rank-seconds by cause and ledger class.
         - hindsight: Lowest possible cost, and regret (`compute_hindsight`).
@@ -282,11 +283,13 @@ def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
     if plan is None:
         return None
     chosen = plan["chosen"]
-    expected = chosen.get("expected_usd")
+    expected, hours = chosen.get("expected_usd"), chosen.get("expected_hours")
+    compute, work = chosen.get("compute_usd", expected), (chosen.get("case") or {}).get("work_hours")
     return {
         "usd": expected,
-        "compute_usd": chosen.get("compute_usd", expected),
-        "hours": chosen.get("expected_hours"),
+        "compute_usd": compute,
+        "useful_usd": compute * work / hours if compute is not None and work is not None and hours else None,
+        "hours": hours,
         "interruptions": chosen.get("interruptions"),
         "kind": "estimated",
     }

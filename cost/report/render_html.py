@@ -414,16 +414,25 @@ def _cell_text(cell: dict[str, Any]) -> str:
 
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Return rows that compare plan and run. For an ended job, add the dollars of useful work and all other dollars."""
+    """Return rows that compare plan and run. For an ended job, add what the difference in dollars is made of."""
     rows = [*format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows
-    extra = sum(one["usd"] for one in report.money.get("causes") or [] if one["cause"] != "useful work")
-    useful = float(report.total_usd) - extra
+    others = [one for one in report.money.get("causes") or [] if one["cause"] != "useful work"]
+    extra = sum(one["usd"] for one in others)
+    useful, forecast = float(report.total_usd) - extra, report.money.get("forecast") or {}
+    planned, rest, made_of = forecast.get("useful_usd"), None, NONE
+    if planned is not None:
+        rest = forecast["compute_usd"] - planned
+        largest = max(others, key=lambda one: one["usd"], default=None)
+        of_it = f", of which {one_line(largest['cause'])} cost {format_usd(largest['usd'])}" if largest else ""
+        signed = [f"{'+' if usd > 0 else ''}{format_usd(usd)}" for usd in (useful - planned, extra - rest)]
+        made_of = f"useful work {signed[0]}, everything else {signed[1]}{of_it}"
     return [
         *rows,
-        ("of the dollars: useful work", NONE, format_usd(useful)),
-        ("everything else", NONE, format_usd(extra)),
+        ("of the dollars: useful work", format_usd(planned), format_usd(useful)),
+        ("everything else", format_usd(rest), format_usd(extra)),
+        ("difference in dollars", "", made_of),
     ]
 
 

@@ -173,7 +173,10 @@ def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str,
 
 
 def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]) -> str:
-    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as interruptions."""
+    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as interruptions.
+
+    Below a figure with several lines, a legend in HTML names them.
+    """
     xs = table["step"]
     values = [value for one in figure.series for value in table[one.key] if value is not None]
     low, high = min(values), max(values)
@@ -211,7 +214,13 @@ def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[di
             drawn.append(f'<polyline class="{one.colour}"{dash} points="{path}"/>')
     names = ", ".join(one.label for one in figure.series)
     label = html.escape(f"{figure.title}: {names}; {_tick(low)} to {_tick(high)}, steps {first:,.0f} to {last:,.0f}")
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    if len(figure.series) < 2:
+        return svg
+    keys = (
+        f'<span><i style="background:var(--{one.colour})"></i>{html.escape(one.label)}</span>' for one in figure.series
+    )
+    return f'{svg}<div class="keys">{"".join(keys)}</div>'
 
 
 def _pieces(xs: Sequence[float], values: Sequence[float | None], one: ChartLine) -> list[list[tuple[float, float]]]:

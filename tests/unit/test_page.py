@@ -281,6 +281,25 @@ def test_words_of_a_failure_and_of_a_rehearsal() -> None:
     assert "survived; no uninterrupted run of these" in render(build_report([*job_with_settings(), injected]))
 
 
+def test_the_page_says_of_what_the_difference_to_the_plan_is_made() -> None:
+    events = job_with_settings()
+    (plan,) = [one for one in events if one.name == PLAN]
+    # A cent, of which 60 % are for useful work.
+    plan.data["chosen"] |= {"compute_usd": 0.01, "expected_hours": 1.0, "case": {"work_hours": 0.6}}
+    page = render(build_report(events))
+    assert ">$0.0060</td>" in page and ">$0.0040</td>" in page
+    found = re.search(r">useful work (\S+), everything else (\S+), of which interruption: node lost cost \$", page)
+    assert found
+    useful, extra = (float(one.replace("$", "")) for one in found.groups())
+    assert useful + extra == pytest.approx(0.068 - 0.01, abs=2e-4)
+
+
+def test_a_figure_of_several_lines_has_a_legend_without_scripts() -> None:
+    drawn = render(build_report(job_with_settings()))
+    figure = re.findall(r'<figure class="chart" id="figure-loss">.*?</figure>', drawn)[0]
+    assert re.search(r'</svg><div class="keys"><span><i style="background:var\(--soft\)"></i>loss</span>', figure)
+
+
 def test_while_nodes_are_replaced_no_end_is_foretold() -> None:
     gang = GangLog(1, 10.0, [[0], [1]])
     gang.steps(1, 5, useful_step=2.0)

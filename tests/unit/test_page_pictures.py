@@ -124,6 +124,20 @@ def test_the_page_looks_as_in_its_stored_pictures(browser: Browser, page: Path, 
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_phone_shows_the_bars_of_the_money_and_paper_no_defaults(browser: Browser, tmp_path: Path) -> None:
+    report = build_report(job_with_settings())
+    report.configuration.append({"key": "training.seed", "value": 1, "source": "default"})
+    path = tmp_path / "report.html"
+    path.write_text(render(report))
+    browser.open(path.as_uri(), width=360)
+    assert (
+        browser.evaluate("Math.min(...[...document.querySelectorAll('.cause .bar')].map((one) => one.clientWidth))")
+        > 200
+    )
+    browser.open(path.as_uri(), width=718, printed=True)
+    assert browser.evaluate("document.querySelector('#defaults table').checkVisibility()") is False
+
+
 def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(browser: Browser, page: Path) -> None:
     observer = """new MutationObserver((seen, self) => {
       if (document.querySelector('.u-over')) { window.drawn = performance.now(); self.disconnect(); }
