@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
+from ebbflow.workloads.options import read_options, refuse_option
 from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES
 
 _CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": KL_ESTIMATES, "engine": ("torch", "vllm")}
@@ -58,51 +58,43 @@ class PolicyOptions:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                _refuse(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
+                refuse_option(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
         for name, value in asdict(self).items():
             if type(value) is int and value < (name not in _MAY_BE_ZERO):
-                _refuse(f"{name}: {value}; fix: at least {int(name not in _MAY_BE_ZERO)}")
+                refuse_option(f"{name}: {value}; fix: at least {int(name not in _MAY_BE_ZERO)}")
             if type(value) is float and not 0 <= value < float("inf"):
-                _refuse(f"{name}: {value}; fix: a number of at least 0")
+                refuse_option(f"{name}: {value}; fix: a number of at least 0")
         if self.temperature <= 0:
-            _refuse(f"temperature: {self.temperature}; fix: more than 0, such as 1.0")
+            refuse_option(f"temperature: {self.temperature}; fix: more than 0, such as 1.0")
         if not 0 < self.clip < 1:
-            _refuse(f"clip: {self.clip}; fix: between 0 and 1, such as 0.2")
+            refuse_option(f"clip: {self.clip}; fix: between 0 and 1, such as 0.2")
         if not 0 < self.engine_mem_util <= 1:
-            _refuse(f"engine_mem_util: {self.engine_mem_util}; fix: more than 0 and at most 1, such as 0.5")
+            refuse_option(f"engine_mem_util: {self.engine_mem_util}; fix: more than 0 and at most 1, such as 0.5")
         if self.supervised_smoothing >= 1:
-            _refuse(f"supervised_smoothing: {self.supervised_smoothing}; fix: less than 1, such as 0.1")
+            refuse_option(f"supervised_smoothing: {self.supervised_smoothing}; fix: less than 1, such as 0.1")
         if self.kl_target and not self.init_kl_coef:
-            _refuse("kl_target: there is no reference with init_kl_coef 0; fix: init_kl_coef: 0.001")
+            refuse_option("kl_target: there is no reference with init_kl_coef 0; fix: init_kl_coef: 0.001")
         if self.n_samples_per_prompt < 2 and self.advantage_estimator in ("grpo", "cpgd", "rloo"):
-            _refuse(
+            refuse_option(
                 f"n_samples_per_prompt: {self.n_samples_per_prompt}: {self.advantage_estimator} compares the rollouts "
                 "of a prompt; fix: at least 2, or advantage_estimator: reinforce++"
             )
         if self.engine_tp_size > 1 and self.engine == "torch":
-            _refuse(f"engine_tp_size: {self.engine_tp_size}: the engine torch uses one device; fix: 1")
+            refuse_option(f"engine_tp_size: {self.engine_tp_size}: the engine torch uses one device; fix: 1")
 
     @classmethod
     def of(cls, context: WorkloadContext) -> PolicyOptions:
-        """Return the options of a configuration. Raises WorkloadError for unknown names and wrong kinds."""
-        known = {field.name: type(field.default) for field in fields(cls)}
-        for name, value in context.options.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                _refuse(f"{name} is unknown; fix: {f'did you mean {close[0]}?' if close else ', '.join(known)}")
-            wanted = known[name]
-            if type(value) is not wanted and not (wanted is float and type(value) is int):
-                _refuse(f"{name}: {value!r} is a {type(value).__name__}; fix: a {wanted.__name__}")
-        options, model = cls(**context.options), context.config.model  # type: ignore[arg-type]
+        """Return the options of a configuration. Raises WorkloadError for those that do not fit it or each other."""
+        options, model = read_options(cls, context.options), context.config.model
         if options.sequence > model.sequence_length:
-            _refuse(
+            refuse_option(
                 f"prompt_max_len + generate_max_len: {options.prompt_max_len} + {options.generate_max_len} = "
                 f"{options.sequence} tokens are more than model.sequence_length {model.sequence_length}; "
                 f"fix: model.sequence_length: {options.sequence}"
             )
         batch = context.config.training.batch_size
         if options.prompts_per_rollout(batch) % batch:
-            _refuse(
+            refuse_option(
                 f"rollout_batch_size: {options.rollout_batch_size} prompts are not a multiple of training.batch_size "
                 f"{batch}; fix: rollout_batch_size: {-(-options.rollout_batch_size // batch) * batch}"
             )
@@ -120,7 +112,3 @@ class PolicyOptions:
 
     def prompts_per_rollout(self, batch_size: int) -> int:
         return self.rollout_batch_size or batch_size
-
-
-def _refuse(problem: str) -> None:
-    raise WorkloadError(f"workload_options.{problem}")
