@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,15 +78,29 @@ def add_observe_command(commands: Any, project_root: Path) -> None:
     parser.set_defaults(command=lambda options: observe(options, runs_folder(project_root)))
 
 
+def _unusable_port(port: int) -> str:
+    """Return why Prometheus cannot use the port and the next one, or ""."""
+    if not 1 <= port < 65535:
+        return f"port {port} is not from 1 to 65534 (the next port serves the metrics of ended jobs)"
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return f"port {port}: {error.strerror}"
+    return ""
+
+
 def observe(options: argparse.Namespace, runs: Path) -> int:
     """Run Prometheus until it ends or Ctrl-C is pressed. Return its exit code.
 
-    The exit code is 3 if Prometheus is not installed, and 2 if no port is free for the metrics of ended jobs.
+    The exit code is 3 if Prometheus is not installed, and 2 if a port is unusable.
     """
     binary = shutil.which("prometheus")
     if binary is None:
         print("prometheus is not installed; fix: apt-get install prometheus (Debian, Ubuntu)", file=sys.stderr)
         return Outcome.PREFLIGHT.exit_code
+    if trouble := _unusable_port(options.port):
+        print(f"Prometheus cannot listen on 127.0.0.1: {trouble}; fix: --port", file=sys.stderr)
+        return Outcome.CONFIG.exit_code
     folder = runs / ".observe"
     folder.mkdir(parents=True, exist_ok=True)
     try:

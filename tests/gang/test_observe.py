@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -222,3 +224,14 @@ def test_without_prometheus_one_line_says_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert observe(None, tmp_path) == 3 and "fix: apt-get install prometheus" in capsys.readouterr().err  # type: ignore[arg-type]
+
+
+@installed
+def test_a_port_that_is_none_or_in_use_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, why in ((99999, "is not from 1 to 65534"), (taken.getsockname()[1], "in use")):
+            assert observe(argparse.Namespace(port=port, metrics_port=9400, interval=5.0), tmp_path) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert f"port {port}" in line and why in line and line.endswith("fix: --port")
