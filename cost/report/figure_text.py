@@ -24,7 +24,7 @@ from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.load import DEFAULT, value_text
-from ebbflow.infra.events import LedgerClass, describe_network
+from ebbflow.infra.events import FAULT_INJECTED, LedgerClass, describe_network
 from ebbflow.infra.untrusted_text import one_line
 
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
@@ -390,7 +390,8 @@ def describe_finding(report: RunReport) -> str:
     if not found:
         return ""
     fix = f"; {one_line(found['fix'].partition('; ')[0])}" if found.get("fix") else ""
-    return f"{one_line(found['title'])} ({found['confidence']:.0%}){fix}; see: {one_line(found['symptom'])}"
+    rehearsed = "; a fault was rehearsed" if (report.events.get("counts") or {}).get(FAULT_INJECTED) else ""
+    return f"{one_line(found['title'])} ({found['confidence']:.0%}){rehearsed}{fix}; see: {one_line(found['symptom'])}"
 
 
 def format_failures(report: RunReport) -> list[str]:

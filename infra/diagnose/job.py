@@ -23,6 +23,7 @@ from ebbflow.infra.events import (
     Event,
     GuardAction,
 )
+from ebbflow.infra.notices import NoticeSource
 from ebbflow.infra.rank_logs import LogLine
 
 # What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.
@@ -83,6 +84,8 @@ def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
         data = event.data
         if event.name not in (FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, STALL):
             continue
+        if event.name == NOTICE and data.get("source") in (NoticeSource.SIGNAL, NoticeSource.REHEARSAL):
+            continue  # somebody stopped the job, or rehearses; EC2 has not announced anything
         if event.name == STALL and any(later.name == STEP for later in events[number:]):
             continue  # the rank has continued, or another generation
         words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]

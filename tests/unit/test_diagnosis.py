@@ -20,7 +20,7 @@ from ebbflow.infra.diagnose.matching import load_matcher
 from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.errors import _SYMPTOMS
-from ebbflow.infra.events import GUARD, STEP
+from ebbflow.infra.events import GUARD, NOTICE, STEP
 from tests.support.injected import INJECTIONS, inject
 from tests.support.timelines import GangLog, event
 
@@ -270,6 +270,16 @@ from a public excerpt, and {line} from the example line of their rule only.
 
 if __name__ == "__main__":
     COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("source", "symptoms"), [("signal", []), ("rehearsal", []), ("metadata", ["I01"])])
+def test_only_the_cloud_announces_an_interruption(source: str, symptoms: list[str]) -> None:
+    gang = GangLog(1, 1.0, [[0]])
+    gang.steps(1, 3, useful_step=0.1)
+    notice = event(NOTICE, 2.0, generation=1, source=source, action="terminate", does="leave")
+    gang.ended("agent_stopped", 1.5)
+    found = [one.to_json()["symptom"] for one in diagnose_job([*gang.events, notice], []).findings]
+    assert found == symptoms
 
 
 def test_a_straggler_is_named_with_its_price() -> None:

@@ -278,7 +278,9 @@ def test_words_of_a_failure_and_of_a_rehearsal() -> None:
     page = render(report)
     assert "<dt>failed after it</dt><dd>rank 0</dd>" in page and 'id="rehearsal"' not in page
     injected = event("fault_injected", 3.0, kind="node-loss", target="node 1", generation=1)
-    assert "survived; no uninterrupted run of these" in render(build_report([*job_with_settings(), injected]))
+    page = render(build_report([*job_with_settings(), injected]))
+    assert "survived; no uninterrupted run of these" in page and "; a fault was rehearsed; " in page
+    assert "a fault was rehearsed" not in render(build_report(job_with_settings()))
 
 
 def test_the_page_says_of_what_the_difference_to_the_plan_is_made() -> None:
