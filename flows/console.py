@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows.remote import option_values, requested_backend
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import (
     BUDGET,
     COMMIT,
@@ -36,6 +36,7 @@ from ebbflow.infra.events import (
     GENERATION_STARTED,
     GUARD,
     NOTICE,
+    OUTCOME,
     PLACED,
     STEP,
     Event,
@@ -101,6 +102,9 @@ class RunView:
         self.task_failed = False
         self._done = threading.Event()
         self._incident: Event | None = None  # failure from which the job has not recovered yet
+        self._failed = set[int]()  # generations whose failure was shown
+        self._outcome = ""  # of training, as soon as it is recorded
+        self._known, self._looking = set[str](), threading.Lock()  # segments of the event log that were read
         self._usd_per_second, self._since = 0.0, time.time()
         self._live: Any = _Bar(self) if fancy else None
         self._tail: threading.Thread | None = None
@@ -167,6 +171,10 @@ class RunView:
         step = self._steps.pop(name, None)
         if step is None or (name in _QUIET_STEPS and not failed):
             return
+        if name in ("train", "train_node") and (store := self._store()) is not None:
+            self._show_events(store)  # the task of a job that stopped has succeeded
+            if self._outcome not in ("", Outcome.COMPLETED):
+                failed, step.note = True, self._outcome.replace("_", " ")
         note = f": {step.note}" if step.note else ""
         seconds = f"{time.monotonic() - step.started:.1f} s"
         self.task_failed = self.task_failed or failed
@@ -250,18 +258,22 @@ class RunView:
             return None
 
     def _follow_events(self) -> None:
-        store, known = self._store(), set[str]()
+        store = self._store()
         if store is None:
             return
         pause = shortest = _LOOK_SECONDS[store.local_path("events") is not None]
         while not self._done.wait(pause):
             looked = time.monotonic()
-            with contextlib.suppress(InfraError):  # the next look may succeed
-                events = list(_new_events(store, known, self._since))
-                pause = max(shortest, 20 * (time.monotonic() - looked))  # a long job has many segments
-                for event in sorted(events, key=lambda event: event.t_wall):
-                    with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
-                        self._happened(event)
+            self._show_events(store)
+            pause = max(shortest, 20 * (time.monotonic() - looked))  # a long job has many segments
+
+    def _show_events(self, store: Store) -> None:
+        with contextlib.suppress(InfraError):  # the next look may succeed
+            with self._looking:
+                events = list(_new_events(store, self._known, self._since))
+            for event in sorted(events, key=lambda event: event.t_wall):
+                with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+                    self._happened(event)
 
     def _happened(self, event: Event) -> None:
         data, at = event.data, "" if event.step is None else f" at step {event.step:,}"
@@ -279,14 +291,15 @@ class RunView:
             )
         elif event.name == FAULT_INJECTED:
             self.say(f"! rehearsal{at}: {data.get('kind')} of {data.get('target')}")
-        elif event.name == FAULT_DETECTED:
+        elif event.name in (FAULT_DETECTED, GENERATION_ENDED) and data.get("culprit"):
             usd = data.get("usd_lost")
             lost = "" if usd is None else f"; ${usd:.4f} of work since the last commit is lost"
-            self.say(f"✗ {data.get('culprit')}: {str(data.get('reason')).replace('_', ' ')}{lost}")
-            self._incident = event
-        elif event.name == GENERATION_ENDED and data.get("culprit") and self._incident is None:
-            self.say(f"✗ generation {event.generation} ended: {data['culprit']}")
-            self._incident = event
+            if event.generation not in self._failed:
+                self.say(f"✗ {data['culprit']}: {str(data.get('reason')).replace('_', ' ')}{lost}")
+                self._failed.add(event.generation)
+                self._incident = event
+        elif event.name == OUTCOME:
+            self._outcome = str(data.get("outcome"))
         elif event.name == GENERATION_STARTED and event.generation > 1:
             self.say(f"› generation {event.generation} starts from step {data.get('parent_step') or 0:,}")
         elif event.name == GUARD:

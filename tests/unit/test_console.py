@@ -21,7 +21,16 @@ from ebbflow.flows.console import RunView, _Lines, describe_flags, open_view
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_STARTED, NOTICE, STEP, Event, Origin
+from ebbflow.infra.events import (
+    FAULT_DETECTED,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    NOTICE,
+    OUTCOME,
+    STEP,
+    Event,
+    Origin,
+)
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from tests.support.console_log import log_of_a_run
@@ -74,6 +83,7 @@ def test_what_happens_to_the_job_is_told_from_its_events(config: RunConfig, caps
         agent.emit(FAULT_DETECTED, culprit="node 1", reason="node_lost", usd_lost=0.0312, at=(now, 1.0), flush=True)
         rank.emit(GENERATION_STARTED, parent_step=60)
         rank.emit(STEP, step=61, loss=2.0, tokens=1, seconds={}, at=(now + 4.0, 5.0))
+        agent.emit(GENERATION_ENDED, culprit="node 1", reason="node_lost", at=(now + 4.1, 5.1))
     shown: list[str] = []
     wait_until("the recovery", lambda: shown.append(capsys.readouterr().out) or "again" in "".join(shown), 30)
     view.close(explained=True)
@@ -82,6 +92,21 @@ def test_what_happens_to_the_job_is_told_from_its_events(config: RunConfig, caps
     assert "✗ node 1: node lost; $0.0312 of work since the last commit is lost" in output
     assert "generation 2 starts from step 60" in output
     assert "training again after 4.0 s and $0.0400, from step 61" in output
+    assert output.count("✗") == 1, "the end of the generation repeats its failure"
+
+
+def test_training_that_ended_in_a_crash_loop_has_no_check_mark(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its task succeeds, so that the step `report` runs."""
+    store = Store.open(config.store).sub(job_prefix("mine"))
+    for outcome, line in (("crash_loop", r"✗ train [\d.]+ s: crash loop"), ("completed", r"✓ train [\d.]+ s")):
+        view = RunView("mine", config, fancy=False)
+        with EventLog(store, Origin(job="mine", run="17", generation=3, node=0, process=f"agent-{outcome}")) as agent:
+            agent.emit(OUTCOME, outcome=outcome, message="the same failure 3 times", flush=True)
+        log_of_a_run(view)
+        view.close(explained=True)
+        assert re.search(f"^{line}$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_if_metaflow_refuses_to_start_its_words_are_shown(
