@@ -286,7 +286,7 @@ def _failure(report: RunReport) -> str:
         parts.append(f"{evidence}<ol>{listed}</ol>" if len(lines) > 1 else f"<ol>{listed}</ol>{evidence}")
         if finding := describe_finding(report):
             parts.append(f'<p id="finding"><b>Diagnosis:</b> {escape(finding)}</p>')
-        logs = f"ebbflow logs {one_line(report.job)}   ebbflow diagnose {one_line(report.job)}"
+        logs = f"ebbflow logs {one_line(report.job)}\nebbflow diagnose {one_line(report.job)}"
         parts.append(f"<p>What the ranks printed:</p><pre>{escape(logs)}</pre>")
     following = suggest_next_step(report)
     if following is not None:

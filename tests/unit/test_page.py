@@ -218,7 +218,9 @@ def test_the_figures_of_a_failure_come_first() -> None:
     assert report.outcome is Outcome.FAILED
     page = render(report)
     assert page.index("Why it ended") < page.index("Training</h2>") < page.index("Timeline")
-    assert "resume train --origin-run-id run-1" in page
+    assert (
+        "resume train --origin-run-id run-1" in page and "<pre>ebbflow logs demo\nebbflow diagnose demo</pre>" in page
+    )
     assert {segment[2] for lane in report.charts["lanes"] for segment in lane["segments"]} <= set(map(str, LedgerClass))
     assert STEP in report.events["counts"]
 
