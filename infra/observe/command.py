@@ -78,17 +78,6 @@ def add_observe_command(commands: Any, project_root: Path) -> None:
     parser.set_defaults(command=lambda options: observe(options, runs_folder(project_root)))
 
 
-def _unusable_port(port: int) -> str:
-    """Return why Prometheus cannot use the port and the next one, or ""."""
-    if not 1 <= port < 65535:
-        return f"port {port} is not from 1 to 65534 (the next port serves the metrics of ended jobs)"
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:
-        return f"port {port}: {error.strerror}"
-    return ""
-
-
 def observe(options: argparse.Namespace, runs: Path) -> int:
     """Run Prometheus until it ends or Ctrl-C is pressed. Return its exit code.
 
@@ -98,15 +87,13 @@ def observe(options: argparse.Namespace, runs: Path) -> int:
     if binary is None:
         print("prometheus is not installed; fix: apt-get install prometheus (Debian, Ubuntu)", file=sys.stderr)
         return Outcome.PREFLIGHT.exit_code
-    if trouble := _unusable_port(options.port):
-        print(f"Prometheus cannot listen on 127.0.0.1: {trouble}; fix: --port", file=sys.stderr)
-        return Outcome.CONFIG.exit_code
     folder = runs / ".observe"
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        socket.create_server(("127.0.0.1", options.port)).close()
         server = MetricsServer(options.port + 1, lambda: read_job_pages(runs), address="127.0.0.1")
-    except OSError as error:
-        print(f"the metrics of ended jobs cannot be served: {error}; fix: --port", file=sys.stderr)
+    except (OSError, OverflowError) as error:  # the latter for a number above 65535
+        print(f"port {options.port} and the next one cannot be used: {error}; fix: --port", file=sys.stderr)
         return Outcome.CONFIG.exit_code
     nodes = [f"127.0.0.1:{port}" for port in range(options.metrics_port, options.metrics_port + PORTS_TRIED)]
     config = folder / "prometheus.json"
