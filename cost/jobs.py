@@ -73,6 +73,10 @@ def find_job_uri(job: str, store: str | None = None) -> str:
     raise ReportError(f"no events of job {job!r}; looked for\n{listed}")
 
 
+def _open(uri: str) -> Store:
+    return Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False)
+
+
 def read_job(job: str, store: str | None = None) -> list[Event]:
     """Read all events of a job, ordered by time.
 
@@ -81,7 +85,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
         StoreError: The store cannot be read.
     """
     uri = find_job_uri(job, store)
-    events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False))
+    events = read_events(_open(uri))
     if not events:
         raise ReportError(f"no events of job {job!r} in {uri}")
     return events
@@ -90,7 +94,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 def read_job_log(job: str, store: str | None = None) -> LogContent:
     """Read all events of a job, and a list of the damage to its event log. Raises the same errors as `read_job`."""
     uri = find_job_uri(job, store)
-    store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False)
+    store_of_job = _open(uri)
     content = read_log(store_of_job)
     if not content.events:
         damage = "".join(f"\n  damage: {one.text}" for one in content.damage[:10])
@@ -127,9 +131,7 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
         ReportError: There are no events of the job.
         StoreError: The store does not answer.
     """
-    found = running_launcher(
-        Store.open(find_job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS, create=False)
-    )
+    found = running_launcher(_open(find_job_uri(job, store)))
     if found is None:
         return None
     done = find_final_outcome(events)
@@ -147,7 +149,7 @@ def list_jobs(store: str | None) -> list[str]:
     """
     if store is None:
         return list_known_jobs()
-    opened = Store.open(store, request_timeout_seconds=_REQUEST_SECONDS, create=False)
+    opened = _open(store)
     if (folder := opened.local_path("jobs")) is not None:
         try:
             return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
@@ -188,9 +190,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     running = find_running_launcher(uri, (), store)
     if not fresh and running is None:
         try:
-            return _parse(
-                Store.open(place, request_timeout_seconds=_REQUEST_SECONDS, create=False).get(_NAME), f"{place}/{_NAME}"
-            )
+            return _parse(_open(place).get(_NAME), f"{place}/{_NAME}")
         except ObjectNotFound:
             pass  # the job died before it wrote a report
     content = read_job_log(uri, store)
@@ -248,11 +248,7 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
         LedgerError: The events contradict each other.
         StoreError: The store does not answer.
     """
-    events = (
-        read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS, create=False))
-        if isinstance(job, str)
-        else job
-    )
+    events = read_events(_open(job)) if isinstance(job, str) else job
     if not events:
         raise ReportError(f"no events of job {job!r}")
     pools = _changes(history)

@@ -275,12 +275,8 @@ def remember_job(runs: Path, job: KnownJob) -> Path:
     """
     folder = make_local_folder(runs, job.name, job.store)
     write_atomically(folder / NOTE, job.note())
-    mark_latest(runs, job.name)
+    _link(runs / "latest", Path(job.name))
     return folder
-
-
-def mark_latest(runs: Path, job: str) -> None:
-    _link(runs / "latest", Path(job))
 
 
 def _link(link: Path, target: Path) -> None:
@@ -289,7 +285,7 @@ def _link(link: Path, target: Path) -> None:
         return
     if link.exists() and not link.is_symlink():
         return  # keep the folder of an earlier job with another store
-    fresh = link.with_name(f".{link.name}.new")
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(link)

@@ -316,7 +316,8 @@ def refuse_unused_parameters(model: nn.Module) -> None:
     """Raise WorkloadError if DDP waits for gradients that this rank did not compute. Call it after a backward pass."""
     if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
         return
-    trained = {name: one for name, one in model.module.named_parameters() if one.requires_grad}
+    ignored = model.parameters_to_ignore
+    trained = {name: one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored}
     unused = [name for name, one in trained.items() if one.grad is None]
     if not unused:
         return

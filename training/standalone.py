@@ -103,7 +103,8 @@ def open_job(
     origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
     with EventLog(job_store, origin) as events:
         shown = settings["config"] | ({"script": script} if script else {})
-        events.emit(CONFIGURED, settings=values_with_sources(shown, settings["sources"]))
+        sources = settings["sources"] | ({"script": "argument"} if script else {})
+        events.emit(CONFIGURED, settings=values_with_sources(shown, sources))
         events.emit(PREPARED, **prepared)
         if rolled_back is not None:
             events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())

@@ -249,7 +249,8 @@ def measure_waits(bench: Bench) -> list[Row]:
         return [Row(what=what, measured=shown, figures=figures)]
     blocking = sum(event.name.startswith(_BLOCKING) and "Async" not in event.name for event in found) / steps
     late = sum(event.name == "cudaEventSynchronize" for event in found) / steps
-    kernels = [event.time_range for event in found if str(event.device_type).endswith("CUDA")]
+    on_gpu = [event for event in found if str(event.device_type).endswith("CUDA")]
+    kernels = [event.time_range for event in on_gpu if not event.is_user_annotation]  # which span the gaps
     busy = busy_share((kernel.start, kernel.end) for kernel in kernels)
     right = judge(blocking, None, 0.0) if busy >= _TARGET_BUSY else LOW
     return [

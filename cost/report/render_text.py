@@ -29,7 +29,7 @@ from ebbflow.cost.report.figure_text import (
     shorten,
 )
 from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict
+from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict, script_command
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import FAULT_INJECTED, LedgerClass
 from ebbflow.infra.untrusted_text import one_line, wrap_line
@@ -64,6 +64,8 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
     if report.outcome in (None, Outcome.COMPLETED):
         return None
     explanation, settings = _advise(report)
+    if (own := script_command(report, "--job", report.job)) is not None:  # it ran here, without the flow
+        return NextStep(explanation, own.replace("ebbflow", program, 1))
     if settings is None and report.money.get("attempts"):  # on AWS Batch a new run plans the next placement
         explanation, settings = f"{explanation} {_SAME_REMOTE_OPTIONS}", []
     run = one_line(report.events.get("run") or "")

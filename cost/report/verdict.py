@@ -270,11 +270,20 @@ def _values(report: RunReport) -> dict[str, str]:
     return {one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration}
 
 
+def script_command(report: RunReport, *options: str) -> str | None:
+    """Return the command that runs the job's script on this machine; None if `ebbflow run SCRIPT` did not start it."""
+    given = {row["key"]: row["value"] for row in report.configuration if row["source"] == "argument"}
+    if not given.get("script"):
+        return None
+    words = ["ebbflow", "run", given["script"], *options, *(["--"] if given.get("script_args") else [])]
+    return shlex.join(one_line(str(word)) for word in [*words, *(given.get("script_args") or ())])
+
+
 def reproduce_command(report: RunReport) -> str:
     """Return the command that runs the same configuration again under a new name; "" if it was not recorded."""
     rows = report.configuration
-    if not rows:
-        return ""
+    if (own := script_command(report)) is not None or not rows:
+        return own or ""
     sources = [str(row["source"]).rpartition(":") for row in rows]
     files = [path for path, _, line in sources if path and line.isdecimal()]
     words = ["ebbflow", "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import keyword
+import re
 import sys
 from pathlib import Path
 
@@ -92,8 +94,9 @@ def main(arguments: list[str]) -> int:
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
         print(f"ebbflow new: {name!r} cannot be a module's name; fix: letters, digits and _", file=sys.stderr)
         return 2
-    title = "".join(part.capitalize() for part in name.split("_")) or name
-    code = (_TEMPLATES / f"{given.like}.py").read_text(encoding="utf-8").replace("class Example", f"class {title}")
+    title = "".join(part.capitalize() for part in name.split("_"))
+    template = (_TEMPLATES / f"{given.like}.py").read_text(encoding="utf-8")
+    code = template.replace("class Example", f"class {title}")
     settings = _KINDS[given.like].replace("NAME", name)
     files = {
         f"{name}.py": code,
@@ -102,6 +105,13 @@ def main(arguments: list[str]) -> int:
     }
     if taken := [file for file in files if (folder / file).exists()]:
         print(f"ebbflow new: {folder / taken[0]} exists; fix: another name, or --folder", file=sys.stderr)
+        return 2
+    if not title.isidentifier() or re.search(rf"\b{title}\b", template) or importlib.util.find_spec(name) is not None:
+        why = f"the class {title!r} is in the template" if title.isidentifier() else f"{title!r} is no class"
+        why = "a module of that name is installed" if importlib.util.find_spec(name) is not None else why
+        print(
+            f"ebbflow new: {name!r} cannot be used: {why}; fix: another name, such as my_{given.like}", file=sys.stderr
+        )
         return 2
     try:
         folder.mkdir(parents=True, exist_ok=True)

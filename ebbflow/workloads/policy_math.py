@@ -36,10 +36,11 @@ def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
 def adapt_kl_coefficient(coefficient: float, kl: float, target: float, rollouts: int, horizon: float) -> float:
     """Return the coefficient after a step: coefficient · (1 + error · rollouts / horizon).
 
-    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2.
+    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More rollouts than the
+    horizon count as the horizon; otherwise the coefficient could become negative.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * rollouts / horizon)
+    return coefficient * (1 + error * min(1.0, rollouts / horizon))
 
 
 @dataclass
@@ -62,9 +63,12 @@ class RunningMoments:
         )
 
     def normalise(self, values: Tensor, *, minus_mean: bool) -> Tensor:
-        """Return the values divided by the standard deviation, with or without their mean."""
+        """Return the values divided by the standard deviation, with or without their mean.
+
+        While all values so far are equal, their deviation is 0, and they are not divided.
+        """
         deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return (values - self.mean if minus_mean else values) / (deviation + _EPSILON)
+        return (values - self.mean if minus_mean else values) / (deviation + _EPSILON if deviation else 1.0)
 
 
 def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:

@@ -129,9 +129,11 @@ class _Stored:
 
 def start_with(model: nn.Module, start: dict[str, Tensor]) -> None:
     """Let the modules of a model on the meta device begin with given weights instead of random ones."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied weight, its first name
+    every = dict(model.named_parameters(remove_duplicate=False))
     given: dict[str, dict[str, Tensor]] = {}
     for name, value in start.items():
-        owner, _, key = name.rpartition(".")
+        owner, _, key = (first[id(every[name])] if name in every else name).rpartition(".")
         given.setdefault(owner, {})[key] = value
     for owner, values in given.items():
         module = model.get_submodule(owner)
@@ -167,7 +169,7 @@ def make_start(context: WorkloadContext, options: PolicyOptions, prompts: Prompt
     ]
     content = {name: getattr(options, name) for name in [*names, "temperature"]}
     content |= {"model": config.model.model_dump(mode="json"), "seed": config.training.seed, "tokens": codec.identity}
-    content |= {"prompts": [prompt.text for prompt in prompts.train]}
+    content |= {"prompts": [(prompt.text, prompt.answer) for prompt in prompts.train]}
     key = f"start/{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
     if context.store.head(key) is not None:
         return key

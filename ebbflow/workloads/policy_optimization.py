@@ -143,6 +143,7 @@ class PolicyOptimization:
             about["start"] = make_start(context, options, prompts, codec)
         same = (
             "path",
+            "prompt_column",
             "prompt_max_len",
             "generate_max_len",
             "n_samples_per_prompt",
@@ -197,7 +198,7 @@ class PolicyOptimization:
         else:
             losses = math_of.clipped_loss(log_probs, batch.old, batch.advantages, options.clip)
         if self._uses_reference and options.advantage_estimator not in KL_IN_REWARD:
-            kl = math_of.estimate_kl(options.kl_estimator, log_probs, batch.reference)
+            kl = math_of.estimate_kl(options.kl_kind, log_probs, batch.reference)
             losses = losses + self._coefficient(model) * kl
         if values is not None:
             value_losses = math_of.value_loss(values.float(), batch.values, batch.returns, options.value_clip)
@@ -220,6 +221,8 @@ class PolicyOptimization:
         options, context, begun = self._options, self._context, time.perf_counter()
         prompts = self._prompts.held_out
         count = len(prompts)
+        if not count:
+            return self._figures(unwrap(model).record.read())
         share = -(-count // context.world_size)
         mine = [prompts[min(context.rank * share + place, count - 1)] for place in range(share)]
         self._engine.wake()
@@ -335,7 +338,7 @@ class PolicyOptimization:
         begins, ends, rewards = begins[:, 0].long(), ends[:, 0].long(), rewards[:, 0]
         mask = completion_mask(tokens.shape[1], begins, ends)
         lengths = mask.sum(dim=1)
-        kl = math_of.estimate_kl(options.kl_estimator, old, reference) * mask
+        kl = math_of.estimate_kl(options.kl_kind, old, reference) * mask
         drawn, moments = rewards, RunningMoments(*(before[f"reward_{name}"] for name in ("count", "mean", "squares")))
         moments = moments.add(rewards)
         if options.reward_running_norm:
@@ -380,7 +383,7 @@ class PolicyOptimization:
     def _score(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and values of tokens under a model that is not sharded."""
         options, parts = self._options, []
-        size = options.micro_rollout_batch_size or len(tokens)
+        size = self._engine.batch if isinstance(self._engine, TorchEngine) else len(tokens)
         with torch.autocast(tokens.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             for part in tokens.split(size):
                 found = model(part[:, :-1])

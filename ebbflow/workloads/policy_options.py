@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.workloads.options import read_options, refuse_option
-from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES
+from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES, KL_IN_REWARD
 
-_CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": KL_ESTIMATES, "engine": ("torch", "vllm")}
+_CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": ("", *KL_ESTIMATES), "engine": ("torch", "vllm")}
 _MAY_BE_ZERO = ("held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "init_kl_coef", "kl_target")
 
 
@@ -37,7 +37,7 @@ class PolicyOptions:
     temperature: float = 1.0
     advantage_estimator: str = "grpo"  # grpo, cpgd, reinforce++, rloo or ppo
     clip: float = 0.2  # of the ratio of new to old probabilities
-    kl_estimator: str = "k3"  # k1, k2 or k3
+    kl_estimator: str = ""  # k1, k2 or k3; "": k1 in rewards, and k3 in the loss
     init_kl_coef: float = 0.001  # weight of the KL divergence from the reference; 0: no reference
     kl_target: float = 0.0  # KL divergence per token that the coefficient is adapted to; 0: the coefficient is constant
     kl_horizon: float = 10000.0  # rollouts in which the coefficient is adapted
@@ -51,7 +51,7 @@ class PolicyOptions:
     value_clip: float = 0.2  # ppo
     engine: str = "torch"  # torch or vllm
     engine_tp_size: int = 1  # GPUs of an engine
-    engine_mem_util: float = 0.5  # share of the free GPU memory for keys and values
+    engine_mem_util: float = 0.5  # share of the GPU's memory for keys and values
     micro_rollout_batch_size: int = 0  # rollouts that are generated together; 0: all
     enable_engine_sleep: bool = False  # free the engine's weights and cache after each rollout
 
@@ -72,6 +72,13 @@ class PolicyOptions:
             refuse_option(f"engine_mem_util: {self.engine_mem_util}; fix: more than 0 and at most 1, such as 0.5")
         if self.supervised_smoothing >= 1:
             refuse_option(f"supervised_smoothing: {self.supervised_smoothing}; fix: less than 1, such as 0.1")
+        if not self.kl_horizon:
+            refuse_option("kl_horizon: 0.0; fix: a number of rollouts, such as 10000")
+        if self.kl_estimator == "k1" and self.init_kl_coef and self.advantage_estimator not in KL_IN_REWARD:
+            refuse_option(
+                f"kl_estimator: k1 is no penalty in the loss, as with {self.advantage_estimator}: its gradient does "
+                "not depend on the reference; fix: k2 or k3"
+            )
         if self.kl_target and not self.init_kl_coef:
             refuse_option("kl_target: there is no reference with init_kl_coef 0; fix: init_kl_coef: 0.001")
         if self.n_samples_per_prompt < 2 and self.advantage_estimator in ("grpo", "cpgd", "rloo"):
@@ -104,6 +111,11 @@ class PolicyOptions:
                 f"{context.config.training.initial_weights}"
             )
         return options
+
+    @property
+    def kl_kind(self) -> str:
+        """Estimate of the KL divergence: `kl_estimator`, or the one that the papers of the estimator use."""
+        return self.kl_estimator or ("k1" if self.advantage_estimator in KL_IN_REWARD else "k3")
 
     @property
     def sequence(self) -> int:

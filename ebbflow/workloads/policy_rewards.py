@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,7 @@ class Reward:
         if name == "shared_start":
             return shared_start
         if name == "unit_test":
-            return partial(run_unit_test, seconds=self._seconds / 2, memory_mib=self._memory_mib)
+            return partial(run_unit_test, seconds=self._seconds, memory_mib=self._memory_mib)
         module, _, attribute = name.partition(":")
         if not attribute:
             raise WorkloadError(
@@ -129,40 +130,59 @@ def shared_start(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     return same / (max(len(answer), len(completion)) or 1)
 
 
-def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, seconds: float, memory_mib: int) -> float:
-    """Return 1.0 if the completion, followed by the row's `test`, runs as a Python program that exits with 0.
+_PASSED = b"passed"
+_RUN_TEST = f"""
+import json, os, resource, sys
+writer = int(sys.argv[1])
+for name, most in json.loads(sys.argv.pop()).items():
+    resource.setrlimit(getattr(resource, name), (most, most))
+sys.argv[:] = ["program.py"]
+scope = {{"__name__": "__main__"}}
+for name in ("completion.py", "test.py"):
+    with open(name, encoding="utf-8") as file:
+        exec(compile(file.read(), name, "exec"), scope)
+os.write(writer, {_PASSED!r})
+"""
 
-    The program runs in an empty folder and without the environment's variables, with limits of time, memory, file size
-    and processes. It is no sandbox against hostile code: the program can read files and use the network.
+
+def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, seconds: float, memory_mib: int) -> float:
+    """Return 1.0 if the completion and then the row's `test` run to their end as one Python program, else 0.0.
+
+    A program that ends itself before its test, even with exit code 0, has not passed. It runs in an empty folder and
+    without the environment's variables, with limits of memory, file size and processor time: half of `seconds`, rounded
+    up. A program that waits is ended after nine tenths of `seconds`. It is no sandbox against hostile code: the program
+    can read files, start processes and use the network.
     """
     if not isinstance(row.get("test"), str):
         raise WorkloadError(f"reward unit_test: the row of prompt {prompt[:60]!r} has no test; fix: add Python code")
 
-    def limit() -> None:
-        cpu = max(1, math.ceil(seconds))
-        for what, most in (
-            (resource.RLIMIT_CPU, cpu),
-            (resource.RLIMIT_AS, memory_mib << 20),
-            (resource.RLIMIT_FSIZE, _LARGEST_FILE_BYTES),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(what, (most, most))
-
-    with tempfile.TemporaryDirectory(prefix="ebbflow-test-") as folder:
-        program = Path(folder, "program.py")
-        program.write_text(f"{completion}\n\n{row['test']}\n", encoding="utf-8", errors="replace")
-        command = [sys.executable, "-I", "-B", str(program)]
-        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        with subprocess.Popen(
-            command, cwd=folder, env={}, preexec_fn=limit, start_new_session=True, **quiet
-        ) as process:
-            try:
-                return float(process.wait(timeout=seconds) == 0)
-            except subprocess.TimeoutExpired:
-                return 0.0
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # its children too
-                    os.killpg(process.pid, signal.SIGKILL)
+    limits = {"RLIMIT_CPU": math.ceil(seconds / 2), "RLIMIT_AS": memory_mib << 20, "RLIMIT_CORE": 0}
+    limits["RLIMIT_FSIZE"] = _LARGEST_FILE_BYTES
+    reader, writer = os.pipe()
+    try:
+        with tempfile.TemporaryDirectory(prefix="ebbflow-test-") as folder:
+            for name, text in (("completion.py", completion), ("test.py", row["test"])):
+                Path(folder, name).write_text(text, encoding="utf-8", errors="replace")
+            command = [sys.executable, "-s", "-P", "-B", "-c", _RUN_TEST, str(writer), json.dumps(limits)]
+            quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            own = {"PYTHONHASHSEED": "0"}  # the order of a set does not decide
+            with subprocess.Popen(
+                command, cwd=folder, env=own, pass_fds=[writer], start_new_session=True, **quiet
+            ) as process:
+                try:
+                    process.wait(timeout=0.9 * seconds)
+                except subprocess.TimeoutExpired:
+                    return 0.0
+                finally:
+                    with contextlib.suppress(ProcessLookupError):  # its children too
+                        os.killpg(process.pid, signal.SIGKILL)
+        os.set_blocking(reader, False)
+        with contextlib.suppress(BlockingIOError):
+            return float(os.read(reader, 16) == _PASSED)
+        return 0.0
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @contextlib.contextmanager
@@ -175,10 +195,11 @@ def _at_most(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, stop)
+    before, begun = signal.signal(signal.SIGALRM, stop), time.monotonic()
     left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
+        # A limit around this one has lost the time that passed here. 0 would end it.
+        signal.setitimer(signal.ITIMER_REAL, left and max(1e-3, left - (time.monotonic() - begun)))
         signal.signal(signal.SIGALRM, before)

@@ -1,7 +1,7 @@
 """Rollouts: completions that an engine draws from a policy, with their log-probabilities and weight version.
 
-A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each token. So the size
-of a generation batch changes nothing.
+A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each token. The size of
+a generation batch changes nothing but the rounding of the log-probabilities.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class TorchEngine:
         sequence: tokens of prompt and completion at most.
         stop: the token that ends a completion, also used as padding.
         batch: rollouts that are generated together; halved if the memory does not suffice.
-        memory_share: on a GPU, share of its free memory that the keys and values of a batch may take.
+        memory_share: on a GPU, share of its whole memory that the keys and values of a batch may take,
+            since what is free depends on the moment, and a resumed job would choose another batch.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class TorchEngine:
     ) -> None:
         self.version = -1
         self._model, self._sequence, self._stop, self._temperature = model, sequence, stop, temperature
-        self._batch, self._device, self._awake = batch, device, True
+        self.batch, self._device, self._awake = batch, device, True
         self._memory_share, self.cached = memory_share, True
 
     @property
@@ -135,20 +136,20 @@ class TorchEngine:
         if not self._awake or self.version < 0:
             raise TrainingError("the engine has no weights; fix: wake it and update its weights before it generates")
         if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            self._batch = fit_batch(
-                self._batch, int(free * self._memory_share), cache_bytes(self._model, self._sequence)
+            _, total = torch.cuda.mem_get_info(self._device)
+            self.batch = fit_batch(
+                self.batch, int(total * self._memory_share), cache_bytes(self._model, self._sequence)
             )
         first, parts = 0, []
         while first < len(prompts):
-            last = first + self._batch
+            last = first + self.batch
             try:
                 parts.append(self._generate(prompts[first:last], draws[first:last]))
             except torch.OutOfMemoryError:
-                if self._batch == 1:
+                if self.batch == 1:
                     raise
-                self._batch //= 2
-                print(f"rollouts: out of memory; generating {self._batch} at a time from now on", flush=True)
+                self.batch //= 2
+                print(f"rollouts: out of memory; generating {self.batch} at a time from now on", flush=True)
                 continue
             first = last
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]

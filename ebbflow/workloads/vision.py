@@ -82,6 +82,8 @@ class ImageClassifier(DatasetWorkload):
         self._flops = 0.0
         self._confusion: Tensor | None = None  # [classes, classes] counts; row: true class, column: predicted class
         super().__init__(context)
+        if self._options.norm == "sync" and context.config.parallel.recompute != "none":
+            refuse_option("norm: sync counts each image twice with parallel.recompute; fix: group, or recompute: none")
         if self._held_out_count and (classes := self._evaluated.classes) != self._train.classes:
             missing = sorted(set(self._train.classes) ^ set(classes))
             raise DataError(
@@ -100,6 +102,8 @@ class ImageClassifier(DatasetWorkload):
         else:
             parts = {name: root / name for name in ("train", *_HELD_OUT) if (root / name).is_dir()}
             own = [name for name in parts if (name == "train") == train]
+            if parts and not own and train:
+                raise DataError(f"{root}: there is {', '.join(parts)} but no train; fix: a subfolder train")
             if parts and not own:
                 return None
             if parts:
@@ -110,7 +114,7 @@ class ImageClassifier(DatasetWorkload):
                 )
         if not train:
             self._evaluated = found
-        return found
+        return found if train or len(found) else None
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -217,6 +221,7 @@ class ImageArrays:
                 prefix = prefix if own else ""
                 images, labels = arrays[f"{prefix}images"], arrays[f"{prefix}labels"]
                 names = arrays["classes"].tolist() if "classes" in arrays else None
+                every = [arrays[name] for name in ("labels", "held_out_labels") if name in arrays]
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path}: {error}; fix: a .npz file with the arrays images and labels") from error
         if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] != 3):
@@ -228,7 +233,7 @@ class ImageArrays:
                 f"{path}: {prefix}labels is {labels.dtype} {list(labels.shape)} for {len(images)} images; "
                 f"fix: integers [{len(images)}]"
             )
-        count = len(names) if names else int(labels.max(initial=0)) + 1
+        count = len(names) if names else 1 + max(int(one.max(initial=0)) for one in every)
         if len(labels) and not 0 <= labels.min() <= labels.max() < count:
             raise DataError(f"{path}: {prefix}labels are {labels.min()} to {labels.max()}; fix: 0 to {count - 1}")
         kept = np.array(

@@ -388,7 +388,6 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
     with job.events("settle") as log, pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"):
         settlement.settle_attempts(job, read_events(job.store), client, log)
     monkeypatch.setattr(reporting, "write_report", pytest.fail)
-    monkeypatch.setattr(launcher, "mark_latest", lambda job: None)
     monkeypatch.setattr(Job, "remember", lambda job: None)
     assert launcher.finish_job(job, 1, time.time(), asked=False) == 75
     assert "job mine was taken over" in capsys.readouterr().err and asked == [["x-1"]]

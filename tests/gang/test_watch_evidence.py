@@ -90,29 +90,6 @@ def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: 
     watch.close()
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_in_the_first_step_only_a_rank_that_uses_no_cpu_time_is_given_up_at_the_floor(
-    rank: Rank, tmp_path: Path, busy: bool
-) -> None:
-    process = rank.process
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as worker:
-        rank.process = worker if busy else process
-        watch = watch_of(rank, tmp_path, floor_seconds=20.0, steps=(1,))
-
-        def failures(seconds: float) -> list[WorkerFailure]:
-            return [one for one in pass_time(watch, rank, seconds) if not one.witness]
-
-        assert failures(18.0) == []
-        if busy:
-            assert failures(60.0) == []
-        else:
-            [failure] = wait_until("the verdict", lambda: failures(1.0), timeout=60)
-            assert failure.hung and "(limit 20 s)" in failure.message
-        watch.close()
-        worker.kill()
-    rank.process = process
-
-
 def test_a_rank_that_was_stopped_along_with_its_agent_is_not_to_blame_for_it(rank: Rank, tmp_path: Path) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=20.0)
     rank.process.send_signal(signal.SIGSTOP)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.training.launch.blame import blame, detect_lone_call, detect_mismatch, settle_seconds
+from ebbflow.training.launch.blame import LoneCall, blame, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import (
     WorkerFailure,
     find_furthest_behind,
@@ -97,7 +97,10 @@ def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_
         culprit = blame(order)
         kind, certainty = ("hang", "slow") if guilty else ("different collectives", "proven")
         assert (culprit.rank, culprit.kind, culprit.certainty) == (guilty, kind, certainty), culprit
-        assert detect_lone_call(order) == (not guilty)
+        lone = LoneCall()
+        assert not lone.lasts(order, 100.0) and lone.lasts(order, 106.0) == (not guilty)
+        moved = [replace(one, where="training/engine.py:74 in forward_backward") for one in order]
+        assert not lone.lasts(moved, 112.0) and not lone.lasts(order, 113.0), "in a backward pass, healthy ranks wait"
 
 
 def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
@@ -207,7 +210,6 @@ def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None
     learned = limits(floor_seconds=60.0, longest_seconds=40.0)
     learned.observe(first := HeartbeatReading(1, 7, "forward", 0.0, 1), 0.1)
     assert (learned.hang_threshold(first), learned.suspicion_threshold(first)) == (40.0, 5.0)
-    assert limits(floor_seconds=6.0).idle_threshold(first) == 6.0, "without CPU time"
     assert (
         learned.hang_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),
         learned.suspicion_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),

@@ -182,6 +182,7 @@ def test_the_kl_coefficient_follows_its_target() -> None:
     assert math_of.adapt_kl_coefficient(0.1, 0.03, 0.02, 256, 1024) == pytest.approx(0.1 * (1 + 0.2 * 0.25))
     assert math_of.adapt_kl_coefficient(0.1, 0.021, 0.02, 256, 1024) == pytest.approx(0.1 * (1 + 0.05 * 0.25))
     assert math_of.adapt_kl_coefficient(0.1, 0.0, 0.02, 1024, 1024) == pytest.approx(0.1 * 0.8)
+    assert math_of.adapt_kl_coefficient(0.1, 0.0, 0.02, 8192, 1000) == pytest.approx(0.1 * 0.8), "never negative"
 
 
 def test_running_moments_are_those_of_all_rewards_so_far() -> None:
@@ -192,6 +193,8 @@ def test_running_moments_are_those_of_all_rewards_so_far() -> None:
         seen = rewards[: first + 8]
         assert moments.mean == pytest.approx(statistics.fmean(seen), abs=1e-6)
         assert moments.squares / moments.count == pytest.approx(statistics.pvariance(seen), rel=1e-5)
+    equal = math_of.RunningMoments().add(torch.tensor([-1.0, -1.0]))
+    assert equal.normalise(torch.tensor([-1.0]), minus_mean=False).tolist() == [-1.0]
     scaled = moments.normalise(torch.tensor([1.0]), minus_mean=False)
     centred = moments.normalise(torch.tensor([1.0]), minus_mean=True)
     deviation = statistics.pstdev(rewards)

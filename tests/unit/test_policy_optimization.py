@@ -227,6 +227,8 @@ def test_a_unit_test_has_limits_of_time_and_memory() -> None:
     assert judge(prompt, "def double(x):\n    return x") == 0.0
     assert judge(prompt, "def double(x) return") == 0.0
     assert judge(prompt, "import os\ndef double(x):\n    return 8 if 'HOME' not in os.environ else 0") == 1.0
+    for early in ("exit()", "raise SystemExit", "import os; os._exit(0)"):
+        assert judge(prompt, early) == 0.0, "it ends before its test"
     assert judge(prompt, "held = bytearray(10**9)\ndouble = lambda x: 8") == 0.0
     begun = time.monotonic()
     assert reward_of("unit_test", seconds=1.0)(prompt, "while True: pass") == 0.0
@@ -296,6 +298,8 @@ def test_steps_between_two_rollouts_train_on_the_stored_ones(tmp_path: Path) -> 
         ({"prompt_max_len": 5}, "8096 of 8096 train prompts have more than workload_options.prompt_max_len 5 tokens"),
         ({"rollout_batch_size": 6}, "6 prompts are not a multiple of training.batch_size 4; fix: .*8"),
         ({"rollout_batch_size": 8100}, r"num_rollouts_per_episodes = 8096 prompts // 8100 prompts per rollout = 0"),
+        ({"kl_estimator": "k1"}, "k1 is no penalty in the loss, as with grpo.*fix: k2 or k3"),
+        ({"kl_horizon": 0.0}, "kl_horizon: 0.0; fix: a number of rollouts"),
         ({"engine_tp_size": 2}, "the engine torch uses one device"),
         ({"engine_mem_util": 0.0}, "engine_mem_util: 0.0; fix: more than 0"),
         ({"kl_target": 0.1, "init_kl_coef": 0.0}, "no reference with init_kl_coef 0"),

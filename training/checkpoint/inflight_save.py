@@ -29,7 +29,7 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoo
 _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0
 _ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
-_LONGEST_WAIT_SECONDS = 30.0
+_LONGEST_WAIT_SECONDS = 10.0  # shorter than the hang threshold of this wait
 _FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
 _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit is intact"
 

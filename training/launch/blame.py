@@ -43,6 +43,7 @@ LEFT_EARLY = "left early"
 _CALLED_ALONE = "it waits in a collective that the other ranks did not call"
 HANG = "hang"
 _first = attrgetter("timestamp")
+_LONE_CALL_SECONDS = 2.0  # the ranks report the positions of one dump within less
 _STALL_SECONDS = 1.0  # without CPU time
 _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is more than this earlier
 
@@ -89,7 +90,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
             sizes = any(has_other_size(one.message) for one in evidence)
-            proven = sizes if rule is _odd_call else found[1] == _CALLED_ALONE and all(map(_waits, evidence))
+            proven = sizes if rule is _odd_call else found[1] == _CALLED_ALONE and _all_wait_for_good(evidence)
             certainty = PROVEN if proven else SLOW if rule is _odd_call else ""
             return _culprit(found[0], found[1], evidence, certainty=certainty)
     return _network(evidence)
@@ -103,18 +104,41 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
-def detect_lone_call(evidence: Sequence[WorkerFailure]) -> bool:
-    """Return whether a rank waits in a collective that the other ranks did not call. `evidence` must cover all ranks.
+class LoneCall:
+    """A rank alone in a collective that the other ranks did not call, as dumps of all ranks show it over time.
 
-    All ranks wait then, and none of them can continue, which proves that the gang has failed.
+    All ranks wait then, and none of them can continue. It proves that the gang has failed if a second dump shows it.
     """
-    return all(map(_waits, evidence)) and blame(evidence).because == _CALLED_ALONE
+
+    def __init__(self) -> None:
+        self._since, self._places = 0.0, list[tuple[int, str, str]]()
+
+    def lasts(self, evidence: Sequence[WorkerFailure], now: float) -> bool:
+        alone = _all_wait_for_good(evidence) and blame(evidence).because == _CALLED_ALONE
+        places = sorted((one.rank, one.where, str(one.calls)) for one in evidence) if alone else []
+        if not alone or places != self._places:
+            self._since, self._places = now, places
+        return now - self._since >= _LONE_CALL_SECONDS
+
+
+def _all_wait_for_good(evidence: Sequence[WorkerFailure]) -> bool:
+    """Return whether each rank waits for others, and none of them for its device or within a backward pass.
+
+    A device may only be slow, and within its backward pass a healthy rank also waits for ranks that compute.
+    """
+    places = (one.where for one in evidence if one.waiting and not has_queued_calls(one.calls))
+    return sum(not place.startswith("training/engine.py") for place in places) == len(evidence)
 
 
 def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
-    """Return the rank that uses no CPU time outside of any collective; None if there is none. It is no proof."""
+    """Return the rank that uses no CPU time outside of any collective while all others wait; None if there is none.
+
+    It is no proof: the rank may wait for a lock, a download or another process.
+    """
     culprit = blame(evidence)
-    return culprit if culprit.kind == HANG and culprit.failure.idle_seconds >= _STALL_SECONDS else None
+    others = [one for one in evidence if one.rank != culprit.rank]
+    idle = culprit.kind == HANG and culprit.failure.idle_seconds >= _STALL_SECONDS
+    return culprit if idle and others and all(map(_waits, others)) else None
 
 
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:

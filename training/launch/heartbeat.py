@@ -244,17 +244,6 @@ class PhaseThresholds:
             return own
         return min(max(self.suspicion_threshold(beat), self._limits.floor_seconds), self._limits.longest_seconds)
 
-    def idle_threshold(self, beat: HeartbeatReading) -> float:
-        """Return the hang threshold of a rank that uses no CPU time and is outside of any collective.
-
-        It differs from `hang_threshold` in the first step only. There, a rank that compiles, loads libraries or shares
-        a busy machine uses CPU time, and a rank that connects or waits for another rank is in a collective. So a rank
-        that does neither is hung after the floor.
-        """
-        if beat.phase in _STEP_PHASES and self._is_first(beat):
-            return min(self._limits.floor_seconds, self._limits.longest_seconds)
-        return self.hang_threshold(beat)
-
     def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
         if beat.phase in _START_PHASES:
             return self._limits.start_seconds

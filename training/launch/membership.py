@@ -16,7 +16,7 @@ from typing import Any
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError, UnreliableReader
-from ebbflow.training.launch.blame import Culprit, detect_lone_call, detect_mismatch, detect_stall, settle_seconds
+from ebbflow.training.launch.blame import Culprit, LoneCall, detect_mismatch, detect_stall, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.messages import (
     RETURNED,
@@ -103,6 +103,7 @@ class CoordinatorPeers(_Peers):
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
         self._first_failure = float("inf")
+        self._lone_call = LoneCall()
         self._finished: dict[int, dict[int, dict]] = {}
         self._ready: set[int] = set()
         self._started: GenerationStart | None = None
@@ -335,7 +336,7 @@ class CoordinatorPeers(_Peers):
             evidence = self._evidence()
             complete = len({one.rank for one in evidence}) == len(self._start.nodes) * self._spec.processes_per_node
             # Either is proof, although no rank has failed yet.
-            trouble = detect_mismatch(evidence) is not None or (complete and detect_lone_call(evidence))
+            trouble = detect_mismatch(evidence) is not None or (complete and self._lone_call.lasts(evidence, now))
             if complete and not trouble and not self._failures:
                 self.stall = detect_stall(evidence)
         else:

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 _LONGEST_SILENCE_SECONDS = 20.0
+# Errors of networks, services and files, which may go even where the rest of the message speaks of a mistake.
+_MAY_PASS = re.compile(r"timeout|timed out|connection|socket|http|nccl|gloo|DistBackend|OSError|IOError", re.IGNORECASE)
 _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 
@@ -292,7 +295,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     # The same collectives come in each start, and the same number of steps.
     code = culprit.kind == DIFFERENT_CALLS and culprit.certainty == PROVEN
     code = code or (worst.left and worst.message.endswith(f": {Outcome.COMPLETED}"))
-    if worst.error and not worst.cascade:
+    if worst.error and not worst.cascade and not _MAY_PASS.search(worst.message):
         code = code or any(rule.matches(worst.message) for rule in load_rules().rules if not rule.curable)
     curable = kind.curable and not code
     return GenerationEnd(

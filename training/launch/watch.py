@@ -20,13 +20,12 @@ from ebbflow.training.launch.evidence import (
     SLOW,
     Dump,
     WorkerFailure,
-    has_queued_calls,
     parse_records,
     parse_traceback,
     read_crash_stack,
 )
 from ebbflow.training.launch.gpus import GpuMonitor, kernel_records
-from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, HeartbeatReading, PhaseThresholds
+from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, PhaseThresholds
 from ebbflow.training.launch.workers import Worker
 
 _CLOCK_SECONDS = 2.0  # difference between the clock of the kernel's log and CLOCK_BOOTTIME
@@ -173,7 +172,7 @@ class RankWatch:
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
             rank.check(now, self._absent_seconds, self._store_wait_seconds)
-        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung or rank.idle)]
+        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
         suspicious = any(rank.suspicious for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
         if due or suspicious or self._witnesses_wanted:
             found += self._report_dump(living, due, suspicious, now)
@@ -195,8 +194,8 @@ class RankWatch:
         """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
         A dump that is older than the last heartbeat of a rank in `due` does not count. Once the dump is done, return
-        the failures of the ranks in `due`, except those of idle ranks that wait for others. Also return the positions
-        of all other ranks, but only once per dump, or if the coordinator has requested them.
+        the failures of the ranks in `due`. Also return the positions of all other ranks, but only once per dump, or if
+        the coordinator has requested them.
         """
         fresh_seconds = min([_DUMP_FRESH_SECONDS, *(rank.silent_seconds for rank in due)])
         if self._dump is None or (self._dump.done and now - self._dump.at > fresh_seconds):
@@ -205,9 +204,7 @@ class RankWatch:
             self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)
         if not self._dump.done:
             return []
-        dump = self._dump
-        due = [rank for rank in due if rank.stopped or rank.hung or not rank.waits(dump)]
-        found = [rank.failure(dump) for rank in due]
+        dump, found = self._dump, [rank.failure(self._dump) for rank in due]
         if suspicious:
             self._suspected_at = now
         if self._reported_dump is not dump or self._witnesses_wanted:
@@ -231,8 +228,7 @@ class _Rank:
         self.reported = False
         self._cpu_at = self._busy_at = self._idle_seconds = 0.0
         self._cpu_ticks = 0
-        self.stopped = self.hung = self.suspicious = self.idle = False
-        self._waits_in: HeartbeatReading | None = None
+        self.stopped = self.hung = self.suspicious = False
 
     @property
     def number(self) -> int:
@@ -267,8 +263,6 @@ class _Rank:
         self.hung = self.silent_seconds - excused > self._thresholds.hang_threshold(beat)
         self.suspicious = self.silent_seconds > self._thresholds.suspicion_threshold(beat)
         self._check_cpu(now)
-        idle = self._idle_seconds - excused > self._thresholds.idle_threshold(beat)
-        self.idle = idle and self._waits_in != beat
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
             since = now if self._stopped_since is None else self._stopped_since
@@ -286,13 +280,6 @@ class _Rank:
                 self._busy_at = now
             self._cpu_at, self._cpu_ticks = now, ticks
         self._idle_seconds = min(self.silent_seconds, now - self._busy_at)
-
-    def waits(self, dump: Dump) -> bool:
-        """Return whether the rank waits for other ranks or its GPU. Until its next heartbeat it is not `idle` then."""
-        seen = dump.position(self.number)
-        waits = bool(seen.get("waiting") or has_queued_calls(seen.get("calls", ())))
-        self._waits_in = self._beat if waits else None
-        return waits
 
     def sample(self) -> None:
         if self.living:
@@ -344,8 +331,7 @@ class _Rank:
     def failure(self, dump: Dump) -> WorkerFailure:
         self.reported = True
         seen = self.witness(dump)
-        threshold = self._thresholds.hang_threshold if self.hung else self._thresholds.idle_threshold
-        limit = "" if self.stopped else f" (limit {threshold(self._beat):.3g} s)"
+        limit = "" if self.stopped else f" (limit {self._thresholds.hang_threshold(self._beat):.3g} s)"
         text = f"no progress for {self.silent_seconds:.1f} s{limit} {seen.message}"
         if process_state(self.pid) == "D":
             text += ", in uninterruptible sleep (state D: a disk or network file system does not answer)"

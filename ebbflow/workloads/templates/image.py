@@ -50,7 +50,8 @@ class Example:
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Images:
         rows = [image(cursor.first + place) for place in range(cursor.count)]
         if not rows:
-            return Images(torch.zeros(0, 1, SIZE, SIZE), torch.zeros(0, dtype=torch.int64))
+            nothing = torch.zeros(0, 1, SIZE, SIZE), torch.zeros(0, dtype=torch.int64)
+            return Images(*(part.to(self.context.device) for part in nothing))
         return Images(*(torch.stack(part).to(self.context.device) for part in zip(*rows, strict=True)))
 
     def loss(self, model: nn.Module, batch: Images) -> Loss:

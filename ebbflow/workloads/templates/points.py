@@ -59,7 +59,8 @@ class Example:
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Clouds:
         rows = [cloud(cursor.first + place) for place in range(cursor.count)]
         if not rows:
-            return Clouds(torch.zeros(0, POINTS, 3), torch.zeros(0, dtype=torch.int64))
+            nothing = torch.zeros(0, POINTS, 3), torch.zeros(0, dtype=torch.int64)
+            return Clouds(*(part.to(self.context.device) for part in nothing))
         return Clouds(*(torch.stack(part).to(self.context.device) for part in zip(*rows, strict=True)))
 
     def loss(self, model: nn.Module, batch: Clouds) -> Loss:
