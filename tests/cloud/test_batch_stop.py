@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,7 +82,8 @@ def test_before_there_is_a_task_the_container_ends_at_once(tmp_path: Path) -> No
         assert shell.wait(60) == 128 + signal.SIGKILL
         assert not (tmp_path / "after").exists()
     finally:
-        os.killpg(shell.pid, signal.SIGKILL)  # its `sleep`, which ends with a container
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)  # its `sleep`, which ends with a container
 
 
 def test_the_command_does_what_it_did_on_every_node(tmp_path: Path) -> None:
