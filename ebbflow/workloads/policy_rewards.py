@@ -11,26 +11,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workloads.loader import describe_mistake
+from ebbflow.training.workloads.trial import TimeIsUp, at_most
 from ebbflow.workloads.policy_prompts import Prompt
 
 # A function of the prompt's text, the completion's text and the prompt's row.
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
 _BUILT_IN = ("exact_match", "shared_start", "unit_test")
 _LARGEST_FILE_BYTES = 1 << 20  # that a unit test may write
-
-
-class _TooLong(BaseException):
-    """Raised at a reward's time limit. It is not a subclass of `Exception`, which the function might catch."""
 
 
 class Reward:
@@ -60,9 +54,9 @@ class Reward:
     def _call(self, name: str, function: RewardFunction, prompt: Prompt, completion: str) -> float:
         about = f"prompt {prompt.text[:60]!r}, completion {completion[:60]!r}"
         try:
-            with _at_most(self._seconds):
+            with at_most(self._seconds):
                 found = function(prompt.text, completion, prompt.row)
-        except _TooLong:
+        except TimeIsUp:
             raise WorkloadError(
                 f"reward {name} took longer than {self._seconds:g} s for {about}; "
                 "fix: a faster reward, or a larger workload_options.reward_seconds"
@@ -183,23 +177,3 @@ def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, secon
     finally:
         os.close(reader)
         os.close(writer)
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _TooLong inside the context after `seconds`. This works only in the main thread, which handles signals."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, begun = signal.signal(signal.SIGALRM, stop), time.monotonic()
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        # A limit around this one has lost the time that passed here. 0 would end it.
-        signal.setitimer(signal.ITIMER_REAL, left and max(1e-3, left - (time.monotonic() - begun)))
-        signal.signal(signal.SIGALRM, before)

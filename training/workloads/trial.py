@@ -10,6 +10,7 @@ import inspect
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,8 +113,8 @@ def _outside(model: nn.Module, units: list[nn.Module]) -> int:
 LONGEST_SECONDS = 20.0
 
 
-class _Enough(BaseException):
-    """Raised at the time limit of a trial. It is not a subclass of `Exception`, which the user's code might catch."""
+class TimeIsUp(BaseException):
+    """Raised when a trial or a reward takes too long. The user's code might catch an `Exception`, so it is none."""
 
 
 def try_evaluate(
@@ -134,9 +135,9 @@ def try_evaluate(
         return "evaluate not tried, because the ranks of the gang are not all here"
     torch.manual_seed(0)
     try:
-        with user_code(f"{name}.evaluate"), torch.no_grad(), _at_most(seconds):
+        with user_code(f"{name}.evaluate"), torch.no_grad(), at_most(seconds):
             metrics = as_numbers(workload.evaluate(model))
-    except _Enough:
+    except TimeIsUp:
         return f"evaluate not tried to its end, because it takes longer than {seconds:g} s here"
     bad = {key: value for key, value in metrics.items() if not math.isfinite(value)}
     if bad:
@@ -148,23 +149,22 @@ def try_evaluate(
 
 
 @contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _Enough inside the context after `seconds`. This works only in the main thread, which handles signals."""
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeIsUp inside the context after `seconds`. This works only in the main thread, which handles signals."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _Enough
+        raise TimeIsUp
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, stop)
+    before, begun = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        yield
     finally:
+        # A limit around this one has lost the time that passed here. 0 would end it.
+        signal.setitimer(signal.ITIMER_REAL, left and max(1e-3, left - (time.monotonic() - begun)))
         signal.signal(signal.SIGALRM, before)
 
 
