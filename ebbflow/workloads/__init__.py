@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebbflow.workloads.hugging_face import HuggingFace
-    from ebbflow.workloads.images import ImageModel
     from ebbflow.workloads.point_clouds import PointCloudDiffusion
     from ebbflow.workloads.policy_optimization import PolicyOptimization
+    from ebbflow.workloads.timm_models import ImageModel
     from ebbflow.workloads.vision import ImageClassifier
 
 __all__ = ["HuggingFace", "ImageClassifier", "ImageModel", "PointCloudDiffusion", "PolicyOptimization"]
 _MODULES = {
     "HuggingFace": "hugging_face",
     "ImageClassifier": "vision",
-    "ImageModel": "images",
+    "ImageModel": "timm_models",
     "PointCloudDiffusion": "point_clouds",
     "PolicyOptimization": "policy_optimization",
 }

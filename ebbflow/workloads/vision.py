@@ -71,7 +71,45 @@ class VisionOptions:
             refuse_option(f"width: {self.width} is not a multiple of {_GROUPS} groups; fix: width: {fix}")
 
 
-class ImageClassifier(DatasetWorkload):
+class ImageWorkload(DatasetWorkload):
+    """Base of classifiers of images. A subclass sets `size`, and makes its model in `make`."""
+
+    size: int  # height and width of an image, in pixels
+    _flops = 0.0  # per image; 0: not counted yet
+
+    def make(self) -> nn.Module:
+        """Return a new model, on torch's default device."""
+        raise NotImplementedError
+
+    def open_folder(self, root: Path, train: bool, transform: Callable[[Any], Any]) -> ImageFolder | None:
+        """Open the images of a folder to train on or, with `train` False, those to evaluate on; None if there is none.
+
+        Subfolders `train` and `val` split the images; otherwise a hash of their names does. Raises DataError.
+        """
+        parts = {name: root / name for name in ("train", *_HELD_OUT) if (root / name).is_dir()}
+        own = [folder for name, folder in parts.items() if (name == "train") == train]
+        if parts and not own and train:
+            raise DataError(f"{root}: there is {', '.join(parts)} but no train; fix: a subfolder train")
+        if parts:
+            return ImageFolder(own[0], transform) if own else None
+        fraction = self.context.config.data.held_out_fraction
+        found = ImageFolder(root, transform, keep=lambda name: (fraction > 0 and is_held_out(name, fraction)) != train)
+        return found if train or len(found) else None
+
+    def loss_sum(self, model: nn.Module, samples: list[Tensor]) -> Tensor:
+        images, labels = samples
+        return F.cross_entropy(model(images).float(), labels, reduction="sum")
+
+    def flops(self, batch: Samples) -> float:
+        """Return three times the forward pass, as torch counts it."""
+        if not self._flops:
+            with torch.device("meta"), FlopCounterMode(display=False) as counter:
+                self.make().eval()(torch.empty(2, 3, self.size, self.size))
+            self._flops = 3.0 * counter.get_total_flops() / 2
+        return self._flops * batch.weight
+
+
+class ImageClassifier(ImageWorkload):
     """A classifier of images, with its accuracy and confusion matrix on held-out images."""
 
     weight_unit = "images"
@@ -79,7 +117,7 @@ class ImageClassifier(DatasetWorkload):
     def __init__(self, context: WorkloadContext) -> None:
         self._options = read_options(VisionOptions, context.options)
         self._root = Path(context.project_root, self._options.dataset).expanduser() if self._options.dataset else None
-        self._flops = 0.0
+        self.size = self._options.size
         self._confusion: Tensor | None = None  # [classes, classes] counts; row: true class, column: predicted class
         super().__init__(context)
         if self._options.norm == "sync" and context.config.parallel.recompute != "none":
@@ -93,34 +131,22 @@ class ImageClassifier(DatasetWorkload):
 
     def dataset(self, train: bool) -> Any:
         options, root = self._options, self._root
-        fraction = self.context.config.data.held_out_fraction
         change = _Change(options.size, augment=options.augment and train)
         if root is None:
             found: Any = DrawnShapes(options.size, 0 if train else _DRAWN, _DRAWN if train else _DRAWN_HELD_OUT, change)
         elif root.suffix == ".npz":
-            found = ImageArrays(root, train, fraction, change)
+            found = ImageArrays(root, train, self.context.config.data.held_out_fraction, change)
         else:
-            parts = {name: root / name for name in ("train", *_HELD_OUT) if (root / name).is_dir()}
-            own = [name for name in parts if (name == "train") == train]
-            if parts and not own and train:
-                raise DataError(f"{root}: there is {', '.join(parts)} but no train; fix: a subfolder train")
-            if parts and not own:
-                return None
-            if parts:
-                found = ImageFolder(parts[own[0]], change.of_picture)
-            else:
-                found = ImageFolder(
-                    root, change.of_picture, keep=lambda name: (fraction > 0 and is_held_out(name, fraction)) != train
-                )
+            found = self.open_folder(root, train, change.of_picture)
         if not train:
             self._evaluated = found
-        return found if train or len(found) else None
+        return found if train or (found is not None and len(found)) else None
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
-            return self._make()
+            return self.make()
 
-    def _make(self) -> nn.Module:
+    def make(self) -> nn.Module:
         options, classes = self._options, len(self._train.classes)
         if options.model == "vit":
             return VisionTransformer(
@@ -137,18 +163,6 @@ class ImageClassifier(DatasetWorkload):
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         assert isinstance(model, ResidualNetwork | VisionTransformer)
         return [model.stem, *model.blocks, model.head]
-
-    def loss_sum(self, model: nn.Module, samples: list[Tensor]) -> Tensor:
-        images, labels = samples
-        return F.cross_entropy(model(images).float(), labels, reduction="sum")
-
-    def flops(self, batch: Samples) -> float:
-        """Return three times the forward pass, as torch counts it."""
-        if not self._flops:
-            with torch.device("meta"), FlopCounterMode(display=False) as counter:
-                self._make().eval()(torch.empty(2, 3, self._options.size, self._options.size))
-            self._flops = 3.0 * counter.get_total_flops() / 2
-        return self._flops * batch.weight
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return loss and accuracy on the first `data.held_out_samples` held-out images. Collective."""
