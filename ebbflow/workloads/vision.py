@@ -315,8 +315,8 @@ class _SumOverRanks(torch.autograd.Function):
 class SyncNorm(nn.Module):
     """Batch normalisation of `[images, channels, height, width]` with the statistics of all ranks' images.
 
-    torch's SyncBatchNorm works on GPUs only. Statistics are of a micro-batch, so `training.micro_batch` changes them,
-    while the number of ranks does not.
+    torch's SyncBatchNorm works on GPUs only. The statistics are those of a micro-batch: more micro-batches change them,
+    more ranks do not.
     """
 
     running_mean: Tensor
