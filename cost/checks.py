@@ -48,7 +48,7 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Check that a queue has the machines and vCPUs of a pool of the plan, and that these queues admit the job."""
+    """Check that a queue has machines and vCPUs for a pool of the plan, and that a plan of such pools is accepted."""
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked

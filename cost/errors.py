@@ -10,7 +10,7 @@ from ebbflow.infra.process import silence_stdout
 
 
 class CostError(Exception):
-    """Base class of all errors of the cost package. A job that such an error ends gets the outcome `outcome`."""
+    """Base class of all errors of the cost package. If such an error ends a job, the job's outcome is `outcome`."""
 
     outcome = Outcome.FAILED
 

@@ -117,7 +117,7 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
 def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
     """Yield a record for each waiting job in team.yaml that is neither running nor done.
 
-    `known` has the jobs that have already run; their spending is copied to the new records.
+    A job that ran before without completing keeps its spent dollars, which are copied from its record in `known`.
     """
     by_name = {one.money.job: one for one in known}
     for one in team.waiting:

@@ -225,9 +225,9 @@ class CapacityDecorator(StepDecorator):
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
         """Handle an attempt for which no placement could be chosen.
 
-        If the user named a queue (`--with batch:queue=…`), or on Kubernetes, it runs with the settings of @batch or
-        @kubernetes. Otherwise it fails on the scheduler's machine, because the default queue is only for the steps
-        before and after training. Metaflow then retries the step, which gets a new placement.
+        On Kubernetes, and if the user named a queue (`--with batch:queue=…`), the attempt runs with the settings of
+        @kubernetes or @batch. Otherwise it fails on the scheduler's machine, because the default queue is not for
+        training. Metaflow then retries the step, which gets a new placement.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
@@ -241,7 +241,7 @@ class CapacityDecorator(StepDecorator):
 
 
 def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) -> str | None:
-    """Set the environment for a queue outside the home region. Return the region in which the Batch job runs."""
+    """Set the region variables in `env` if the queue is outside `batch.region`. Return the region of the Batch job."""
     home = config["batch"]["region"]
     if home and region and region != home:
         env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}

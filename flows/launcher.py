@@ -370,9 +370,9 @@ def write_to_stderr(text: str) -> None:
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
-    """Return the command line with options of `run` moved behind the command, where Metaflow accepts them.
+    """Return the command line with options of `run` moved after Metaflow's command, where Metaflow accepts them.
 
-    Exits with 2 if there are such options and no command.
+    If there are such options but no command, print the fix and exit with 2.
     """
     before: list[str] = []
     moved: list[str] = []

@@ -126,7 +126,7 @@ SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):
-    """Reason why a generation, or a node's part of it, ended unplanned. A planned end has an `Outcome`."""
+    """Reason why a generation, or a node's part of it, ended early. A planned end has an `Outcome` instead."""
 
     RANK_FAILED = "rank_failed"
     RANK_KILLED = "rank_killed"

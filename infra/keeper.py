@@ -294,7 +294,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 def serve(agent: int, channel: int) -> None:
-    """Run the keeper until the agent ends; then kill everything below the keeper and exit. Does not return.
+    """Run the keeper until the agent ends; then kill all processes below the keeper and exit. Does not return.
 
     agent: process id of the agent. channel: file descriptor of the socket to the agent.
     """

@@ -19,7 +19,8 @@
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
                    clock/<random>             written and deleted to read the store's clock
                    plan.json                  the newest plan with all pools
-                   trackers.json              what was sent to trackers and to people so far report.json  report.html
+                   trackers.json              what was sent to trackers and notification channels so far
+                   report.json  report.html
                    metrics.prom
 <store>/tokens/<sha256>/...                            prepared data of the built-in language model
 <store>/workloads/<module and name>/...                prepared data of a user's workload
@@ -167,7 +168,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the key prefix of a step's commits. It counts down, so that newer commits are listed first."""
+    """Return the key prefix of a step's commits. Its numbers count down, so that newer commits are listed first."""
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 

@@ -88,7 +88,7 @@ JOB_METRICS = (
         "ebbflow_job_tokens_total", "Tokens (or whatever the loss is averaged over) of all steps, redone included."
     ),
     _counter("ebbflow_job_generations_total", "Starts of the gang."),
-    _counter("ebbflow_job_interruptions_total", "Generations that ended unplanned, whatever the cause."),
+    _counter("ebbflow_job_interruptions_total", "Generations that ended early, whatever the cause."),
     _counter("ebbflow_job_failures_total", "Generations that ended by an error of the program or the user's code."),
     _counter("ebbflow_job_commits_total", "Durable checkpoints."),
     _counter("ebbflow_job_commit_failures_total", "Saves of a rank that did not become durable."),

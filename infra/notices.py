@@ -103,8 +103,8 @@ class NoticeWatcher:
     def new_notices(self) -> list[Notice]:
         """Return the notices that arrived since the last call.
 
-        A repeated notice is returned again only in two cases: it takes effect more than 1 s earlier than announced
-        before, or the time announced before passed more than 10 s ago and the new time is later than that.
+        A repeated notice is returned again only in two cases: its new time is more than 1 s before the announced
+        one, or the announced time passed more than 10 s ago and the new time is later.
         """
         return _all(self._notices)
 
@@ -227,7 +227,7 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """Try version 1 of the service, which needs no token. Return "" if version 1 works, else the reason why not.
+        """Try version 1 of the metadata service, which needs no token. Return "" if it works, else why it does not.
 
         In a container, a small hop limit can block the response that carries the token, but not the other responses.
         """

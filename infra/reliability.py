@@ -32,8 +32,8 @@ def expected_loss(
     """Return the expected fraction of time lost to saves and interruptions, at most 1.
 
     Each interval costs one save. Each interruption loses half an interval on average, plus `exposed_seconds`: the time
-    from the staging of a save until its commit, in which an interruption also loses the work since the save before. The
-    result is a first-order approximation in interval × hazard, which is small for intervals near the optimum.
+    from the staging of a save to its commit. During this time the previous save is still the newest commit, so an
+    interruption loses one interval more. The result is a first-order approximation for small interval × hazard.
     """
     _check(save_seconds, hazard_per_hour)
     if interval_seconds <= 0:

@@ -64,8 +64,8 @@ class FolderJob(AttachedJob):
         """Set the job's model and number of steps, which only the framework knows."""
         self._described, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
 
-    def doubt_data(self) -> None:
-        """Record that a resumed run may read other samples than an uninterrupted run would."""
+    def record_inexact_data(self) -> None:
+        """Record that a resumed run may read samples that differ from those of an uninterrupted run."""
         self._same_data = ""
 
     @property

@@ -72,7 +72,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild a state from the form and the tensors into which `split_state` has split it."""
+    """Rebuild the state that `split_state` has split into `form` and `tensors`."""
     if not isinstance(form, dict):
         return form
     (kind, value), *_ = form.items()
@@ -222,7 +222,7 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """How a resumed run gets the same batches as an uninterrupted one: "sampler", "state_dict of …"; "": unsure."""
+        """How a resumed run gets the batches of an uninterrupted run: "sampler", "state_dict of …"; "" if unsure."""
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
         return "sampler" if self._in_sampler else ""
@@ -336,7 +336,7 @@ def find_frozen(model: nn.Module) -> list[str]:
 
 
 def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[str], None]) -> None:
-    """Set requires_grad as in the commit: steps that changed it are not run again.
+    """Set requires_grad as in the commit, because a resumed script does not repeat the steps that changed it.
 
     Args:
         frozen: names from `find_frozen`; None in commits of older versions.

@@ -49,11 +49,11 @@ _MIB = 2**20
 def compare_modes(
     config: RunConfig, modes: Sequence[str], *, steps: int, rounds: int, parent: Path | None = None
 ) -> dict[str, Any]:
-    """Train the job's small copy in each mode, in turn.
+    """Train a small copy of the job (`small_config`) in each mode, `rounds` times.
 
     Returns:
         For each mode, the median, lowest and highest value of each figure over the rounds, or the reason why the mode
-        is unsupported. Also facts about the machine and the measurement.
+        is unsupported. The result also describes the machine and the measurement.
 
     Raises TrainingError and InfraError.
     """

@@ -1,9 +1,9 @@
 """`ebbflow doctor SCRIPT.py [-- ARGUMENTS]`: kill a script, let it resume, and name what its resume loses.
 
-The script runs on the CPU in copies of its folder: once undisturbed, and once for each kill, with a second start that
+The script runs on the CPU in copies of its folder: once uninterrupted, and once for each kill, with a second start that
 resumes by the script's own means. A tracer records what each step begins with: batch, random states, weights, buffers,
 optimizer, counters and all variables that hold an object with state, such as a scheduler or an iterator. The resumed
-run is compared with the undisturbed one, from the step whose weights it has restored. A difference is harmless if it
+run is compared with the uninterrupted one, from the step whose weights it has restored. A difference is harmless if it
 changes no weight and is in none of these variables.
 """
 
@@ -121,7 +121,7 @@ def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
 def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int, list[tuple[str, str]]]:
     """Return the step from which a resumed run continued, and the state that it had lost, as pairs (kind, variable).
 
-    `whole` has the records of the undisturbed run, `resumed` those of the resumed run. A run has one record of the
+    `whole` has the records of the uninterrupted run, `resumed` those of the resumed run. A run has one record of the
     beginning of each step, and one of the run's end.
     """
     if not resumed:

@@ -180,7 +180,7 @@ def _measure(node: int, at: Sequence[tuple[str, int]], token: bytes) -> list[Lin
 
 
 def _exchange(link: Link, address: tuple[str, int], token: bytes) -> Link:
-    """Measure round trip, clock offset (assuming that both directions take equally long) and MTU, or the error."""
+    """Return the link with round trip, clock offset (both directions assumed equally fast) and MTU, or `error`."""
     for _ in range(_TRIES):
         try:
             with _call(address, token) as peer:

@@ -191,10 +191,9 @@ class Trainer:
 
     @cached_property
     def device_exchange(self) -> DeviceExchange | None:
-        """The step sync on GPUs, which is read one step later; None if the sync of each step is read at once.
+        """The step sync on GPUs, which is read one step late; None if each step reads its own sync.
 
-        The sync is read at once on a CPU, with CPU offload, and if a step may be skipped, by a guard or by float16's
-        loss scaling.
+        Each step reads its own sync on a CPU, with CPU offload or float16 loss scaling, and if a guard may skip steps.
         """
         guards = self.config.guards
         at_once = self.config.fsdp.cpu_offload or "skip" in (guards.non_finite, guards.spike)

@@ -132,7 +132,7 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
 
 
 def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
-    """Return the steps that are part of the final weights, as {generation: `RecordedGeneration.kept`}.
+    """Return the steps that are part of the final weights, as {generation: (after, last)}; see `kept`.
 
     These steps belong to the newest generation, to the generation that wrote its parent commit, and so on back to the
     job's first start. The steps of all other generations were discarded.

@@ -3,15 +3,15 @@
 Instances are identified by their ids. EC2 bills Linux by the second from the start of an instance to its end, and at
 least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on which no node started is not counted.
 
-Each node of a Batch job is paid from the moment when Batch started the node until the node stopped. If Batch reports no
-times for a node, the times of the main node apply. The agents record a part of that time, by the monotonic clock of
-their machine. The rest of a node's time consists of
+A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch reports no times for a
+node, the times of the main node apply. The agents record a part of this time, by the monotonic clock of their machine.
+The unrecorded part of a node's time consists of
 
     lead    from Batch's start to the agent's first event      start-up
     pauses  between two generations of the node                idle
     tail    from the last event to Batch's stop                interruption if the node was cut off, else idle
 
-The length of the rest is computed from durations. Each duration is measured by a single clock, so no time is counted
+The length of this part is computed from durations. Each duration is measured by a single clock, so no time is counted
 twice even if clocks differ. The division into lead and tail compares the wall clocks of two machines, which may be
 minutes apart; lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
 """
@@ -242,7 +242,7 @@ def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | Non
 def _find_node_extras(
     job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, RecordedGeneration]
 ) -> list[ExtraTime]:
-    """Divide the unrecorded part of one node's paid time into lead, pauses and tail, exact to the microsecond."""
+    """Divide the unrecorded part of a node's paid time into lead, pauses and tail (see the module), exact to 1 µs."""
 
     def extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> ExtraTime:
         return ExtraTime(node=node, ledger_class=kind, start=start, seconds=micros / MICRO)

@@ -180,7 +180,7 @@ def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str)
 def _price_without_changes(
     machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str
 ) -> tuple[Decimal, PoolName, str]:
-    """Return (price, pool, price kind) of a machine if no price changes of its pool were recorded.
+    """Return (price, pool, price kind) of a machine whose pool has no recorded price changes.
 
     The price is one of the plan's quotes. An on-demand machine never gets a spot price, nor a spot machine an on-demand
     price.

@@ -31,11 +31,11 @@ _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATIO
 
 @dataclass(frozen=True)
 class Span:
-    """Interval of a rank's time, in microseconds since the start of its node. `classes` has microseconds by class."""
+    """Interval of a rank's time, in microseconds since the start of its node, divided into ledger classes."""
 
     start: int
     end: int
-    classes: dict[LedgerClass, int]
+    classes: dict[LedgerClass, int]  # microseconds of each class
 
 
 @dataclass(frozen=True, kw_only=True)

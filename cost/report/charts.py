@@ -134,7 +134,7 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
 
 
 def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
-    """Return the bills of the newest generation's nodes, and the price of all of them in US dollars per second."""
+    """Return the bills of the newest generation's nodes, and the nodes' total price in US dollars per second."""
     newest = ledger.nodes[-1].node.generation if ledger.nodes else 0
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
     return gang, sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
@@ -378,7 +378,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
 
 
 def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
-    """Join adjacent spans with the same largest class. If over 40 remain, merge short ones into their predecessors."""
+    """Convert spans to [start, end, class with the most time]. Join equal neighbours; above 40, merge short ones."""
     joined: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if span.end <= span.start:
@@ -403,9 +403,9 @@ def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
 def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> list[dict[str, Any]]:
     """Describe each rank of the newest generation: seconds per step, waits and last event. The slowest rank is first.
 
-    All ranks wait for each other, so the duration of a step does not show which rank is a straggler. Rank 0 therefore
-    records the slowest rank of each step by its own time, the ratio of this time to the median of the other ranks, and
-    the seconds beyond this median, for which all ranks are paid (`lost_seconds` in all).
+    All ranks wait for each other, so the duration of a step does not show which rank is a straggler. For each
+    step, rank 0 therefore records the rank with the longest own time, the ratio of this time to the median of the other
+    ranks, and the seconds beyond this median. All ranks wait these seconds; `lost_seconds` is their sum.
     """
     newest = max((event.generation for event in events if event.name == STEP), default=0)
     mine = [event for event in events if event.generation == newest and event.rank >= 0]

@@ -129,7 +129,7 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     """Render the whole report.
 
     Args:
-        program: Shell command that runs `ebbflow`, in the command that continues the job.
+        program: Shell command that runs `ebbflow`. The report shows it in the command that continues the job.
     """
     figures = format_key_figures(report)
     sections = [

@@ -65,7 +65,7 @@ class CommitCallback(Callback):
 
             loader.__class__ = type(type(loader).__name__, (type(loader),), {"__iter__": read})
         elif not hasattr(loader, "state_dict"):
-            job.doubt_data()
+            job.record_inexact_data()
             job.say("samples of an epoch are read again after a resume; fix: CommitCallback.restore(trainer, loader)")
 
     def _folder(self, trainer: Trainer) -> Path:

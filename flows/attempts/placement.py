@@ -207,7 +207,7 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
 
     The step `train_node` cannot run several nodes. If the placement has several nodes, the order is "gang", so that the
     step `train` runs them. For the last attempt that Metaflow allows `train_node`, the order is "again": the flow then
-    repeats the step, which has new retries.
+    runs the step once more, and Metaflow counts its attempts from 0.
     """
     from ebbflow.cost.capacity import with_placement
 

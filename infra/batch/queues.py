@@ -265,11 +265,11 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 
 
 def queues_to_plan(batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any]) -> dict[str, QueueState] | None:
-    """Return the queues whose pools a plan may use, all marked usable, or None if none is known.
+    """Return the queues that a plan may use, marked usable even if they are not now; None if no queue is known.
 
     Args:
-        ask: Query Batch, and use the configured queues only if Batch does not answer.
-        notify: Receives the message that Batch did not answer.
+        ask: Whether to query Batch. If Batch is not queried or does not answer, the configured queues are used.
+        notify: Called with a message if Batch does not answer.
     """
     found = declared_queues(batch)
     if ask:
@@ -287,7 +287,7 @@ def queue_region(queue: QueueConfig, batch: BatchConfig) -> str | None:
 
 
 def has_foreign_queues(batch: BatchConfig) -> bool:
-    """Return whether a configured queue is in another region than `batch.region`."""
+    """Return whether a configured queue is in a region other than `batch.region`."""
     return any(queue_region(queue, batch) != batch.region for queue in batch.queues)
 
 

@@ -47,7 +47,7 @@ def _repetition(key: str, names: Iterable[str]) -> Breach:
 
 
 def _names_variable(key: str, secret: str, hint: str) -> None:
-    """Add a rule: the value of `key` names an environment variable. The message omits it, as it may be the secret."""
+    """Add a rule: `key` must name an environment variable. The message omits the value, which may be the secret."""
 
     @RULES.about(key)
     def check(config: RunConfig) -> Breach:

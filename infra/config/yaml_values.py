@@ -52,7 +52,7 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A YAML text, and the details for showing the location of a problem in it."""
+    """A YAML text with its name and position, from which messages show the place of a problem."""
 
     name: str  # name of the text in problems, such as the file's path
     text: str  # the YAML text

@@ -164,7 +164,7 @@ def _level(found: Seen) -> int:
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
-    """Return the root by time and rank, or the symptom that leads to it according to its rule's `follows`."""
+    """Return the first failure, or the nearby symptom that causes it according to its rule's `follows`."""
     first = _first_failure(suspects, series)
     if first is None:
         return None
@@ -193,7 +193,7 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
 
 
 def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
-    """Return the root failure, or another symptom if stack frames or the error lines' words point to its family."""
+    """Return `root`, or a symptom whose family fits the stack frames or the words of the error lines better."""
     book = load_rules()
     vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
     family = series.raised_in(root.first) if root and root.first and (vague or root.rule.id == "O02") else None

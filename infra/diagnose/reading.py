@@ -136,7 +136,7 @@ def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line) for each line that contains a trigger.
+    """Yield (line number, line) for each line that contains a trigger, which is a text that some rule looks for.
 
     Lines that differ only in digits count as equal. If a line is repeated thousands of times, only a sample is yielded.
     Triggers contain no digits, so equal lines need only one search.

@@ -373,7 +373,7 @@ class AttemptWatch:
 
     @property
     def waiting(self) -> str:
-        """Why a node of the attempt does not run yet: the words of its pod, or that it has none; "" if all run."""
+        """Why a node of the attempt does not run yet: the reason in its pod, or that it has no pod; "" if all run."""
         if waiting := next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), ""):
             return waiting
         if not self.lacking or len({one.node for one in self.pods.values()}) >= self.nodes:
@@ -393,9 +393,9 @@ class AttemptWatch:
 
     @property
     def lacking(self) -> bool:
-        """Whether a node of the attempt has no pod that started, so that the attempt can neither go on nor end.
+        """Whether no pod has started for some node of the attempt, so that the attempt can neither continue nor end.
 
-        A lost pod counts as started until node 0 has succeeded, because its replacement may start at any time.
+        A lost pod counts as started until node 0 has succeeded: before that, its replacement may start at any time.
         """
         begun = [one for one in self.pods.values() if one.started is not None]
         finished = any(one.node == 0 and one.exit_code == 0 for one in begun)

@@ -279,7 +279,7 @@ class Checkpointer:
         self.close()
 
     def _seconds_for(self, size: int) -> float:
-        """Return the time for a save of `size` bytes of this rank to become a commit."""
+        """Return the seconds within which a save with `size` bytes on this rank must become a commit."""
         rate = min(_SLOWEST_BYTES_PER_SECOND, (self._bytes_per_second or math.inf) / 2)
         return max(self._deadline_seconds, size / rate)
 

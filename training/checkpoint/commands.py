@@ -336,7 +336,7 @@ def _pin(store: Store, options: argparse.Namespace) -> int:
     """Pin a commit, so that retention never deletes it.
 
     This function writes the pin, then looks for a tombstone (the record that a deletion has begun). A deletion writes
-    the tombstone, then looks for a pin. So if a pin and a deletion run at once, at least one of the two sees the other.
+    the tombstone, then looks for a pin. So of a concurrent pin and deletion, at least one sees the other.
     """
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))

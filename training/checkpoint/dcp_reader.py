@@ -28,12 +28,12 @@ from ebbflow.training.errors import CorruptCommit
 class CommitReader(StorageReader):
     """DCP storage reader for the commit `key` of a job's store. It verifies everything that it reads.
 
-    A user's code can pass such a reader to `dcp.load`.
+    User code can pass such a reader to `dcp.load`.
 
     Args:
-        parallel: number of chunks to read at once.
-        group_bytes: bytes to read at once. Those for a GPU are kept on the host until they are copied.
-        progress: called after each such group.
+        parallel: number of chunks that are read concurrently.
+        group_bytes: bytes per group of reads. Data for a GPU stays on the host until its group has been read.
+        progress: called after each group.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class CommitReader(StorageReader):
         """Read pieces of tensors.
 
         A request is (tensor name, piece, part of the piece to read or None for all, tensor to fill). If the stored
-        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first. Groups of
-        requests limit the memory of these.
+        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first. Requests
+        are read in groups, to limit the memory of temporary tensors.
         """
         wanted: list[WantedRange] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []

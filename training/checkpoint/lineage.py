@@ -105,7 +105,7 @@ def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
 def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
     """Wait until the store lists the record of `generation`, and return all ids recorded under its number.
 
-    More than one id means that several launchers opened this number at once. A store may list a new object only after a
+    More than one id means that several launchers opened it simultaneously. A store may list a new object only after a
     delay. A launcher that waits until its own record is listed also sees every record that was listed earlier, and the
     next launcher sees this number and takes a higher number. Raises StoreUnavailable if the record is not listed within
     10 s.

@@ -254,8 +254,8 @@ def _attempt(
 ) -> tuple[_Loaded | None, _Verdict]:
     """Load this rank's part of a commit, and return it with a verdict.
 
-    Every exception becomes a verdict, because the other ranks would wait in vain for the verdict of a rank that raised
-    an exception.
+    Every exception becomes a verdict, because the other ranks would otherwise wait for the verdict of a rank that
+    raised an exception.
     """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)

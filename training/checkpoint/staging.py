@@ -156,8 +156,8 @@ class StagingArea:
     def stage(self, sources: list[Tensor], layout: BufferLayout, settled: Sequence[bool] = ()) -> StagedState:
         """Copy tensors into the next of the two buffers, at the positions in `layout`.
 
-        `settled` has a flag per tensor: whether only the optimizer changes it. CUDA tensors without this flag are
-        cloned first. The caller ensures that no upload is reading the buffer.
+        `settled` says for each tensor whether only the optimizer changes it. All other CUDA tensors are cloned first,
+        because the next forward pass may change them. The caller ensures that no upload is reading the buffer.
         """
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)

@@ -65,10 +65,10 @@ class _Rows(Tensor):
 
 
 class _DrawByBlocks(TorchDispatchMode):
-    """Context in which normal and uniform numbers of large tensors are drawn by blocks of rows, each with its own seed.
+    """Context in which large tensors are filled with random numbers by blocks of rows. Each block has its own seed.
 
-    So a rank draws only the blocks that contain its rows, and all ranks together have the numbers of a whole tensor. A
-    seed depends on `text`, on the number of large draws before and on the block.
+    So a rank draws only the blocks that contain its rows, and its rows equal those of the whole tensor. A block's seed
+    depends on `text`, on the number of earlier large draws and on the block's number.
     """
 
     def __init__(self, text: str) -> None:
@@ -133,8 +133,8 @@ def initialise(
     tied parameter is initialised once, under the name that `named_parameters` lists first. Raises WorkloadError for a
     module without `reset_parameters`.
 
-    Of sharded parameters only this rank's rows are materialised and drawn (`_DrawByBlocks`), unless
-    `reset_parameters` does more than to draw, copy and compute element by element: then all rows are.
+    For sharded parameters, only this rank's rows are materialised and drawn (`_DrawByBlocks`). If `reset_parameters`
+    does more than draw, copy and compute element by element, all rows are.
 
     If `overwritten` is True, a commit or file will overwrite everything except non-persistent buffers, so only modules
     with such buffers are initialised. `progress` is called before each module, since a large model takes minutes.
@@ -170,7 +170,7 @@ def initialise(
 def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None]) -> None:
     """Call the `reset_parameters` of a module on the CPU, with random numbers that depend on `text`.
 
-    `held` has the first row and the number of rows of those parameters of which only a part gets memory.
+    `held` maps parameters to (first row, number of rows), or to None if the whole parameter gets memory.
     """
     with torch.random.fork_rng(devices=[]), _DrawByBlocks(text):
         for key, rows in held.items():
@@ -308,7 +308,7 @@ def _own_boxes(target: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda: None) -> str:
-    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size. A collective.
+    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size. Collective.
 
     Sharded weights are gathered on all ranks and hashed by rank 0. `progress` is called before each parameter.
 
