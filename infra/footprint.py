@@ -27,6 +27,9 @@ class ModelShape:
     tokens_per_sample: float  # sequence length; with a workload of the user, the weight of a sample in `weight_unit`
     units: int  # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
     backward_bytes_per_sample: int = 0  # gradients of activations inside one unit; 0: included, or unknown
+    # of a rank, beside the model: such as a reference model, or an inference engine's copy of the weights
+    other_bytes: int = 0
+    optimizer_in_host_memory: bool = False
     weight_unit: str = "tokens"  # unit in which the weight of a sample is counted
     # Activations of a block, per token and unit of width: all that backward needs, and the part that
     # parallel.recompute: selective keeps. The defaults are those of architecture gpt.
@@ -186,7 +189,7 @@ class RankBytes:
     parameters: int
     gradients: int
     optimizer: int
-    unsharded: int  # gathered parameters and unreduced gradients in a sharded mode; buckets and copies in ddp
+    unsharded: int  # gathered parameters and unreduced gradients (sharded), buckets and copies (ddp), other models
     activations: int
     logits: int  # the logits and what the loss computes from them
 
@@ -252,8 +255,8 @@ def rank_bytes(
     return RankBytes(
         parameters=FLOAT32_BYTES * state,
         gradients=held,
-        optimizer=(commit_bytes_per_parameter(config) - FLOAT32_BYTES) * state,
-        unsharded=unsharded,
+        optimizer=(commit_bytes_per_parameter(config) - FLOAT32_BYTES) * state * (not shape.optimizer_in_host_memory),
+        unsharded=unsharded + shape.other_bytes,
         activations=int(activations),
         logits=int(logits_held),
     )
@@ -322,11 +325,12 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
     stored = commit_bytes_per_parameter(config)
     staged = STAGING_SLABS * stored * shape.parameters * here // gang.ranks
     processes = NODE_PROCESSES_BYTES + here * (CUDA_PROCESS_BYTES + UPLOADER_BYTES)
-    offloaded = 0
+    state = stored - FLOAT32_BYTES if shape.optimizer_in_host_memory else 0  # bytes of a parameter
     if config.fsdp.cpu_offload and config.parallel.mode != "ddp":
-        shard = min(gang.ranks, shard_ranks(config, gang.ranks, here))
-        offloaded = (stored + GRADIENT_BYTES_PER_PARAMETER) * shape.parameters * here // shard
-    return processes + staged + offloaded
+        state = stored + GRADIENT_BYTES_PER_PARAMETER
+    return (
+        processes + staged + state * shape.parameters * here // min(gang.ranks, shard_ranks(config, gang.ranks, here))
+    )
 
 
 def open_files_per_rank(gang: HostGang) -> int:

@@ -101,6 +101,12 @@ class Workload(Protocol[B]):
     called once before the gang starts, to put data into `context.store`. The dict must fit into JSON and becomes
     `context.prepared`. Its "fingerprint" (by default, a hash of the dict) must be the same when a job resumes.
 
+    `check(context) -> str`, a classmethod or staticmethod: called by preflight, before `prepare`, without its data.
+    It returns what it found, and raises WorkloadError for options that cannot be trained.
+
+    `other_bytes() -> int` and `offloads_optimizer`, an attribute: for the plan's memory, what a rank keeps beside the
+    model, and whether the optimizer's state is in main memory.
+
     `weight_unit`, an attribute of the same class or function: the unit of a batch's weight for reports; by default
     "samples".
 

@@ -1,13 +1,17 @@
-"""The policy of reinforcement fine-tuning: its model, the record in its commits, and its first weights."""
+"""The policy of reinforcement fine-tuning: its model, the record in its commits, and its first weights.
+
+The policy is the built-in language model (`BuiltInModels`), or one of a folder of transformers (`FolderModels`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
@@ -17,15 +21,16 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.checkpoint.hugging_face import our_name
 from ebbflow.training.data import SampleOrder
-from ebbflow.training.errors import DataError
-from ebbflow.training.weights.files import find_weights
+from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.weights.files import StoredTensor, describe_files, find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise
 from ebbflow.training.workload import WorkloadContext
-from ebbflow.training.workloads.language_model import CausalLM, Linear
+from ebbflow.training.workloads.language_model import CausalLM, KeyValues, Linear
 from ebbflow.workloads.point_data import seeded
-from ebbflow.workloads.policy_options import PolicyOptions
+from ebbflow.workloads.policy_options import PolicyOptions, refuse_option
 from ebbflow.workloads.policy_prompts import Codec, Prompt, Prompts
 from ebbflow.workloads.policy_rewards import Reward
 from ebbflow.workloads.policy_rollouts import TorchEngine
@@ -98,18 +103,146 @@ class Policy(CausalLM):
             return logits
         return logits, self.values(F.rms_norm(x, x.shape[-1:]))[..., 0]
 
+    def make_cache(self, capacity: int) -> list[KeyValues]:
+        """Return an empty cache of keys and values for `capacity` tokens."""
+        return [KeyValues(capacity) for _ in self.blocks]
+
+    @property
+    def cached_numbers_per_token(self) -> int:
+        return 2 * self.config.num_layers * self.config.kv_heads * self.config.head_width
+
 
 def unwrap(model: nn.Module) -> Any:
     """Return the policy without DDP's wrapper."""
     return getattr(model, "module", model)
 
 
-def plain_policy(config: RunConfig, start: dict[str, Tensor], seed: int) -> Policy:
-    """Return a policy with its first weights, on the CPU and not sharded, without value head and record."""
+Weights = Mapping[str, Callable[[], Tensor]]  # functions that read a weight, by the model's names
+
+
+class PolicyModels(Protocol):
+    """The models of a job: the policy, and the reference, from which it may not stray too far."""
+
+    config: RunConfig  # with the vocabulary and the tokenizer of the policy
+    stop: int | None  # token that ends a completion; None: the tokenizer's
+    parameters: int
+
+    def policy(self, record: Record | None = None) -> nn.Module:
+        """Return the policy on the meta device. It begins with the first weights."""
+        ...
+
+    def reference(self, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
+        """Return the reference on a device, not sharded. None: it is the policy without LoRA's matrices."""
+        ...
+
+    def units(self, model: nn.Module) -> Iterable[nn.Module]: ...
+
+    def flops_per_token(self) -> float:
+        """Return the operations of forward and backward."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the given weights."""
+        ...
+
+
+def find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
+    """Return the models that the options name. Raises WorkloadError if they do not fit each other."""
+    if options.model:
+        from ebbflow.workloads.policy_folder import FolderModels
+
+        return FolderModels(context, options)
+    return BuiltInModels(context, options)
+
+
+class BuiltInModels:
+    """The built-in language model, with weights of a safetensors file, of a supervised start, or random ones."""
+
+    stop: int | None = None
+
+    def __init__(self, context: WorkloadContext, options: PolicyOptions) -> None:
+        self.config, self._options, self._context = context.config, options, context
+        self.parameters = causal_lm_shape(self.config.model).parameters
+        self._weights = self._stored("weights", options.weights) if options.weights else {}
+        self._own_reference = self._stored("reference", options.reference) if options.reference else None
+
+    def policy(self, record: Record | None = None) -> Policy:
+        with torch.device("meta"):
+            model = Policy(self.config.model, values=self._options.advantage_estimator == "ppo", record=record)
+        start_with(model, self._first_weights())
+        return model
+
+    def reference(self, device: torch.device, dtype: torch.dtype) -> Policy:
+        first = self._first_weights() if self._own_reference is None else self._own_reference
+        return plain_policy(self.config, first, device=device, dtype=dtype)
+
+    def units(self, model: nn.Module) -> Iterable[nn.Module]:
+        assert isinstance(model, Policy)
+        return model.units()
+
+    def flops_per_token(self) -> float:
+        return causal_lm_shape(self.config.model).flops_per_sample / self.config.model.sequence_length
+
+    def describe(self) -> dict[str, Any]:
+        given = {name: getattr(self._options, name) for name in ("weights", "reference")}
+        root = self._context.project_root
+        return {name: describe_files(str(root / Path(path).expanduser())) for name, path in given.items() if path}
+
+    def _first_weights(self) -> Weights:
+        if "start" in self._context.prepared:
+            start = load_tensors(self._context.store.get(self._context.prepared["start"]))
+            return {name: partial(_same, value) for name, value in start.items()}
+        return self._weights
+
+    def _stored(self, option: str, given: str) -> Weights:
+        path = str(self._context.project_root / Path(given).expanduser())
+        with torch.device("meta"):
+            model = CausalLM(self.config.model)
+        try:
+            found = find_weights(path, our_name if self.config.model.architecture == "llama" else None)
+            rows = found.get("embeddings.token.weight")
+            if rows is not None and rows.shape[:1] != (self.config.model.vocab_size,):
+                refuse_option(
+                    f"{option}: {path} has a vocabulary of {rows.shape[0]} tokens, the policy has "
+                    f"{self.config.model.vocab_size}; fix: weights of the same vocabulary, or model.vocab_size"
+                )
+            check_weights_fit(found, model, path)
+        except WorkloadError as error:
+            raise WorkloadError(str(error).replace("training.initial_weights", f"workload_options.{option}")) from None
+        return {name: partial(_read, stored) for name, stored in found.items()}
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        return file.get_tensor(stored.name)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def plain_policy(
+    config: RunConfig,
+    start: Weights,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Policy:
+    """Return a policy with its first weights, not sharded, without value head and record."""
     with torch.device("meta"):
         model, blank = Policy(config.model), Policy(config.model)
-    materialise(model, "cpu")
     start_with(blank, start)
+    return fill(model, blank, config.training.seed, device, dtype)
+
+
+def fill(model: Any, blank: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """Fill a model on the meta device, one module after the other, and return it without gradients.
+
+    Parameters get the given type. Buffers, such as rotary frequencies, keep theirs.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    materialise(model, device)
     initialise(model, blank, seed=seed)
     return model.eval().requires_grad_(False)
 
@@ -117,45 +250,27 @@ def plain_policy(config: RunConfig, start: dict[str, Tensor], seed: int) -> Poli
 class _Stored:
     """`reset_parameters` of one module whose weights are given."""
 
-    def __init__(self, module: nn.Module, given: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, given: Weights) -> None:
         self._module, self._given, self._own = module, given, module.reset_parameters
 
     @torch.no_grad()
     def __call__(self) -> None:
         self._own()  # type: ignore[operator]  # its buffers
-        for name, value in self._given.items():
-            self._module.get_parameter(name).copy_(value)
+        for name, read in self._given.items():
+            self._module.get_parameter(name).copy_(read())
 
 
-def start_with(model: nn.Module, start: dict[str, Tensor]) -> None:
+def start_with(model: nn.Module, start: Weights) -> None:
     """Let the modules of a model on the meta device begin with given weights instead of random ones."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied weight, its first name
     every = dict(model.named_parameters(remove_duplicate=False))
-    given: dict[str, dict[str, Tensor]] = {}
-    for name, value in start.items():
+    given: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    for name, read in start.items():
         owner, _, key = (first[id(every[name])] if name in every else name).rpartition(".")
-        given.setdefault(owner, {})[key] = value
+        given.setdefault(owner, {})[key] = read
     for owner, values in given.items():
         module = model.get_submodule(owner)
         module.reset_parameters = _Stored(module, values)  # type: ignore[assignment]
-
-
-def read_start(context: WorkloadContext, options: PolicyOptions) -> dict[str, Tensor]:
-    """Return the first weights by name: those of a file, or of the supervised start; none if they are random."""
-    if "start" in context.prepared:
-        return load_tensors(context.store.get(context.prepared["start"]))
-    if not options.weights:
-        return {}
-    path = str(context.project_root / Path(options.weights).expanduser())
-    translate = our_name if context.config.model.architecture == "llama" else None
-    found = find_weights(path, translate)
-    with torch.device("meta"):
-        check_weights_fit(found, CausalLM(context.config.model), path)
-    start: dict[str, Tensor] = {}
-    for name, stored in found.items():
-        with safe_open(stored.file, framework="pt") as file:
-            start[name] = file.get_tensor(stored.name)
-    return start
 
 
 def make_start(context: WorkloadContext, options: PolicyOptions, prompts: Prompts, codec: Codec) -> str:
@@ -184,7 +299,7 @@ def make_start(context: WorkloadContext, options: PolicyOptions, prompts: Prompt
 
 
 def _train_start(config: RunConfig, options: PolicyOptions, prompts: Prompts, codec: Codec) -> dict[str, Tensor]:
-    model = plain_policy(config, {}, config.training.seed).requires_grad_(True)
+    model = plain_policy(config, {}).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     tokens, mask = _answers(prompts.train, options, codec)
     order, reward = SampleOrder(len(tokens), config.training.seed), 0.0
@@ -232,7 +347,7 @@ def _answers(prompts: Sequence[Prompt], options: PolicyOptions, codec: Codec) ->
             raise DataError(
                 f"workload_options.supervised_start: prompt {prompt.text[:60]!r} has no answer; fix: add it, or 0"
             )
-        first, answer = codec.encode(prompt.text), [*codec.encode(prompt.answer), codec.stop]
+        first, answer = codec.encode(prompt.text), [*codec.encode_plain(prompt.answer), codec.stop]
         if len(answer) > options.generate_max_len:
             raise DataError(
                 f"the answer {prompt.answer[:40]!r} has {len(answer)} tokens with its end, more than "

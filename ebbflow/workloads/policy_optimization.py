@@ -19,28 +19,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.data import SampleOrder, check_vocabulary
 from ebbflow.training.errors import DataError
+from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import DTYPES
-from ebbflow.training.weights.files import describe_files
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.workloads import policy_math as math_of
+from ebbflow.workloads.offloaded_adam import make_offloaded
 from ebbflow.workloads.point_data import seeded
 from ebbflow.workloads.policy_math import KL_IN_REWARD, RunningMoments
 from ebbflow.workloads.policy_model import (
     COLUMNS,
     MEANS,
-    Policy,
+    PolicyModels,
     Record,
+    find_models,
     make_start,
-    plain_policy,
-    read_start,
-    start_with,
     unwrap,
 )
 from ebbflow.workloads.policy_options import PolicyOptions
 from ebbflow.workloads.policy_prompts import (
+    ARITHMETIC_PAIRS,
     Codec,
     Prompt,
     Prompts,
@@ -48,6 +47,7 @@ from ebbflow.workloads.policy_prompts import (
     check_lengths,
     open_prompts,
     pack_prompts,
+    read_prompts,
 )
 from ebbflow.workloads.policy_rewards import Reward
 from ebbflow.workloads.policy_rollouts import (
@@ -99,18 +99,25 @@ class PolicyOptimization:
         self._context, self._options = context, PolicyOptions.of(context)
         options, training = self._options, context.config.training
         self._seed, self._batch_size = training.seed, training.batch_size
-        self._codec = Codec(context.config.data, context.project_root)
+        self._models = find_models(context, options)
+        self._codec = _codec_of(context, options, self._models)
         self._prompts = _prompts_of(context, options, context.prepared["prompts"])
         self._order = SampleOrder(len(self._prompts.train), training.seed)
-        self._reward = Reward(options.reward, seconds=options.reward_seconds, memory_mib=options.test_memory_mib)
+        self._reward = Reward(
+            options.reward,
+            seconds=options.reward_seconds,
+            memory_mib=options.test_memory_mib,
+            root=context.project_root,
+            device=context.device,
+        )
         self._round_prompts = options.prompts_per_rollout(training.batch_size)
         self._round_batches = self._round_prompts // training.batch_size
         self._round_steps = self._round_batches * options.max_epochs
         self._dtype = DTYPES[context.config.fsdp.compute_dtype]
-        self._start = read_start(context, options)
+        sharded = context.config.parallel.mode != "ddp"
+        self._kept_dtype = self._dtype if sharded else torch.float32  # of models beside the policy, as it computes
         self._engine = open_engine(options.engine, self._open_engine)
         self._reference: nn.Module | None = None
-        self._shape = causal_lm_shape(context.config.model)
         self._shown: list[tuple[str, str, str, float]] = []
         self._clipped = torch.zeros(2, device=context.device)  # tokens that were clipped, and all
         self._seconds = {"rollout": 0.0, "update": 0.0}
@@ -118,32 +125,50 @@ class PolicyOptimization:
         self._left_at: float | None = None  # when the last `next_batch` returned
 
     @classmethod
+    def check(cls, context: WorkloadContext) -> str:
+        """Return the arithmetic of the rollouts, from the prompts' file and without the store.
+
+        Preflight calls this. Raises WorkloadError or DataError if the job cannot be prepared.
+        """
+        options = PolicyOptions.of(context)
+        held_out = options.held_out_prompts
+        count = ARITHMETIC_PAIRS - held_out
+        if options.path:
+            path = Path(context.project_root, Path(options.path).expanduser()).resolve()
+            count = len(read_prompts(path, column=options.prompt_column, held_out=held_out)) - held_out
+        each = options.prompts_per_rollout(context.config.training.batch_size)
+        remarks = [options.explain_zero(context.config)] if options.zero_stage >= 0 else []
+        found = f"num_rollouts_per_episodes = {count} prompts // {each} prompts per rollout = {count // each}"
+        if not count // each:
+            raise DataError(
+                f"{found}; fix: workload_options.rollout_batch_size and training.batch_size of at most {count}, "
+                "or more prompts"
+            )
+        return "; ".join([found, *remarks])
+
+    @classmethod
     def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
         """Copy the prompts to the store, and make the supervised start. Raises DataError for unusable prompts."""
+        cls.check(context)
         options = PolicyOptions.of(context)
         about: dict[str, Any] = {"prompts": ""}
         if options.path:
             path = Path(context.project_root, Path(options.path).expanduser()).resolve()
             held_out = options.held_out_prompts
             about["prompts"] = pack_prompts(context.store, path, column=options.prompt_column, held_out=held_out)
-        prompts = _prompts_of(context, options, about["prompts"])
-        codec = Codec(context.config.data, context.project_root)
-        check_vocabulary(context.config, codec.vocab_size)
+        models = find_models(context, options)
+        prompts, codec = _prompts_of(context, options, about["prompts"]), _codec_of(context, options, models)
+        check_vocabulary(models.config, codec.vocab_size)
         check_lengths(prompts, codec, options.prompt_max_len)
         each, count = options.prompts_per_rollout(context.config.training.batch_size), len(prompts.train)
         about |= {"train": count, "held_out": len(prompts.held_out), "num_rollouts_per_episodes": count // each}
-        if not count // each:
-            raise DataError(
-                f"num_rollouts_per_episodes = {count} prompts // {each} prompts per rollout = 0; fix: "
-                f"workload_options.rollout_batch_size and training.batch_size of at most {count}, or more prompts"
-            )
-        if options.weights:
-            about["weights"] = describe_files(str(context.project_root / Path(options.weights).expanduser()))
-        elif options.supervised_start:
+        about |= models.describe()
+        if options.supervised_start and not options.weights:
             about["start"] = make_start(context, options, prompts, codec)
         same = (
             "path",
             "prompt_column",
+            "chat",
             "prompt_max_len",
             "generate_max_len",
             "n_samples_per_prompt",
@@ -159,13 +184,25 @@ class PolicyOptimization:
         kept = self._round_prompts * options.n_samples_per_prompt if self._round_steps > 1 else 0
         with torch.device("meta"):
             record = Record(options, kept)
-            model = Policy(self._context.config.model, values=options.advantage_estimator == "ppo", record=record)
-        start_with(model, self._start)
-        return model
+        return self._models.policy(record)
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        assert isinstance(model, Policy)
-        return model.units()
+        return self._models.units(model)
+
+    def other_bytes(self) -> int:
+        """Return the bytes that a rank keeps beside the policy: the reference, and the engine's gathered weights."""
+        kept = self._uses_reference and not (self._options.lora_rank and not self._options.reference)
+        gathered = self._options.engine == "torch" and self._context.config.parallel.mode != "ddp"
+        return self._models.parameters * self._kept_dtype.itemsize * (kept + gathered) + self._reward.model_bytes
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is in main memory."""
+        return self._options.adam_offload
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        make = make_offloaded if self._options.adam_offload else make_optimizer
+        return make(model, self._context.config.training)
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> RolloutBatch:
         module, begun = unwrap(model), time.perf_counter()
@@ -210,9 +247,7 @@ class PolicyOptimization:
 
     def flops(self, batch: RolloutBatch) -> float:
         """Return the operations of the update, and of a share of the forward passes of engine and reference."""
-        rollout = (
-            self._shape.flops_per_sample * (self._options.sequence - 1) / self._context.config.model.sequence_length
-        )
+        rollout = self._models.flops_per_token() * (self._options.sequence - 1)
         passes = (1 + self._uses_reference) / 3 / self._options.max_epochs
         return batch.weight * rollout * (1 + passes)
 
@@ -275,17 +310,16 @@ class PolicyOptimization:
 
     def _open_engine(self) -> TorchEngine:
         options, context = self._options, self._context
-        with torch.device("meta"):
-            model = Policy(context.config.model, values=options.advantage_estimator == "ppo")
         every = -(-self._round_prompts // context.world_size) * options.n_samples_per_prompt
         return TorchEngine(
-            model,
+            self._models.policy(),
             sequence=options.sequence,
             stop=self._codec.stop,
             temperature=options.temperature,
             batch=min(options.micro_rollout_batch_size or every, every),
             device=context.device,
             memory_share=options.engine_mem_util,
+            dtype=self._kept_dtype,
         )
 
     def _generate(self, prompts: Sequence[Prompt], draws: Tensor) -> Any:
@@ -316,7 +350,7 @@ class PolicyOptimization:
         rewards = [self._reward(*pair) for pair in zip(prompts, texts, strict=True)]
         columns = [found.tokens, found.prompt_lengths[:, None], found.lengths[:, None]]
         columns += [torch.tensor(rewards, device=context.device)[:, None], found.log_probs * found.mask]
-        columns += [self._score(self._reference_model(), found.tokens)[0] if self._uses_reference else found.log_probs]
+        columns += [self._score_by_reference(found.tokens) if self._uses_reference else found.log_probs]
         if options.advantage_estimator == "ppo":
             assert isinstance(self._engine, TorchEngine)
             columns += [self._score(self._engine.model, found.tokens)[1]]
@@ -392,10 +426,16 @@ class PolicyOptimization:
         log_probs, values = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(values)
 
-    def _reference_model(self) -> nn.Module:
+    def _score_by_reference(self, tokens: Tensor) -> Tensor:
         if self._reference is None:
-            self._reference = plain_policy(self._context.config, self._start, self._seed).to(self._context.device)
-        return self._reference
+            self._reference = self._models.reference(self._context.device, self._kept_dtype)
+        if self._reference is not None:
+            return self._score(self._reference, tokens)[0]
+        from ebbflow.workloads.policy_folder import without_lora
+
+        assert isinstance(self._engine, TorchEngine)
+        with without_lora(self._engine.model):
+            return self._score(self._engine.model, tokens)[0]
 
     def _blank(self, count: int) -> RolloutBatch:
         rows, device = count * self._options.n_samples_per_prompt, self._context.device
@@ -403,6 +443,16 @@ class PolicyOptimization:
         lengths = torch.full((rows,), self._options.sequence, device=device)
         columns = [torch.zeros(rows, self._options.sequence - 1, device=device) for _ in COLUMNS]
         return RolloutBatch(tokens, torch.full_like(lengths, self._options.prompt_max_len), lengths, *columns)
+
+
+def _codec_of(context: WorkloadContext, options: PolicyOptions, models: PolicyModels) -> Codec:
+    wrap = None
+    if options.chat:
+        from ebbflow.workloads.chat import ChatTemplate
+        from ebbflow.workloads.model_folder import find_folder
+
+        wrap = ChatTemplate(find_folder(context.project_root, options.model)).as_user
+    return Codec(models.config.data, context.project_root, stop=models.stop, wrap=wrap)
 
 
 def _prompts_of(context: WorkloadContext, options: PolicyOptions, fingerprint: str) -> Prompts:

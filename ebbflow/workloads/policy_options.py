@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.workloads.options import read_options, refuse_option
 from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES, KL_IN_REWARD
 
 _CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": ("", *KL_ESTIMATES), "engine": ("torch", "vllm")}
-_MAY_BE_ZERO = ("held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "init_kl_coef", "kl_target")
+_MAY_BE_ZERO = ("held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "lora_rank")
+
+# Stages of ZeRO (Rajbhandari et al. 2020): the parallel modes that shard at least as much, and what the first one does.
+_ZERO = {
+    0: (("ddp",), "where every rank holds weights, gradients and optimizer state"),
+    1: (("fsdp2", "hsdp"), "which shards weights and gradients too, not the optimizer state alone"),
+    2: (("fsdp2", "hsdp"), "which shards weights too, not gradients and optimizer state alone"),
+    3: (("fsdp2", "hsdp"), "which shards weights, gradients and optimizer state"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +34,13 @@ class PolicyOptions:
     reward: str = "exact_match"  # rewards with weights, such as "exact_match=1, package.module:function=0.2"
     reward_seconds: float = 10.0  # time limit of one reward of one completion
     test_memory_mib: int = 512  # memory limit of the reward unit_test
-    weights: str = ""  # safetensors file or folder with the policy's first weights, which are the reference's too
+    model: str = ""  # folder of a causal language model of transformers; "": the built-in model
+    lora_rank: int = 0  # rank of LoRA's matrices; 0 trains all weights
+    lora_alpha: float = 0.0  # scale of LoRA's matrices; 0: twice the rank
+    lora_targets: str = ""  # modules that get such matrices, separated by commas; "": all linear ones
+    chat: bool = False  # a prompt is the message of a user, in the chat template of `model`
+    weights: str = ""  # safetensors file or folder with the built-in model's first weights
+    reference: str = ""  # weights (or, with `model`, folder) of the reference; "": the policy's first weights
     supervised_start: float = 0.0  # share of right answers at which a supervised start ends; 0: none
     supervised_batch_size: int = 256
     supervised_learning_rate: float = 1e-2
@@ -49,6 +64,8 @@ class PolicyOptions:
     gae_lambda: float = 0.95  # ppo
     value_coef: float = 0.5  # ppo: weight of the value head's loss
     value_clip: float = 0.2  # ppo
+    adam_offload: bool = False  # keep AdamW's moments in main memory
+    zero_stage: int = -1  # stage of ZeRO that parallel.mode must offer; -1: any
     engine: str = "torch"  # torch or vllm
     engine_tp_size: int = 1  # GPUs of an engine
     engine_mem_util: float = 0.5  # share of the GPU's memory for keys and values
@@ -60,10 +77,12 @@ class PolicyOptions:
             if getattr(self, name) not in allowed:
                 refuse_option(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
         for name, value in asdict(self).items():
-            if type(value) is int and value < (name not in _MAY_BE_ZERO):
+            if type(value) is int and name != "zero_stage" and value < (name not in _MAY_BE_ZERO):
                 refuse_option(f"{name}: {value}; fix: at least {int(name not in _MAY_BE_ZERO)}")
             if type(value) is float and not 0 <= value < float("inf"):
                 refuse_option(f"{name}: {value}; fix: a number of at least 0")
+        if self.zero_stage not in (-1, *_ZERO):
+            refuse_option(f"zero_stage: {self.zero_stage}; fix: 0, 1, 2 or 3")
         if self.temperature <= 0:
             refuse_option(f"temperature: {self.temperature}; fix: more than 0, such as 1.0")
         if not 0 < self.clip < 1:
@@ -86,6 +105,12 @@ class PolicyOptions:
                 f"n_samples_per_prompt: {self.n_samples_per_prompt}: {self.advantage_estimator} compares the rollouts "
                 "of a prompt; fix: at least 2, or advantage_estimator: reinforce++"
             )
+        if self.model and (self.weights or self.supervised_start):
+            refuse_option("model: it has first weights of its own; fix: leave out weights and supervised_start")
+        if not self.model and (self.lora_rank or self.chat):
+            refuse_option("lora_rank and chat are for a model of transformers; fix: workload_options.model")
+        if self.reference and not self.init_kl_coef:
+            refuse_option("reference: it is not used with init_kl_coef 0; fix: init_kl_coef: 0.001")
         if self.engine_tp_size > 1 and self.engine == "torch":
             refuse_option(f"engine_tp_size: {self.engine_tp_size}: the engine torch uses one device; fix: 1")
 
@@ -99,6 +124,10 @@ class PolicyOptions:
                 f"{options.sequence} tokens are more than model.sequence_length {model.sequence_length}; "
                 f"fix: model.sequence_length: {options.sequence}"
             )
+        if options.zero_stage >= 0:
+            options.explain_zero(context.config)
+        if options.adam_offload and context.config.fsdp.cpu_offload:
+            refuse_option("adam_offload: fsdp.cpu_offload keeps the moments in main memory too; fix: one of both")
         batch = context.config.training.batch_size
         if options.prompts_per_rollout(batch) % batch:
             refuse_option(
@@ -111,6 +140,14 @@ class PolicyOptions:
                 f"{context.config.training.initial_weights}"
             )
         return options
+
+    def explain_zero(self, config: RunConfig) -> str:
+        """Return what `zero_stage` means here. Raises WorkloadError if `parallel.mode` is another."""
+        modes, text = _ZERO[self.zero_stage]
+        found = f"zero_stage {self.zero_stage}: parallel.mode {' or '.join(modes)}, {text}"
+        if config.parallel.mode not in modes:
+            refuse_option(f"{found}; it is {config.parallel.mode}; fix: parallel.mode: {modes[0]}")
+        return found
 
     @property
     def kl_kind(self) -> str:

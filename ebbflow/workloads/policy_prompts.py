@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,18 +64,7 @@ def pack_prompts(store: Store, path: Path, *, column: str, held_out: int) -> str
 
     Every so many rows, one is held out, `held_out` in all.
     """
-    rows = list(_read_rows(path))
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(column), str) or not row[column]:
-            names = ", ".join(map(str, row)) or "nothing"
-            raise DataError(
-                f"{path}, row {number}: no text in {column!r}; it has {names}; fix: workload_options.prompt_column"
-            )
-    if len(rows) <= held_out:
-        raise DataError(
-            f"{path}: {len(rows)} rows - {held_out} held-out prompts leave none to train on; "
-            "fix: more rows, or smaller workload_options.held_out_prompts"
-        )
+    rows = read_prompts(path, column=column, held_out=held_out)
     chosen = {place * len(rows) // held_out for place in range(held_out)}
     split = {
         "train": [row for place, row in enumerate(rows) if place not in chosen],
@@ -88,6 +77,23 @@ def pack_prompts(store: Store, path: Path, *, column: str, held_out: int) -> str
     fingerprint = hashlib.sha256(content).hexdigest()
     store.put(f"prompts/{fingerprint}.json", content)
     return fingerprint
+
+
+def read_prompts(path: Path, *, column: str, held_out: int) -> list[Mapping[str, Any]]:
+    """Return the rows of a file. Raises DataError for a row without a prompt, or if all rows are held out."""
+    rows = list(_read_rows(path))
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get(column), str) or not row[column]:
+            names = ", ".join(map(str, row)) or "nothing"
+            raise DataError(
+                f"{path}, row {number}: no text in {column!r}; it has {names}; fix: workload_options.prompt_column"
+            )
+    if len(rows) <= held_out:
+        raise DataError(
+            f"{path}: {len(rows)} rows - {held_out} held-out prompts leave none to train on; "
+            "fix: more rows, or smaller workload_options.held_out_prompts"
+        )
+    return rows
 
 
 def open_prompts(store: Store, fingerprint: str, column: str) -> Prompts:
@@ -121,16 +127,32 @@ def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 class Codec:
-    """Texts to tokens and back. `stop` is the token that ends a completion: the tokenizer's end of text, or byte 0."""
+    """Texts to tokens and back.
 
-    def __init__(self, data: DataConfig, root: Path) -> None:
-        self._tokenizer = open_tokenizer(data, project_root=root)
+    Args:
+        stop: the token that ends a completion; None: the tokenizer's end of text, or byte 0.
+        wrap: function that makes the model's input of a prompt, such as a chat template.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        root: Path,
+        *,
+        stop: int | None = None,
+        wrap: Callable[[str], str] | None = None,
+    ) -> None:
+        self._tokenizer, self._wrap = open_tokenizer(data, project_root=root), wrap
         self.vocab_size, self.identity = self._tokenizer.vocab_size, self._tokenizer.identity
-        if self._tokenizer.separator is None:
+        if stop is None and self._tokenizer.separator is None:
             raise DataError(f"data.tokenizer {data.tokenizer} has no end-of-text token; fix: add one, such as </s>")
-        self.stop = self._tokenizer.separator
+        self.stop = self._tokenizer.separator or 0 if stop is None else stop
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt."""
+        return self.encode_plain(text if self._wrap is None else self._wrap(text))
+
+    def encode_plain(self, text: str) -> list[int]:
         return self._tokenizer.encode(text.encode()).tolist()
 
     def decode(self, tokens: list[int]) -> str:

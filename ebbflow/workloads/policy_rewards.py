@@ -1,4 +1,4 @@
-"""Rewards of completions: exact match, a unit test in a subprocess, Python functions, and weighted sums of them."""
+"""Rewards of completions: exact match, a unit test in a subprocess, functions, models, and weighted sums of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workloads.loader import describe_mistake
 from ebbflow.training.workloads.trial import TimeIsUp, at_most
@@ -24,6 +26,7 @@ from ebbflow.workloads.policy_prompts import Prompt
 # A function of the prompt's text, the completion's text and the prompt's row.
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
 _BUILT_IN = ("exact_match", "shared_start", "unit_test")
+_MODEL = "model"  # model:FOLDER
 _LARGEST_FILE_BYTES = 1 << 20  # that a unit test may write
 
 
@@ -34,10 +37,22 @@ class Reward:
         written: names and weights, such as "exact_match" or "exact_match=1, package.module:function=0.2".
         seconds: time limit of one reward of one completion.
         memory_mib: memory limit of a unit test.
+        root: folder to which relative paths of models refer.
+        device: where models compute.
     """
 
-    def __init__(self, written: str, *, seconds: float, memory_mib: int) -> None:
+    def __init__(
+        self,
+        written: str,
+        *,
+        seconds: float,
+        memory_mib: int,
+        root: Path | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._seconds, self._memory_mib = seconds, memory_mib
+        self._root, self._device = root or Path(), device or torch.device("cpu")
+        self.model_bytes = 0  # of the weights of all models
         self._parts: list[tuple[str, float, RewardFunction]] = []
         for part in filter(None, (one.strip() for one in written.split(","))):
             name, _, weight = part.partition("=")
@@ -53,6 +68,7 @@ class Reward:
 
     def _call(self, name: str, function: RewardFunction, prompt: Prompt, completion: str) -> float:
         about = f"prompt {prompt.text[:60]!r}, completion {completion[:60]!r}"
+        getattr(function, "load", int)()  # a model, once and without the limit
         try:
             with at_most(self._seconds):
                 found = function(prompt.text, completion, prompt.row)
@@ -93,8 +109,15 @@ class Reward:
         module, _, attribute = name.partition(":")
         if not attribute:
             raise WorkloadError(
-                f"workload_options.reward: {name!r} is unknown; fix: {', '.join(_BUILT_IN)}, or package.module:function"
+                f"workload_options.reward: {name!r} is unknown; fix: {', '.join(_BUILT_IN)}, package.module:function, "
+                "or model:FOLDER"
             )
+        if module == _MODEL:
+            from ebbflow.workloads.reward_model import RewardModel
+
+            model = RewardModel(self._root / Path(attribute).expanduser(), self._device)
+            self.model_bytes += model.bytes
+            return model
         try:
             function = getattr(importlib.import_module(module), attribute)
         except Exception as error:  # an import may raise anything

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ebbflow.training.errors import TrainingError, WorkloadError
-from ebbflow.training.workloads.language_model import KeyValues
 
 _GREEDY = -1.0  # a draw that takes the likeliest token
 
@@ -81,6 +80,7 @@ class TorchEngine:
         batch: rollouts that are generated together; halved if the memory does not suffice.
         memory_share: on a GPU, share of its whole memory that the keys and values of a batch may take,
             since what is free depends on the moment, and a resumed job would choose another batch.
+        dtype: of gathered weights, as a sharded policy computes with them.
     """
 
     def __init__(
@@ -93,11 +93,12 @@ class TorchEngine:
         batch: int,
         device: torch.device,
         memory_share: float = 1.0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.version = -1
         self._model, self._sequence, self._stop, self._temperature = model, sequence, stop, temperature
         self.batch, self._device, self._awake = batch, device, True
-        self._memory_share, self.cached = memory_share, True
+        self._memory_share, self.cached, self._dtype = memory_share, True, dtype
 
     @property
     def model(self) -> nn.Module:
@@ -113,7 +114,7 @@ class TorchEngine:
         for name in [*own, *buffers]:
             value = given[name].detach()
             if isinstance(value, DTensor):
-                moved = value.to(self._device)
+                moved = value.to(self._device, self._dtype if name in own else value.dtype)
                 assert isinstance(moved, DTensor)
                 value = moved.full_tensor()
             owner, _, key = name.rpartition(".")
@@ -165,7 +166,8 @@ class TorchEngine:
         lengths, draws = ends.clone(), draws.to(device)
         log_probs = torch.zeros(count, self._sequence - 1, device=device)
         shortest, longest = int(begins.min()), int(ends.max())
-        past = make_cache(self._model, longest) if self.cached else None
+        policy: Any = self._model
+        past = policy.make_cache(longest) if self.cached else None
         rows, fresh = torch.arange(count, device=device), tokens[:, :shortest]
         for at in range(shortest, longest):
             logits = self._logits(fresh, past)
@@ -186,8 +188,8 @@ class TorchEngine:
 
 def cache_bytes(model: nn.Module, sequence: int) -> int:
     """Return the bytes of the keys and values of one rollout, in float32."""
-    shape: Any = model.config
-    return 4 * 2 * shape.num_layers * shape.kv_heads * shape.head_width * sequence
+    policy: Any = model
+    return 4 * policy.cached_numbers_per_token * sequence
 
 
 def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
@@ -199,11 +201,6 @@ def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
             "enable_engine_sleep, or shorter sequences"
         )
     return min(batch, free_bytes // bytes_per_rollout)
-
-
-def make_cache(model: nn.Module, capacity: int) -> Any:
-    """Return an empty cache of keys and values for `capacity` tokens."""
-    return [KeyValues(capacity) for _ in model.blocks]  # type: ignore[union-attr]
 
 
 def policy_logits(model: nn.Module, tokens: Tensor, past: Any = None) -> Tensor:

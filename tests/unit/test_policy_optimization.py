@@ -15,10 +15,13 @@ from ebbflow.infra.config.schema import ModelConfig, RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
+from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Cursor
 from ebbflow.training.workloads.loader import make_workload, prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload
+from ebbflow.workloads import PolicyOptimization
+from ebbflow.workloads.offloaded_adam import make_offloaded
 from ebbflow.workloads.policy_model import Policy
 from ebbflow.workloads.policy_prompts import Prompt, addition, additions
 from ebbflow.workloads.policy_rewards import Reward
@@ -304,6 +307,10 @@ def test_steps_between_two_rollouts_train_on_the_stored_ones(tmp_path: Path) -> 
         ({"engine_mem_util": 0.0}, "engine_mem_util: 0.0; fix: more than 0"),
         ({"kl_target": 0.1, "init_kl_coef": 0.0}, "no reference with init_kl_coef 0"),
         ({"path": "absent.jsonl"}, "absent.jsonl is not a file"),
+        ({"zero_stage": 4}, "zero_stage: 4; fix: 0, 1, 2 or 3"),
+        ({"zero_stage": 0}, "zero_stage 0: parallel.mode ddp, where .*; it is fsdp2; fix: parallel.mode: ddp"),
+        ({"reference": "r.safetensors", "init_kl_coef": 0.0}, "reference: it is not used with init_kl_coef 0"),
+        ({"reference": "r.safetensors"}, "workload_options.reference .*r.safetensors: no such file"),
         ({"supervised_start": 2.0, "supervised_steps": 10}, "the reward is .* after supervised_steps 10, less than 2"),
     ],
 )
@@ -316,6 +323,37 @@ def test_an_engine_that_is_not_installed_is_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"engine": "vllm"})
     with pytest.raises(TrainingError, match="vllm"):
         make_workload(config, prepare(config))
+
+
+def test_stages_of_zero_are_parallel_modes(tmp_path: Path) -> None:
+    """What preflight prints about them, beside the number of rollouts."""
+    for stage, mode, text in (
+        (0, "ddp", "zero_stage 0: parallel.mode ddp, where every rank holds weights"),
+        (1, "fsdp2", "zero_stage 1: parallel.mode fsdp2 or hsdp, which shards weights and gradients too"),
+        (3, "hsdp", "zero_stage 3: parallel.mode fsdp2 or hsdp, which shards weights, gradients and optimizer state"),
+    ):
+        config = config_of(tmp_path, {"zero_stage": stage}, parallel={"mode": mode})
+        found = PolicyOptimization.check(workload_context(config, Gang(), store=Store.open(config.store)))
+        assert found.startswith("num_rollouts_per_episodes = 8096 prompts // 4 prompts per rollout = 2024; ")
+        assert text in found
+
+
+def test_moments_in_main_memory_change_no_bit(tmp_path: Path) -> None:
+    """Five steps of each optimizer with the same gradients, the second after its state was put back."""
+    config = config_of(tmp_path)
+    models, steps = [policy_of() for _ in range(2)], []
+    for model, make in zip(models, (make_optimizer, make_offloaded), strict=True):
+        optimizer = make(model, config.training)
+        draws = torch.Generator().manual_seed(9)
+        for step in range(5):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=draws)
+            optimizer.step()
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+        steps.append(next(iter(optimizer.state.values()))["step"].item())
+    assert steps == [5.0, 5.0]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -357,6 +395,9 @@ def test_prompts_and_weights_of_files(tmp_path: Path) -> None:
     assert torch.allclose(batch.reference * batch.mask, batch.old, atol=1e-5), "the policy is its reference"
     texts = {bytes(row[:2]).decode() if row[2] != 48 else bytes(row[:3]).decode() for row in batch.tokens.tolist()}
     assert all(text.startswith("p") for text in texts)
+    save_file({**given, "embeddings.token.weight": torch.zeros(300, 16)}, tmp_path / "other.safetensors")
+    with pytest.raises(TrainingError, match=r"reference: .* a vocabulary of 300 tokens, the policy has 256; fix: "):
+        prepare(config_of(tmp_path, {**options, "reference": str(tmp_path / "other.safetensors")}))
     with pytest.raises(TrainingError, match="reference would have other weights"):
         prepare(config_of(tmp_path, training={"batch_size": 4, "initial_weights": "first.safetensors"}))
 

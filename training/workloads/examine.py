@@ -173,6 +173,8 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
     door = find_workload(config)
     if has_prepare(door) and not prepare:
         text = f"{config.workload or 'text'}: loaded; it is tried once its data are prepared"
+        if check := getattr(door, "check", None):
+            text += f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"
         return {"text": text, "shape": None, "prepared": None}
     context = workload_context(config, Gang(), store=Store.open(config.store))
     prepared = prepare_data(config, context)

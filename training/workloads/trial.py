@@ -5,7 +5,6 @@ The trial runs on the CPU, as if in a gang of one rank.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import signal
@@ -65,7 +64,8 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
     eager mode and without recomputation. FLOPs come from the workload's own `flops`. The model may consist of fake
     tensors.
     """
-    saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
+    own = [*model.parameters(), *model.buffers()]
+    saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in own))
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
         loss = workload.loss(model, batch)
     units = list(workload.units(model))
@@ -77,25 +77,12 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
         flops_per_sample=float(workload.flops(batch)),
         tokens_per_sample=float(batch.weight),
         units=len(units),
+        other_bytes=int(getattr(workload, "other_bytes", int)()),
+        optimizer_in_host_memory=bool(getattr(workload, "offloads_optimizer", False)),
         weight_unit=_unit(workload),
         kind="measured",
     )
     return shape, loss
-
-
-@contextlib.contextmanager
-def without_memory() -> Iterator[None]:
-    """Return a context in which tensors have shapes but no data, for models larger than this machine's memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def weight_bytes(model: nn.Module) -> int:
-    return _FLOAT32_BYTES * _numel(model)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _numel(part: nn.Module) -> int:
@@ -204,7 +191,7 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
     check_units(trial.name, model, units)
     if config.parallel.mode != "ddp":
         check_tied(trial.name, model, units)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = _numel(model)
     trial.done.append(f"{parameters:,} parameters in {len(units)} units")
     if (weights := config.training.initial_weights) is not None:
         check_weights_fit(find_weights(weights, getattr(workload, "translate_weights", None)), model, weights)
@@ -214,7 +201,7 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
             f"{norms[0]} keeps running statistics, which differ by rank and are saved from one rank only; "
             "GroupNorm and LayerNorm have none"
         )
-    if 2 * weight_bytes(model) <= LARGEST_TRIED_BYTES:
+    if 2 * _FLOAT32_BYTES * parameters <= LARGEST_TRIED_BYTES:
         _try_samples(trial, workload, model, config)
     else:
         _look_at_sample(trial, workload, model)
@@ -302,12 +289,12 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
 
 def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
     one = _draw(trial.name, workload, model, 1)
-    with user_code(f"{trial.name}.loss"), without_memory():
+    with user_code(f"{trial.name}.loss"), FakeTensorMode(allow_non_fake_inputs=True):  # shapes, but no data
         materialise(model, "cpu")
         trial.shape, _ = measure_shape(workload, model, one)
     _check_flops(trial.name, trial.shape)
     trial.done.append(
-        f"one sample's shapes; no numbers, because weights and gradients of {2 * weight_bytes(model) / 2**30:.1f} GiB "
+        f"one sample's shapes; no numbers, because weights and gradients of {_numel(model) / 2**27:.1f} GiB "
         f"exceed the {LARGEST_TRIED_BYTES >> 30} GiB that are tried"
     )
 

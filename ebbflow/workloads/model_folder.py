@@ -1,0 +1,165 @@
+"""A folder of Hugging Face transformers: its model on the meta device, initialised by its own rules or its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.weights.files import StoredTensor, find_weights, open_weights
+from ebbflow.training.weights.load import check_weights_fit, tied_names
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+except ImportError as error:
+    raise WorkloadError(f"transformers cannot be imported ({error}); fix: pip install transformers") from error
+
+
+class ModelFolder:
+    """A causal language model as `save_pretrained` or `hf download` leaves it. Nothing is downloaded.
+
+    Args:
+        root: the folder, or a config.json alone.
+        lora_rank: rank of LoRA's matrices; 0 trains all weights.
+        lora_alpha: scale of LoRA's matrices; 0: twice the rank.
+        lora_targets: modules that get such matrices, separated by commas; "": all linear ones.
+    """
+
+    def __init__(self, root: Path, *, lora_rank: int = 0, lora_alpha: float = 0.0, lora_targets: str = "") -> None:
+        self.root, self._rank, self._alpha, self._targets = root, lora_rank, lora_alpha or 2.0 * lora_rank, lora_targets
+        self.settings = AutoConfig.from_pretrained(root, local_files_only=True)
+        self.vocabulary = int(self.settings.get_text_config().vocab_size)
+        if lora_rank and not self.stored:
+            raise WorkloadError(f"workload_options.lora_rank: {root} has no weights to adapt; fix: leave it out")
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        """The folder's tensors by the model's names; none if it has no safetensors file."""
+        if self.root.is_file() or not any(self.root.glob("*.safetensors*")):
+            return {}
+        model = self._plain_model()
+        known, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
+        ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+        def translate(name: str) -> str | None:
+            name = name if name in known or prefix + name not in known else prefix + name
+            return None if name not in known and any(one.search(name) for one in ignored) else name
+
+        found = find_weights(str(self.root), translate)
+        check_weights_fit(found, model, str(self.root))
+        tied = tied_names(model)
+        return {tied.get(name, name): stored for name, stored in found.items()}
+
+    def model(self, *, lora: bool = True) -> PreTrainedModel:
+        """Return the model on the meta device, with LoRA's matrices if `lora` and a rank are given."""
+        model = self._plain_model()
+        _use_own_initialisation(model, self.stored)
+        if lora and self._rank:
+            _add_lora(model, self._rank, self._alpha, self._targets)
+        return model
+
+    def _plain_model(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.settings, attn_implementation="sdpa", dtype=torch.float32)
+
+    def check_length(self, length: int) -> None:
+        """Raise WorkloadError if the model has no positions for `length` tokens."""
+        longest = getattr(self.settings, "max_position_embeddings", None)
+        if isinstance(longest, int) and length > longest:
+            raise WorkloadError(
+                f"model.sequence_length is {length}, and {self.root} has positions for {longest}; fix: "
+                f"model.sequence_length: {longest} or less"
+            )
+
+
+def find_folder(root: Path, given: object, option: str = "model") -> Path:
+    """Return the path of a model's folder, or of its config.json. Raises WorkloadError if there is none."""
+    if not isinstance(given, str) or not given:
+        raise WorkloadError(f"workload_options.{option} is missing; fix: a folder with config.json and tokenizer.json")
+    path = root / Path(given).expanduser()
+    if not (path if path.is_file() else path / "config.json").is_file():
+        raise WorkloadError(
+            f"workload_options.{option} {path}: there is no config.json; fix: hf download ORGANISATION/MODEL "
+            f"--local-dir {given}, or save_pretrained"
+        )
+    return path
+
+
+def list_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder's blocks. Embeddings and head, whose weights may be tied, are not among them."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters())))
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Return the operations of forward and backward per token.
+
+    6 for each trained parameter (Kaplan et al. 2020, section 2.1), and 4 for frozen ones, which need no gradients.
+    """
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return 4.0 * sum(one.numel() for one in model.parameters()) + 2.0 * trained
+
+
+class _Initialise:
+    """`reset_parameters` of one module: the library's rules for it and for its parents, then the stored weights.
+
+    Some rules are those of a parent, such as GPT-2's smaller residual projections. Of a parent only this module has
+    memory; the others are on the meta device, where filling them does nothing.
+    """
+
+    def __init__(self, chain: list[tuple[PreTrainedModel, nn.Module]], stored: dict[str, StoredTensor]) -> None:
+        self._chain, self._stored = chain, stored
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        module = self._chain[0][1]
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        if own.keys() - self._stored.keys():
+            for owner, part in self._chain:
+                owner._init_weights(part)
+        for name, stored in self._stored.items():
+            with open_weights(stored.file, framework="pt") as file:
+                own[name].copy_(file.get_tensor(stored.name))
+
+
+def _use_own_initialisation(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    parts = dict(model.named_modules())
+    for name, module in parts.items():
+        words = name.split(".") if name else []
+        above = [parts[".".join(words[:count])] for count in range(len(words), -1, -1)]
+        owners = [next(one for one in above[at:] if isinstance(one, PreTrainedModel)) for at in range(len(above))]
+        path = f"{name}." if name else ""
+        own = [key for key, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        kept = {key: stored[path + key] for key in own if path + key in stored}
+        chain = list(zip(owners, above, strict=True))
+        module.reset_parameters = _Initialise(chain, kept)  # type: ignore[assignment]
+
+
+def _add_lora(model: PreTrainedModel, rank: int, alpha: float, targets: str) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise WorkloadError("workload_options.lora_rank needs peft; fix: pip install peft") from error
+    wanted = [one.strip() for one in targets.split(",")] if targets else "all-linear"
+    settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=wanted, lora_dropout=0.0)  # type: ignore[arg-type]
+    try:
+        inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise WorkloadError(f"workload_options.lora_targets: {' '.join(str(error).split())}") from error
+    for name, module in model.named_modules():
+        if name.endswith("lora_B.default"):  # so that training begins with the model as it is
+            module.reset_parameters = _Zeros(module)  # type: ignore[assignment]
+
+
+class _Zeros:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> None:
+        for parameter in self._module.parameters():
+            nn.init.zeros_(parameter)
