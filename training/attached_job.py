@@ -387,6 +387,7 @@ class AttachedJob:
             save_due=saves.due(self.step),
             saving=self._saver.busy,
             save_seconds=saves.last_save_seconds,
+            save_limit_seconds=self._saver.limit_seconds,
             stop_seconds=self._limits.stop_seconds,
             own_seconds=self._guards.take_own() / steps,
             failed_save=self._saver.failed_step or 0,

@@ -11,7 +11,7 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.training.gang import at_end_of_backward
 from ebbflow.training.guards.guards import Action, Judgement
 from ebbflow.training.limits import LoopResult, Stop
-from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate
+from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate, skip_if_non_finite
 from ebbflow.training.step_sync import StepSync
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.workload import Batch, Loss
@@ -39,8 +39,7 @@ def train(trainer: Trainer) -> LoopResult:
         sync, scale, norm = trainer.sync_step(at, batch, loss, gradients)
         judgement = trainer.judge(sync)
         if judgement.action is Action.STOP:
-            module = trainer.find_non_finite_module(batch, step) if sync.at.step + 1 == step else ""
-            return end_non_finite(trainer, sync, judgement, module)
+            return end_non_finite(trainer, sync, judgement)
 
         trainer.enter("optimizer", step)
         set_learning_rate(optimizer, learning_rate(training, step))
@@ -48,6 +47,7 @@ def train(trainer: Trainer) -> LoopResult:
             with trainer.guards.catch_out_of_memory(step):
                 scale_and_clip(gradients, scale=scale, norm=norm, limit=training.gradient_clip_norm)
                 trainer.saver.before_step()
+                skip_if_non_finite(optimizer, norm)
                 optimizer.step()
         optimizer.zero_grad()
 
@@ -75,8 +75,8 @@ def train(trainer: Trainer) -> LoopResult:
     return trainer.end(at, Outcome.COMPLETED)
 
 
-def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement, module: str = "") -> LoopResult:
-    reason = f"step {sync.at.step + 1}: {judgement.reason}{module}"
+def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> LoopResult:
+    reason = f"step {sync.at.step + 1}: {judgement.reason}{trainer.find_non_finite_module(sync.at)}"
     return trainer.end(sync.at, Outcome.NON_FINITE, f"{reason}; the last commit stands")
 
 

@@ -104,6 +104,17 @@ def scale_and_clip(
     torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]  not in torch's type information
 
 
+def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -> bool:
+    """Make the next optimizer step change nothing if `norm`, a tensor on the device, is not finite. No host sync.
+
+    Return whether the optimizer can do this, as torch's fused optimizers can.
+    """
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if able and isinstance(norm, Tensor):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    return able
+
+
 _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)
 
 

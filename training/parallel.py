@@ -134,26 +134,13 @@ class Compression:
     """
 
     def __init__(self, model: DistributedDataParallel, kind: str) -> None:
-        self._group = model.process_group
-        self._state: PowerSGDState | None = None
+        self.reset: Callable[[], object] = lambda: None
         if kind == "bfloat16":
-            model.register_comm_hook(self._group, bf16_compress_hook)
+            model.register_comm_hook(model.process_group, bf16_compress_hook)
         elif kind == "powersgd":
-            self._state = self._fresh()
-            model.register_comm_hook(self._state, powerSGD_hook)
-
-    def reset(self) -> None:
-        if self._state is not None:
-            fresh = self._fresh()
-            for name in PowerSGDState.__slots__:
-                setattr(self._state, name, getattr(fresh, name))
-
-    def _fresh(self) -> PowerSGDState:
-        options: dict[str, Any] = {
-            "matrix_approximation_rank": _POWERSGD_RANK,
-            "start_powerSGD_iter": _POWERSGD_PLAIN_STEPS,
-        }
-        return PowerSGDState(process_group=self._group, **options)
+            state = PowerSGDState(model.process_group, _POWERSGD_RANK, _POWERSGD_PLAIN_STEPS)
+            model.register_comm_hook(state, powerSGD_hook)
+            self.reset = functools.partial(state.__init__, model.process_group, _POWERSGD_RANK, _POWERSGD_PLAIN_STEPS)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -169,19 +169,20 @@ class SaveController:
         return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
     def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
+        limit = max(sync.save_limit_seconds, self.config.deadline_seconds)  # of the rank with the most bytes
         if sync.stop is Stop.INTERRUPTED:
             needed, left = sync.last_save
             self.saver.hurry()
             if needed > left:  # it would not be durable when the process is killed
                 self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit counts")
             else:
-                self.save(at, deadline_seconds=max(min(left, self.config.deadline_seconds), 1.0))
+                self.save(at, deadline_seconds=max(min(left, limit), 1.0))
         elif last or sync.renew:
-            self.save(at)
+            self.save(at, deadline_seconds=limit)
         elif sync.save_due and sync.saving and self.config.when_busy == "skip":
             self._skip(at, f"the previous save is still in flight on rank {', '.join(map(str, sync.saving[:5]))}")
         elif sync.save_due:
-            self.save(at)
+            self.save(at, deadline_seconds=limit)
 
     def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
         """Copy the state into staging buffers. The upload then continues in the background."""

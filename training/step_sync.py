@@ -155,6 +155,7 @@ class Row(NamedTuple):
     save_due: float = 0.0  # whether to save after this step; only rank 0's value counts
     saving: float = 0.0  # whether a save of this rank is in flight
     save_seconds: float = 0.0  # the expected duration of another save; 0 if unknown
+    save_limit_seconds: float = 0.0  # the time for a save of the rank's bytes to become a commit
     stop_seconds: float = math.inf  # the time left for a last save; infinite if no drain was requested
     own_seconds: float = 0.0  # the time without waiting for other ranks
     weights_checksum: float = 0.0  # the checksum of the weights before this step; 0 if they are not compared now
@@ -239,6 +240,10 @@ class StepSync:
         if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)]:
             return f"gradient is not finite on rank {', '.join(ranks)}, though every loss is"
         return ""
+
+    @property
+    def save_limit_seconds(self) -> float:
+        return max((row.save_limit_seconds for row in self.rows), default=0.0)
 
     @property
     def own_seconds(self) -> list[float]:

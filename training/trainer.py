@@ -31,7 +31,7 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, Memor
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Action, Guards, Judgement
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop
-from ebbflow.training.optimizer import averaged_weights, learning_rate
+from ebbflow.training.optimizer import averaged_weights, learning_rate, skip_if_non_finite
 from ebbflow.training.parallel import Spread
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.rehearse import NON_FINITE, Fault
@@ -209,11 +209,14 @@ class Trainer:
         else:
             torch.manual_seed(seed)
 
-    def find_non_finite_module(self, batch: Batch, step: int) -> str:
-        """Repeat a step's forward pass, and return which module made the first non-finite output, as text. Collective.
+    def find_non_finite_module(self, at: Position) -> str:
+        """Repeat the forward pass of the step after `at`, which changed no weights. Collective.
 
-        Return "" if no module did: the loss itself or its gradient is not finite.
+        Return which module made the first non-finite output, as text. Return "" if no module did, since the loss itself
+        or its gradient is not finite, or if the optimizer changed the weights before the host read the step sync.
         """
+        if self.device_exchange is not None and not skip_if_non_finite(self.optimizer, 0.0):
+            return ""
         module, found = self.spread.module, list[int]()
 
         def look(number: int, _: nn.Module, inputs: Any, output: Any) -> None:
@@ -222,8 +225,9 @@ class Trainer:
                 found.append(number)
 
         hooks = [part.register_forward_hook(partial(look, number)) for number, part in enumerate(module.modules())]
-        self.seed_random_numbers(step)
+        self.seed_random_numbers(at.step + 1)
         with torch.no_grad(), suppress(Exception):
+            batch = self.workload.next_batch(module, self.share(at))
             for part in batch.split(self.config.training.gradient_accumulation_steps):
                 self.workload.loss(module, part)
         for hook in hooks:
@@ -271,6 +275,7 @@ class Trainer:
             save_due=self.save_controller.due(at.step + 1),
             saving=self.saver.busy,
             save_seconds=self.save_controller.last_save_seconds,
+            save_limit_seconds=self.saver.limit_seconds,
             stop_seconds=self.limits.stop_seconds,
             own_seconds=data_seconds + late.own_seconds if late else own,
             weights_checksum=self.guards.weights_checksum(at.step, self.spread.module),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,34 @@ def test_a_loss_that_is_not_finite_ends_the_job_before_it_is_saved(gpu: FakeGpu,
     ending = train(trainer)
     assert (ending.outcome, ending.step, trainer.saver.steps) == ("non_finite", 2, [])  # type: ignore[attr-defined]
     assert ending.message.startswith("step 3: loss is not finite on rank 0")
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adamax])
+def test_a_module_whose_output_is_not_finite_is_named_though_it_is_seen_late(
+    gpu: FakeGpu, steps: int, kind: Any
+) -> None:
+    """A fused optimizer does not take the third step. Another has taken it, so that every module looks guilty."""
+    trainer, _ = make_trainer(make_config(steps=steps, every=100))
+    fused = kind is torch.optim.AdamW
+    if not fused:
+        trainer = replace(trainer, optimizer=kind(trainer.spread.module.parameters()))
+    draw = trainer.workload.next_batch
+
+    def next_batch(model: nn.Module, cursor: Cursor) -> Numbers:
+        batch = draw(model, cursor)
+        return batch if cursor.first != 16 else replace_rows(batch, torch.inf)
+
+    trainer.workload.next_batch = next_batch  # type: ignore[method-assign]
+    message = train(trainer).message
+    assert message.startswith("step 3: loss is not finite on rank 0")
+    assert ("the first such output is that of 0 (Linear) on rank 0" in message) is fused
+    assert all(one.isfinite().all() for one in trainer.spread.module.parameters()) is fused
+
+
+def replace_rows(batch: Numbers, value: float) -> Numbers:
+    batch.rows[3] = value
+    return batch
 
 
 def test_steps_that_a_guard_may_skip_are_judged_before_they_are_taken(gpu: FakeGpu) -> None:

@@ -98,6 +98,7 @@ class Saver:
     """Notes what it was asked; `fails`: what waiting for the last save comes to."""
 
     last_commit = last_durable = expected_seconds = failed_step = None
+    limit_seconds = 0.0
     busy = False
 
     def __init__(self, fails: str = "") -> None:
@@ -148,19 +149,21 @@ def sync_of(*rows: dict[str, float]) -> StepSync:
     return StepSync([Row(**{**values, "weight": 1.0, "stop": 0.0, **row}) for row in rows])
 
 
-@pytest.mark.parametrize(("when_busy", "saved"), [("wait", [(7, None)]), ("skip", [])])
+@pytest.mark.parametrize(("when_busy", "saved"), [("wait", [(7, 300.0)]), ("skip", [])])
 def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, saved: list) -> None:
     saver, events = Saver(), []
     trainer = trainer_of(saver, events, when_busy=when_busy)
-    trainer.save_controller.save_if_due(Position(7), sync_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
-    assert saver.asked == saved
+    trainer.save_controller.save_if_due(
+        Position(7), sync_of({"save_due": 1.0}, {"saving": 1.0, "save_limit_seconds": 300.0}), last=False
+    )
+    assert saver.asked == saved, "the rank with the most bytes sets the limit of all"
     skipped = [data for name, data in events if name == COMMIT_SKIPPED]
     assert bool(skipped) is not bool(saved)
     assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
     trainer.save_controller.save_if_due(Position(8), sync_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
     assert saver.asked == saved, "rank 0 alone decides what is due"
     trainer.save_controller.save_if_due(Position(9), sync_of({}, {"saving": 1.0}), last=True)
-    assert saver.asked[-1] == (9, None), "the last step is saved in any case"
+    assert saver.asked[-1] == (9, 120.0), "the last step is saved in any case"
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) -> None:
@@ -219,6 +222,10 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     fits = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
     trainer.save_controller.save_if_due(Position(3), fits, last=True)
     assert saver.asked == ["hurry", (3, 28.0)]
+    uneven = sync_of({**leaving, "stop_seconds": 280.0}, {"save_limit_seconds": 90.0, "stop_seconds": 300.0})
+    trainer.save_controller.save_if_due(Position(3), uneven, last=True)
+    assert saver.asked[2:] == ["hurry", (3, 90.0)], "more than deadline_seconds, and the same on both ranks"
+    del saver.asked[2:]
     late = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
     trainer.save_controller.save_if_due(Position(4), late, last=True)
     assert saver.asked == ["hurry", (3, 28.0), "hurry"]

@@ -282,6 +282,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    group_tensors = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+    def group_on_gpu(*args: Any, **kwargs: Any) -> Any:  # C++ code, which takes the tensors for those of a CPU
+        return {(torch.device("cuda", 0), dtype): one for (_, dtype), one in group_tensors(*args, **kwargs).items()}
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group_on_gpu))
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor, device=None: gpu.pin(tensor.clone()))
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, device=None: gpu.is_pinned(tensor))
     with gpu:

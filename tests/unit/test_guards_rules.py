@@ -58,7 +58,7 @@ def test_the_window_is_median_and_mad_of_the_last_values() -> None:
             assert window.z_score(value) == pytest.approx(max(0.0, (value - median) / (1.4826 * mad)))
         else:
             assert window.z_score(value) == 0.0, "too little is known"
-        window.add(value)
+        window.values.append(value)
         values.append(value)
     assert list(window.values) == values[-size:]
 

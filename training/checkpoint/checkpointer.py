@@ -82,6 +82,7 @@ class Checkpointer:
         # A save whose copy from the device may still be running. The uploader gets it when the copy is complete.
         self._queued: tuple[InflightSave, StagedState, dict[str, Any] | None] | None = None
         self._last_step: int | None = None
+        self._expected_bytes = 0  # of this rank's part of the first save
         self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, layout number that it has
 
     @property
@@ -106,6 +107,11 @@ class Checkpointer:
         return self._saves.expected_seconds(self._planner.layout.length)
 
     @property
+    def limit_seconds(self) -> float:
+        """Time for a save of this rank's bytes to become a commit. All ranks should use the longest of their times."""
+        return self._seconds_for(max(self._planner.layout.length, self._expected_bytes))
+
+    @property
     def last_durable(self) -> tuple[int, float] | None:
         """Step of the last durable save, and its duration in seconds from the call of `save`; None before the first."""
         self._saves.drain()
@@ -128,7 +134,8 @@ class Checkpointer:
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Allocate staging buffers in the background, so that the first save is as fast as later ones."""
         device = next((tensor.device for tensor in model.parameters() if tensor.is_cuda), None)
-        self._stage.prepare(self._planner.expected_bytes(model, optimizer), device)
+        self._expected_bytes = self._planner.expected_bytes(model, optimizer)
+        self._stage.prepare(self._expected_bytes, device)
 
     def hurry(self) -> None:
         """Lift the bandwidth cap on uploads. Call this after the last step, when little time is left."""
@@ -152,8 +159,7 @@ class Checkpointer:
 
         Args:
             extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's data is stored.
-            deadline_seconds: deadline of this save; default: the checkpointer's `deadline_seconds`, or more for many
-                bytes.
+            deadline_seconds: deadline of this save; default: `limit_seconds`.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -179,9 +185,7 @@ class Checkpointer:
         flight = InflightSave(
             save=save,
             began=began,
-            deadline=Deadline(
-                self._seconds_for(staged.layout.length) if deadline_seconds is None else deadline_seconds
-            ),
+            deadline=Deadline(self.limit_seconds if deadline_seconds is None else deadline_seconds),
             size=staged.layout.length,
             stall_seconds=time.monotonic() - began,
         )
@@ -323,7 +327,7 @@ class Checkpointer:
             retention=self._retention.__dict__,
             upload={
                 "bytes_per_second": self._bytes_per_second,
-                "deadline_seconds": self._seconds_for(layout.length),
+                "deadline_seconds": self.limit_seconds,
                 "chunk_bytes": self._chunk_bytes,
             },
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,17 +65,10 @@ class RobustWindow:
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
-        self._sorted = sorted(self.values)
 
     @property
     def median(self) -> float:
-        return statistics.median(self._sorted)
-
-    def add(self, value: float) -> None:
-        if len(self.values) == self.values.maxlen:
-            del self._sorted[bisect_left(self._sorted, self.values[0])]
-        self.values.append(value)
-        insort(self._sorted, value)
+        return statistics.median(self.values)
 
     def z_score(self, value: float) -> float:
         """Return (value - median) / (1.4826 × MAD), where MAD is the median absolute deviation of the window.
@@ -85,7 +77,7 @@ class RobustWindow:
         """
         if 2 * len(self.values) < (self.values.maxlen or 0) or value <= (median := self.median):
             return 0.0
-        mad = statistics.median([abs(other - median) for other in self._sorted])
+        mad = statistics.median([abs(other - median) for other in self.values])
         return (value - median) / max(_SIGMA_PER_MAD * mad, _SMALLEST_SHARE * abs(median), 1e-12)
 
 
@@ -122,8 +114,8 @@ class LossGuard:
             reason = self._spike("loss", loss, self._losses) or self._spike("gradient norm", gradient_norm, self._norms)
             if reason:
                 return self._bad(config.spike, reason, finite=True)
-            self._losses.add(loss)
-            self._norms.add(gradient_norm)
+            self._losses.values.append(loss)
+            self._norms.values.append(gradient_norm)
         self.skipped_in_a_row = 0
         return Judgement(Action.STEP)
 

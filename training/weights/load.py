@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -332,16 +331,9 @@ def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda
         value = value.cpu().contiguous()
         dtype, shape = str(value.dtype).removeprefix("torch."), ",".join(map(str, value.shape))
         digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
-        digest.update(_little_endian(value))
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)  # as uint8, because NumPy has no bfloat16
     if mesh is None:
         return digest.hexdigest()
     shared = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(mesh.device_type)
     dist.broadcast(shared, 0)
     return bytes(shared.tolist()).hex()
-
-
-def _little_endian(value: Tensor) -> memoryview:
-    elements = value.reshape(-1).view(torch.uint8).numpy()  # as uint8, because NumPy has no bfloat16
-    if sys.byteorder == "big":
-        elements = elements.reshape(-1, value.element_size())[:, ::-1].copy().reshape(-1)
-    return elements.data
