@@ -384,14 +384,10 @@ class AttachedJob:
             compute_seconds=(time.monotonic() - self._synced_at) / steps,
             data_seconds=0.0,
             stop=self._limits.stop(),
-            save_due=saves.due(self.step),
-            saving=self._saver.busy,
-            save_seconds=saves.last_save_seconds,
-            save_limit_seconds=self._saver.limit_seconds,
             stop_seconds=self._limits.stop_seconds,
             own_seconds=self._guards.take_own() / steps,
-            failed_save=self._saver.failed_step or 0,
             unsettled=unsettled,
+            **saves.row_fields(self.step),
         )
         sync = exchange(self._gang, row)
         self._guards.record_pace(self.step, sync, self._limits.usd_per_second)

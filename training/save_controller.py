@@ -163,6 +163,17 @@ class SaveController:
     carried: Callable[[int], dict[str, Any]] = lambda step: {}  # returns further fields of the commit of a step
     save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
 
+    def row_fields(self, step: int) -> dict[str, float]:
+        """Return the fields of this rank's `Row` about saves: its vote for a save after `step`, and its last saves."""
+        saver = self.saver
+        return {
+            "save_due": self.due(step),
+            "saving": saver.busy,
+            "save_seconds": self.last_save_seconds,
+            "save_limit_seconds": saver.limit_seconds,
+            "failed_save": saver.failed_step or 0,
+        }
+
     def due(self, step: int) -> bool:
         """Return this rank's vote for a save after `step`; only the vote of rank 0 counts."""
         asked = not self.saver.busy and self.limits.save_wanted()

@@ -272,15 +272,11 @@ class Trainer:
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=data_seconds,
             stop=self.limits.stop(self.config.training.max_steps - at.step - 1),
-            save_due=self.save_controller.due(at.step + 1),
-            saving=self.saver.busy,
-            save_seconds=self.save_controller.last_save_seconds,
-            save_limit_seconds=self.saver.limit_seconds,
             stop_seconds=self.limits.stop_seconds,
             own_seconds=data_seconds + late.own_seconds if late else own,
             weights_checksum=self.guards.weights_checksum(at.step, self.spread.module),
             renew=self.guards.is_memory_running_out(seconds_to_go),
-            failed_save=self.saver.failed_step or 0,
+            **self.save_controller.row_fields(at.step + 1),
         )
         if late is None:
             sync = exchange(self.gang, row)
