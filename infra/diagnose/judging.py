@@ -11,7 +11,7 @@ from ebbflow.infra.diagnose.matching import Seen, load_matcher
 from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.diagnose.series import Series, judge_series
-from ebbflow.infra.diagnose.vocabulary import TRIGGERS, confidence_of, guess_family
+from ebbflow.infra.diagnose.vocabulary import MARGIN, TRIGGERS, confidence_of, guess_family
 from ebbflow.infra.untrusted_text import one_line
 
 THIN = 0.5  # a root below this confidence is not named
@@ -21,8 +21,7 @@ _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
 _LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
-_VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them
-_VAGUER_RANK = 4  # and up to this rank to the family of their words
+_VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them, or by their words
 # The rule that stands for a family if only frames or words name it.
 _OTHER = {
     "startup": "A31", "hardware": "B13", "memory": "C13", "synchronization": "D22", "data": "E17", "quality": "F11",
@@ -32,7 +31,8 @@ _OTHER = {
 _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
-_VAGUE_MARGIN = 3.0  # of words, for another family than that of a vague exception
+# Rules whose message does not tell the family; the code that raised it does.
+_BY_PLACE = {"O02": ("data",), "E09": ("storage", "monitoring"), "H01": ("data", "monitoring")}
 _SERIES_ONLY = ("F02", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
@@ -196,23 +196,27 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     """Return `root`, or a symptom whose family fits the stack frames or the words of the error lines better."""
     book = load_rules()
     vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
-    family = series.raised_in(root.first) if root and root.first and (vague or root.rule.id == "O02") else None
-    if root and root.first and family and (vague or family == "data"):  # O02: samples of different shapes
+    placed = () if root is None else _BY_PLACE.get(root.rule.id, ())
+    family = series.raised_in(root.first) if root and root.first and (vague or placed) else None
+    if root and root.first and family and (vague or family in placed):
         missing = "No such file" in root.first.text
         rule = book.find(_MISSING_FILE.get(family, _OTHER[family]) if missing else _OTHER[family])
         return replace(root, rule=rule, strong=True, needed=True) if rule else root
     lines = series.severe
     if vague and root and (at := root.first):  # the lines of other failures would drown the exception's
         lines = [at, *(line for line in lines if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES)]
-    if (guess := guess_family(line.text for line in lines)) is None:
+    guess = guess_family(line.text for line in lines)
+    if root is None and not lines and (end := series.last_frame):  # a traceback without its exception
+        place = series.raised_in(replace(end, number=end.number + 1))
+        lines, guess = [end], (place, MARGIN) if place else None
+    if guess is None:
         return root
     family, margin = guess
-    if root is None or (vague and root.rule.rank <= _VAGUER_RANK and family != "program" and margin >= _VAGUE_MARGIN):
+    if root is None or (vague and family != "program"):
         if series.sound or series.survived(lines[0]) or (rule := book.find(_OTHER[family])) is None:
             return root
-        first = root.first if root is not None and root.first else series.severe[0]
         found = Seen(replace(rule, weight=confidence_of(margin)), strong=True, needed=True)
-        found.add(first, root.order if root is not None else 0)
+        found.add(root.first if root is not None and root.first else lines[0], root.order if root is not None else 0)
         return found
     if margin >= _OVERRULING_MARGIN and family != root.rule.family:
         level = _level(root)

@@ -1,7 +1,7 @@
 """Symptom rules of `ebbflow diagnose`: loaded from `rules/*.yaml`, and rendered as text or JSON.
 
-A file contains one family of symptoms: `family` (its name), `letter`, `title`, `defaults` (for fields of its rules) and
-`rules`. Fields of a rule:
+A file contains one family of symptoms: `family` (its name), `letter`, `title`, `frames` (a pattern of the paths of code
+whose exceptions belong to the family), `defaults` (for fields of its rules) and `rules`. Fields of a rule:
 
     id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
     kind            cause: can explain other failures. effect: a failure that often follows a cause elsewhere. echo: a
@@ -94,11 +94,12 @@ class SymptomRule:
 
 @dataclass(frozen=True)
 class Family:
-    """A group of symptoms: its name, the first letter of their ids, and a title."""
+    """A group of symptoms: its name, the first letter of their ids, a title, and a pattern of its code's paths."""
 
     name: str
     letter: str
     title: str
+    frames: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def load_rules() -> RuleBook:
     families, rules = [], []
     for path in sorted(RULES_FOLDER.glob("*.yaml")):
         document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        families.append(Family(document["family"], document["letter"], document["title"]))
+        families.append(Family(*(document.get(name, "") for name in ("family", "letter", "title", "frames"))))
         for entry in document["rules"]:
             try:
                 rules.append(_rule({**document.get("defaults", {}), **entry}, document["family"]))

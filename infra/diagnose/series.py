@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ebbflow.infra.diagnose.matching import Seen
 from ebbflow.infra.diagnose.reading import LogText
+from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.diagnose.vocabulary import is_severe
 
 _LOSS = re.compile(
@@ -21,14 +22,15 @@ _LOSS = re.compile(
 _NORM = re.compile(
     r"grad(?:ient)?[ _/.-]?norm['\"]?\s*[:=|]?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))", re.I
 )
+_SCORE = re.compile(r"acc(?:uracy)?['\"]?\s*[:=]\s*(\d+(?:\.\d+)?)(?![\w/])", re.IGNORECASE)
 _FINISHED = re.compile(
     r"training (?:is )?(?:completed|complete|finished|done)|finished training|max_(?:steps|epochs)=\d+.? reached"
     r"|exiting successfully|train_runtime|succeeded(?!\W{1,3}0)|\[exiting program after \d|all done|job completed",
     re.IGNORECASE,
 )
 _STEP_SECONDS = re.compile(
-    r"(?:elapsed time per iteration \(ms\)|step[ _]time(?: \(?ms\)?)?|iter[ _]time|time/iter|sec/step|batch[ _]time"
-    r"|time per epoch|epoch[ _]time|seconds per (?:step|epoch|iteration))"
+    r"(?:elapsed time per iteration \(ms\)|step[ _]time(?: \(?ms\)?)?|time ?(?:/|per) ?(?:step|batch|iter)|iter[ _]time"
+    r"|sec/step|batch[ _]time|time per epoch|epoch[ _]time|seconds per (?:step|epoch|iteration))"
     r"['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?) ?(?:s/it\b|sec/(?:batch|step))",
     re.IGNORECASE,
 )
@@ -38,21 +40,11 @@ _DATA_SHARE = re.compile(
     r"(?:\btime|batch[ _]time|step[ _]time)\W+(\d+(?:\.\d+)?)[^|]{0,30}?"
     r"\bdata(?:[ _]?(?:time|loading|wait))?\W+(\d+(?:\.\d+)?)"
     r"|\b(?:load_data_|data_load\w*_|data_|read_|fetch_|r)time\W+(\d+(?:\.\d+)?)\W+"
-    r"(?:train_step_|step_|iter_|train_|compute_|forward_|i)time\W+(\d+(?:\.\d+)?)",
+    r"(?:train_step_|step_|iter_|train_|compute_|forward_|i)time\W+(\d+(?:\.\d+)?)"
+    r"|\b(?:updt|update|step|compute|train|forward)_s\W+(\d+(?:\.\d+)?)\W+(?:data|load|fetch)\w*_s\W+(\d+(?:\.\d+)?)",
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
-# Areas of code, recognised by the path and function of a traceback's frame.
-_FRAME_FAMILIES = (
-    ("data", re.compile(
-        r"/(?:datasets|webdataset|streaming|torchdata|tokenizers|PIL|pyarrow|h5py|decord|librosa|soundfile)/|torch/utils/data/")),
-    ("storage", re.compile(
-        r"torch/serialization|safetensors|torch/distributed/checkpoint|/(?:s3fs|boto3|botocore|s3transfer|gcsfs|fsspec)/"
-        r"|checkpoint\w*\.py|file_?io|(?:save|load|restore)_(?:checkpoint|state|pretrained)")),
-    ("monitoring", re.compile(r"/(?:wandb|mlflow|tensorboardX?|prometheus_client|comet_ml|neptune|clearml)/")),
-    ("compile", re.compile(r"torch/_(?:dynamo|inductor|functorch)/|/triton/")),
-    ("sharding", re.compile(r"/(?:deepspeed|megatron|colossalai)/|torch/distributed/(?:_?tensor|fsdp|pipelining)/")),
-)  # fmt: skip
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
@@ -76,21 +68,22 @@ class Series:
     """Losses and step times of each rank, and whether the run made progress or finished."""
 
     triggers = (
-        b'file "', b"loss", b"grad_norm", b"grad norm", b"per epoch", b"epoch time", b"train_runtime",
-        b"finished training", b"training complet", b"training finish", b"succeeded",
+        b'file "', b"loss", b"accuracy", b" acc:", b"grad_norm", b"grad norm", b"per epoch", b"epoch time",
+        b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
         b"training done", b"reached", b"exiting", b"step time", b"step_time", b"per iteration", b"iter_time",
-        b"s/it", b"it/s", b"sec/", b"tokens/s", b"samples/s", b"examples/s", b"images/s",
+        b"time/", b"data_s:", b"s/it", b"it/s", b"sec/", b"tokens/s", b"samples/s", b"examples/s", b"images/s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.losses: dict[tuple[str, int | None, str], Track] = {}  # the last part of a key: the loss's name
         self.norms: dict[tuple[str, int | None, str], Track] = {}
+        self.scores: dict[tuple[str, int | None, str], Track] = {}  # accuracies
         self.seconds: dict[tuple[str, int | None, str], Track] = {}  # the last part of a key: the value's label
         self.data_shares: dict[tuple[str, int | None], Track] = {}
         self.data_totals: dict[tuple[str, int | None], Track] = {}  # the steps' seconds, with those of the data
-        self.progress: dict[tuple[str, int | None], tuple[int, int]] = {}
         self.frames: dict[str, list[tuple[int, int | None, str]]] = {}  # file: (line, rank, path and function)
         self.severe: list[LogText] = []  # the first lines that tell of a failure, no two alike
+        self.last_frame: LogText | None = None
         self._alike: set[str] = set()
         self.finished: LogText | None = None
         self._steps = 0
@@ -105,23 +98,22 @@ class Series:
         for order, line in enumerate(lines, start=1):
             low = line.text.lower()
             if 'file "' in low and (match := _FRAME.search(line.text)):
+                self.last_frame = line
                 frames = self.frames.setdefault(line.file, [])
                 if len(frames) < _MOST_POINTS:
-                    frames.append((line.number, line.rank, f"/{match[1]} {match[2] or ''}"))
+                    frames.append((line.number, line.rank, f"/{match[1].replace(chr(92), '/')} {match[2] or ''}"))
             if "loss" in low and (match := _LOSS.search(line.text)):
                 value = float(match[1])
-                key = (line.file, line.rank)
                 name = match[0].lower().partition(match[1].lower())[0].strip(" :=|'\"")
-                self.losses.setdefault((*key, name), Track()).add(order, line, value)
-                if math.isfinite(value):
-                    count = self.progress.get(key, (0, 0))[1]
-                    self.progress[key] = (line.number, count + 1)
-                    self._steps += 1
+                self.losses.setdefault((line.file, line.rank, name), Track()).add(order, line, value)
+                self._steps += math.isfinite(value)
+            if "acc" in low and (match := _SCORE.search(line.text)):
+                self.scores.setdefault((line.file, line.rank, "accuracy"), Track()).add(order, line, float(match[1]))
             if "norm" in low and (match := _NORM.search(line.text)):
                 self.norms.setdefault((line.file, line.rank, "norm"), Track()).add(order, line, float(match[1]))
-            if "time" in low and (match := _DATA_SHARE.search(line.text)):
-                data = float(match[2] or match[3])
-                total = float(match[1]) if match[1] else data + float(match[4])
+            if ("time" in low or "data_s" in low) and (match := _DATA_SHARE.search(line.text)):
+                data = float(match[2] or match[3] or match[6])
+                total = float(match[1]) if match[1] else data + float(match[4] or match[5])
                 if total:
                     self.data_shares.setdefault((line.file, line.rank), Track()).add(order, line, data / total)
                     self.data_totals.setdefault((line.file, line.rank), Track()).add(order, line, total)
@@ -160,9 +152,9 @@ class Series:
             if line.number - _TRACEBACK_LINES <= number < line.number and rank == line.rank
         ]
         for place in frames[: -_INNERMOST - 1 : -1]:
-            for family, pattern in _FRAME_FAMILIES:
-                if pattern.search(place):
-                    return family
+            for family in load_rules().families:
+                if family.frames and re.search(family.frames, place):
+                    return family.name
         return None
 
     def recovered(self, line: LogText | None) -> bool:
@@ -212,8 +204,14 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
         start, end, low = statistics.median(head), statistics.median(tail), min(values)
         if end > 2 * abs(low) + 1e-9 and end > start * 1.2 and end - start > noise:
             found.setdefault("F02", ends)
+    for track in series.scores.values():
+        values = [point[2] for point in track.points]
+        if len(values) >= 5 and len(set(values)) == 1 and values[0] < 0.9:
+            found.setdefault("F02", [(point[0], point[1]) for point in track.points[:3]])
     for track in series.norms.values():
         values = [point[2] for point in track.points if math.isfinite(point[2])]
+        if len(values) >= 3 and not any(values[-3:]):
+            found.setdefault("F05", [(point[0], point[1]) for point in track.points[-3:]])
         if len(values) >= 4 and max(values) > 1000 and max(values) > 100 * statistics.median(values):
             found.setdefault("F05", [(point[0], point[1]) for point in track.points if point[2] == max(values)][:1])
     for key, track in series.data_shares.items():
@@ -233,11 +231,16 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
             base, tail = statistics.median(values[:half]), statistics.median(values[-len(values) // 4 :])
         elif label and len(values) >= 3:  # rates without a label may be those of evaluation
             base, tail = min(values[: max(half, 1)]), min(values[max(half, 1) :])
+        elif len(values) >= 4 and values == sorted(values):
+            base, tail = values[0], values[0]
         else:
             continue
-        grows = label and len(values) >= 3 and values == sorted(values) and values[-1] > 1.5 * values[0]
-        if base > 0 and (tail > 2 * base or grows):
-            at = next(point for point in track.points if point[2] > 1.4 * base)
+        grows = values == sorted(values) and values[-1] > (1.5 if label else 3) * values[0]
+        quick = sorted(values)[len(values) // 4]  # steps that stall again and again take most of the time
+        stalls = [value for value in values[1:] if value > 5 * quick > 0]
+        stalls = stalls if len(stalls) >= 3 and 2 * sum(stalls) > sum(values[1:]) else []
+        if base > 0 and (tail > 2 * base or grows or stalls):
+            at = next((point for point in track.points if point[2] > 1.4 * base), track.points[-1])
             found.setdefault("G02", [(at[0], at[1])])
     return found
 

@@ -1,14 +1,15 @@
 """Guess the family of a failure from the words of its error lines, if no rule matches them.
 
-`words.txt` has the words that are typical of each family, with weights: logarithms of how much more often a word is in
-messages of the family than on average. They were counted in labelled log excerpts and in the error messages of public
-source code (torch, NCCL, DeepSpeed, Megatron, Slurm, wandb, …), where the folder of a file determines the family of its
-messages.
+`words.txt` has the weights of a sparse logistic regression: for each family, words and pairs of successive words that
+speak for it (or against it, if negative). It was fitted to 22,800 error messages of public source code (torch, NCCL,
+DeepSpeed, Megatron, Slurm, wandb, …), where the folder of a file determines the family of its messages, and to labelled
+log excerpts. The term "*" is the family's constant. The family "none" stands for lines that name no cause.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -17,7 +18,6 @@ from pathlib import Path
 _TABLE = Path(__file__).with_name("words.txt")
 _WORD = re.compile(r"[a-z]{3,}")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_ABSENT = -0.3  # the weight of a word for families that it is not typical of
 _MOST_LINES = 16
 MARGIN = 2.0  # a family needs so much more weight than the next one to be named
 SEVERE = re.compile(
@@ -45,9 +45,10 @@ TRIGGERS = tuple(
 )  # fmt: skip
 
 
-def split_words(text: str) -> set[str]:
-    """Split a line into lower-case words, also at underscores and at the capitals of names."""
-    return set(_WORD.findall(_CAMEL.sub(" ", text[:600]).lower()))
+def split_terms(text: str) -> set[str]:
+    """Split a line into lower-case words, also at underscores and at the capitals of names, and pairs such as "a-b"."""
+    words = _WORD.findall(_CAMEL.sub(" ", text[:600]).lower())
+    return {*words, *(f"{first}-{second}" for first, second in itertools.pairwise(words))}
 
 
 def is_severe(text: str) -> bool:
@@ -60,18 +61,13 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
     Returns:
         The family and its lead over the second-best one; None if no line is severe, or the lead is below `MARGIN`.
     """
-    words: set[str] = set()
-    for line in list(dict.fromkeys(line for line in lines if is_severe(line)))[:_MOST_LINES]:
-        words |= split_words(line)
-    if not words:
+    severe = list(dict.fromkeys(line for line in lines if is_severe(line)))[:_MOST_LINES]
+    if not severe:
         return None
-    table = _load_table()
-    scores = {
-        family: sum(weights.get(word, _ABSENT) for word in words if word in _known())
-        for family, weights in table.items()
-    }
+    terms = {"*"}.union(*map(split_terms, severe))
+    scores = {family: sum(weights.get(term, 0.0) for term in terms) for family, weights in _load_table().items()}
     (best, first), (_, second) = sorted(scores.items(), key=lambda item: -item[1])[:2]
-    return (best, first - second) if first > 0 and first - second >= MARGIN else None
+    return (best, first - second) if first - second >= MARGIN and best != "none" else None
 
 
 def confidence_of(margin: float) -> float:
@@ -87,8 +83,3 @@ def _load_table() -> dict[str, dict[str, float]]:
         if family != "#":
             table.setdefault(family, {}).update(dict.fromkeys(words, float(weight)))
     return table
-
-
-@functools.cache
-def _known() -> frozenset[str]:
-    return frozenset(word for weights in _load_table().values() for word in weights)
