@@ -6,7 +6,6 @@ a generation batch changes nothing but the rounding of the log-probabilities.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -247,9 +246,7 @@ def check_version(rollouts: Rollouts, expected: int) -> None:
 
 
 def open_engine(kind: str, make: Callable[[], TorchEngine]) -> Engine:
-    """Open an engine: `torch`, or `vllm` if that package is installed. Raises WorkloadError."""
+    """Open the engine `torch`. Raises WorkloadError for `vllm`, of which only the interface exists."""
     if kind == "torch":
         return make()
-    if importlib.util.find_spec("vllm") is None:
-        raise WorkloadError("workload_options.engine: vllm is not installed; fix: pip install vllm, or engine: torch")
     raise WorkloadError("workload_options.engine: vllm is not supported yet; fix: engine: torch")
