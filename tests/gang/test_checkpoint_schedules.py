@@ -14,8 +14,8 @@ from benchmarks.soak.schedules.plan import draw
 from benchmarks.soak.schedules.summary import added_up, text
 from tests.support.planted_bugs import played
 
-# Of the first 26 seeds those in which, together, everything happens that is asserted below, most of it twice.
-SEEDS = [0, 1, 6, 9, 11, 12, 13, 14, 15, 16, 17, 18, 19, 23, 24, 25]
+# Of the first 26 seeds those in which, together, everything happens that is asserted below.
+SEEDS = [0, 6, 9, 12, 14, 15, 17, 18, 19, 24, 25]
 
 
 @pytest.mark.timeout(600)

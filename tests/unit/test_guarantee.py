@@ -168,6 +168,6 @@ def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
 
 
 def test_the_figures_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--adversarial", "1"]) == 0
+    assert main(["--adversarial", "1", "--starts", "2"]) == 0
     printed = capsys.readouterr().out
     assert "| live path: late, adversary | 0 | 0 | 1 | made-up capacity, seeds 0–0" in printed

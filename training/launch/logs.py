@@ -115,13 +115,12 @@ def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, j
     if not own:
         return
     first = workers[own[0].rank]
-    print_line(f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):")
-    for line in _last_lines(first.log_path):
-        print_line(f"| {line}")
-    for failure in own[1:]:
-        print_line(f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}")
+    lines = [f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):"]
+    lines += [f"| {line}" for line in _last_lines(first.log_path)]
+    lines += [f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}" for failure in own[1:]]
     place = f"--rank {first.rank} --generation {generation} --around step:{first.beat.step}"
-    print_line(f"more: {own_command()} logs {shlex.quote(job)} {place}")
+    lines.append(f"more: {own_command()} logs {shlex.quote(job)} {place}")
+    print_line("\n".join(lines))  # in one write: the agents of a machine share the terminal
 
 
 def _last_lines(path: Path) -> list[str]:
