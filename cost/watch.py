@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +25,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
+from ebbflow.infra.launchers import Launcher, RunningLauncher
 from ebbflow.infra.layout import job_prefix, runs_folder, write_atomically
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.rank_logs import LogLine, read_logs
@@ -36,16 +37,17 @@ _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log
 _IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
 _COMPARED_JOBS = 8
-_MOST_UNMERGED = 20_000  # events
+_MOST_UNMERGED, _MOST_PLOTTED = 20_000, 8192  # events
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
     """Merge step events: all steps of a rank between two commits become one event.
 
-    For the lowest rank, which supplies the plots, at most eight steps are merged at a time. A log of several days has
-    millions of steps, too many to evaluate every few seconds. Merging does not change the ledger, because the steps
-    between two commits are either all in the final weights or all lost. Steps after the last commit are not merged. A
-    merged event has the highest loss of its steps, and their number as `merged`.
+    For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if that leaves over
+    8,192 events. A log of several days has millions of steps, too many to evaluate every few seconds. Merging does not
+    change the ledger, because the steps between two commits are either all in the final weights or all lost. Steps
+    after the last commit are not merged. A merged event has the highest loss of its steps, and their number as
+    `merged`.
     """
     commits: dict[int, set[int]] = {}
     lowest: dict[int, int] = {}
@@ -55,53 +57,57 @@ def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
         elif event.name == STEP:
             lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
     bounds = {generation: sorted(steps) for generation, steps in commits.items()}
+    newest = max((steps[-1] for steps in bounds.values()), default=0)
+    plotted = max(8, 1 << (newest // _MOST_PLOTTED).bit_length())
     found: list[Event] = []
-    last: dict[tuple[Any, ...], tuple[tuple[int, int], int]] = {}  # by writer: its newest group and that event's index
+    groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
-        ends = bounds.get(event.generation, [])
+        ends = bounds.get(event.generation, ())
         if event.name != STEP or event.step is None or not ends or event.step > ends[-1] or event.data.get("skipped"):
             found.append(event)
             continue
-        group = bisect_left(ends, event.step), event.step // 8 if event.rank == lowest[event.generation] else 0
+        part = event.step // plotted if event.rank == lowest[event.generation] else 0
         writer = event.run, event.attempt, event.generation, event.node, event.rank
-        known = last.get(writer)
-        if known is not None and known[0] == group:
-            found[known[1]] = _merge(found[known[1]], event)
-        else:
-            last[writer] = group, len(found)
-            found.append(event)
+        groups.setdefault((*writer, bisect_left(ends, event.step), part), []).append(event)
+    found += [_merge(group) for group in groups.values()]
     return sorted(found, key=lambda event: (event.t_wall, event.t_mono))
 
 
-def _merge(first: Event, second: Event) -> Event:
-    data = {**first.data, **second.data, "merged": first.data.get("merged", 1) + second.data.get("merged", 1)}
-    seconds = dict(first.data.get("seconds") or {})
-    for kind, value in (second.data.get("seconds") or {}).items():
-        seconds[kind] = seconds.get(kind, 0.0) + value
-    data["seconds"] = seconds
+def _merge(group: Sequence[Event]) -> Event:
+    if len(group) == 1:
+        return group[0]
+    data: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    for event in group:
+        data |= event.data
+        for kind, value in (event.data.get("seconds") or {}).items():
+            seconds[kind] = seconds.get(kind, 0.0) + value
+    data |= {"seconds": seconds, "merged": sum(event.data.get("merged", 1) for event in group)}
     for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
-        if name in first.data and name in second.data:
-            data[name] = (first.data[name] or 0) + (second.data[name] or 0)
-    losses = [one.data["loss"] for one in (first, second) if one.data.get("loss") is not None]
-    if "loss" in data:
-        data["loss"] = max(losses) if len(losses) == 2 else None
-    return replace(second, data=data)
+        if name in data:
+            data[name] = sum(event.data.get(name) or 0 for event in group)
+    losses = [event.data["loss"] for event in group if "loss" in event.data]
+    if losses:
+        data["loss"] = None if None in losses else max(losses)
+    return replace(group[-1], data=data)
 
 
 class MergingFollower(LogFollower):
-    """Reader of a growing event log that keeps a long log short (`merge_committed_steps`)."""
+    """Reader of a growing event log that keeps all events, merged to a short list (`merge_committed_steps`)."""
 
     def __init__(self, job_store: Store) -> None:
         super().__init__(job_store)
+        self.events: list[Event] = []  # sorted by wall time
         self._merge_at = _MOST_UNMERGED
 
-    def read_new(self) -> list[Event]:
-        """Return the new events, unmerged. Raises StoreError."""
-        new = super().read_new()
-        if len(self.events) > self._merge_at:
-            self.events = merge_committed_steps(self.events)
-            self._merge_at = len(self.events) + _MOST_UNMERGED
-        return new
+    def read_new(self) -> Iterator[list[Event]]:
+        """Yield the new events, unmerged, some thousand at a time. Raises StoreError."""
+        for new in super().read_new():
+            self.events = sorted([*self.events, *new], key=lambda event: (event.t_wall, event.t_mono))
+            if len(self.events) > self._merge_at:
+                self.events = merge_committed_steps(self.events)
+                self._merge_at = len(self.events) + _MOST_UNMERGED
+            yield new
 
 
 class LivePage:
@@ -150,7 +156,8 @@ class LivePage:
             place = uri or find_job_uri(self.job, self._store)
             self._job_store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
             self._follower = MergingFollower(self._job_store)
-        self._follower.read_new()
+        for _ in self._follower.read_new():
+            pass
         events = self._follower.events
         if not events:
             return
@@ -291,11 +298,6 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 def describe_parent(pid: int) -> dict[str, Any]:
     """Describe the launcher that runs the job, given its process id, as JSON values."""
-    return {
-        "since_utc": time.time(),
-        "host": socket.gethostname(),
-        "user": getpass.getuser(),
-        "pid": pid,
-        "command": "run",
-        "heartbeat_age_seconds": 0.0,
-    }
+    here, user = socket.gethostname(), getpass.getuser()
+    launcher = Launcher(number=0, id="", command="run", host=here, user=user, pid=pid, since_utc=time.time())
+    return RunningLauncher(launcher, 0.0).to_json()

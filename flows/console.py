@@ -40,6 +40,7 @@ from ebbflow.infra.events import (
     PLACED,
     STEP,
     Event,
+    LogFollower,
 )
 from ebbflow.infra.launchers import claim_of_parent
 from ebbflow.infra.layout import PLAN_KEY, job_prefix, make_local_folder
@@ -104,7 +105,8 @@ class RunView:
         self._incident: Event | None = None  # failure from which the job has not recovered yet
         self._failed = set[int]()  # generations whose failure was shown
         self._outcome = ""  # of training, as soon as it is recorded
-        self._known, self._looking = set[str](), threading.Lock()  # segments of the event log that were read
+        self._follower: LogFollower | None = None  # of the job's event log
+        self._looking = threading.Lock()
         self._usd_per_second, self._since = 0.0, time.time()
         self._live: Any = _Bar(self) if fancy else None
         self._tail: threading.Thread | None = None
@@ -171,8 +173,8 @@ class RunView:
         step = self._steps.pop(name, None)
         if step is None or (name in _QUIET_STEPS and not failed):
             return
-        if name in ("train", "train_node") and (store := self._store()) is not None:
-            self._show_events(store)  # the task of a job that stopped has succeeded
+        if name in ("train", "train_node"):
+            self._show_events()  # the task of a job that stopped has succeeded
             if self._outcome not in ("", Outcome.COMPLETED):
                 failed, step.note = True, self._outcome.replace("_", " ")
         note = f": {step.note}" if step.note else ""
@@ -264,16 +266,19 @@ class RunView:
         pause = shortest = _LOOK_SECONDS[store.local_path("events") is not None]
         while not self._done.wait(pause):
             looked = time.monotonic()
-            self._show_events(store)
+            self._show_events()
             pause = max(shortest, 20 * (time.monotonic() - looked))  # a long job has many segments
 
-    def _show_events(self, store: Store) -> None:
+    def _show_events(self) -> None:
         with contextlib.suppress(InfraError):  # the next look may succeed
             with self._looking:
-                events = list(_new_events(store, self._known, self._since))
-            for event in sorted(events, key=lambda event: event.t_wall):
+                if self._follower is None and (store := self._store()) is not None:
+                    self._follower = LogFollower(store, wanted=_is_shown)
+                news = [] if self._follower is None else [*self._follower.read_new()]
+            for event in sorted((event for new in news for event in new), key=lambda event: event.t_wall):
                 with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
-                    self._happened(event)
+                    if event.t_wall >= self._since:
+                        self._happened(event)
 
     def _happened(self, event: Event) -> None:
         data, at = event.data, "" if event.step is None else f" at step {event.step:,}"
@@ -465,21 +470,10 @@ def _short(figure: str) -> str:
     )
 
 
-def _new_events(store: Store, known: set[str], since: float) -> Iterator[Event]:
-    """Yield events of rank 0 and the agents from segments of the log not in `known`; add these segments to `known`."""
-    for item in store.list("events/"):
-        name = item.key.rpartition("/")[2]
-        if item.key in known or not (name.startswith("0-0-") or "-agent-" in name or "-submit" in name):
-            continue
-        lines = store.get(item.key).splitlines()
-        known.add(item.key)
-        for line in lines:
-            if line.startswith(b'{"seal"'):
-                continue
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # the report describes damage
-                event = Event.from_json(line)
-                if event.t_wall >= since:
-                    yield event
+def _is_shown(key: str) -> bool:
+    """Return whether the view reads a segment of the event log: those of rank 0, the agents and the submitters."""
+    name = key.rpartition("/")[2]
+    return name.startswith("0-0-") or "-agent-" in name or "-submit" in name
 
 
 # Flags of `run` and `resume` that Metaflow does not know.

@@ -14,11 +14,13 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Any
+
+from pydantic_core import from_json
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.segments import Damage, Line, Segments, Unsealed, read_new_segments, read_segments, unseal
@@ -305,7 +307,7 @@ class Event:
         try:
             return json.dumps(self.__dict__, separators=(",", ":"), allow_nan=False)
         except ValueError:  # rare: only events with non-finite numbers are copied
-            return json.dumps(_finite(self.__dict__), separators=(",", ":"), allow_nan=False)
+            return json.dumps(without_nan(self.__dict__), separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,9 +361,9 @@ def read_log(job_store: Store) -> LogContent:
     newest: dict[str, float] = {}  # Unix time, by segment
     unverified: dict[str, int] = defaultdict(int)
     for line in unsealed.lines:
-        event, problem = _parse(line)
-        if event is None:
-            damage.append(Damage(line.segment, problem, line.number))
+        event = _parse(line)
+        if isinstance(event, Damage):
+            damage.append(event)
             continue
         events.append(event)
         newest[line.segment] = max(newest.get(line.segment, event.t_wall), event.t_wall)
@@ -376,103 +378,121 @@ def read_log(job_store: Store) -> LogContent:
 
 
 class LogFollower:
-    """Reader of a growing event log. It reads each segment once, and skips lines that are not valid events."""
+    """Reader of a growing event log. It reads each segment once, and skips lines that are not valid events.
 
-    def __init__(self, job_store: Store) -> None:
-        self.events: list[Event] = []  # sorted by wall time
+    Args:
+        wanted: Condition on the keys of the segments to read.
+    """
+
+    def __init__(self, job_store: Store, *, wanted: Callable[[str], bool] = lambda key: True) -> None:
         self.damage: list[Damage] = []  # to the segments that were read; missing segments are not noticed
-        self._store, self._segments = job_store, Segments()
+        self._store, self._wanted, self._segments = job_store, wanted, Segments()
 
-    def read_new(self) -> list[Event]:
-        """Read the segments that were added since the last call, and return their events.
+    def read_new(self) -> Iterator[list[Event]]:
+        """Read the segments that were added since the last call, and yield their events, some thousand at a time.
 
         Raises StoreError.
         """
-        found: list[Event] = []
-        for key, content in read_new_segments(self._store, self._segments):
-            unsealed = unseal(Segments(contents={key: content}), gaps=False)
+        for contents in read_new_segments(self._store, self._segments, self._wanted):
+            unsealed, found = unseal(Segments(contents=contents), gaps=False), []
             self.damage += unsealed.damage
             for line in unsealed.lines:
-                event, problem = _parse(line)
-                if event is None:
-                    self.damage.append(Damage(line.segment, problem, line.number))
-                else:
+                event = _parse(line)
+                if isinstance(event, Event):
                     found.append(event)
-        if found:
-            self.events.extend(found)
-            self.events.sort(key=lambda event: (event.t_wall, event.t_mono))
-        return found
+                else:
+                    self.damage.append(event)
+            yield found
 
 
-def _parse(line: Line) -> tuple[Event | None, str]:
-    """Parse a line of the log. Return (event, ""), or (None, reason) if the line is not a valid event."""
+def _parse(line: Line) -> Event | Damage:
+    """Parse a line of the log. If it is not a valid event, return a damage record with the reason."""
     try:
-        fields = json.loads(line.content, parse_constant=lambda word: None)  # old logs contain NaN and infinities
+        try:
+            fields = from_json(line.content, allow_inf_nan=False)
+        except ValueError:  # old logs contain NaN and infinities, which become None
+            fields = json.loads(line.content, parse_constant=lambda word: None)
+        problem = _CHECKS.get(str(fields.get("name")), _CHECK_OTHER)(fields)
+        if not problem and max(abs(fields["t_wall"]), abs(fields["t_mono"])) > _LARGEST_SECONDS:
+            problem = "its time is out of range"
+        if not problem:
+            return Event(**fields)
     except (ValueError, RecursionError):
-        return None, "not JSON; the event is left out"
-    if not isinstance(fields, dict):
-        return None, "not an event; the line is left out"
-    names_flow_step = str(fields.get("name")) in _OF_FLOW_STEPS
-    shape = _FIELDS | {"step": str} if names_flow_step else _FIELDS
-    problem = _mismatch(fields, shape, "") or _mismatch(fields.get("data", {}), _DATA.get(fields["name"], {}), "data.")
-    if not problem and max(abs(fields["t_wall"]), abs(fields["t_mono"])) > _LARGEST_SECONDS:
-        problem = "its time is out of range"
-    try:
-        return (None, f"{problem}; the event is left out") if problem else (Event(**fields), "")
+        problem = "not JSON"
+    except AttributeError:
+        problem = "not an event"
     except TypeError as error:  # the event has a field that this version lacks
-        return None, f"{error}; the event is left out"
+        problem = str(error)
+    return Damage(line.segment, f"{problem}; the event is left out", line.number)
 
 
-def _mismatch(value: Any, shape: Any, path: str) -> str:
-    """Describe the first part of `value` that does not match `shape`; return "" if everything matches.
+def _compile_shape(shape: Any) -> Callable[[Any], str]:
+    """Make a function that describes the first part of a value that does not match `shape`; "" if all of it matches.
 
-    shape: the expected type, written as in `_DATA`. path: location of `value` for the description, with a dot at the
-    end, such as "data.".
+    shape: the expected type, written as in `_DATA`.
     """
-    here = path.removesuffix(".")
-    if isinstance(shape, tuple):
-        return "" if any(not _mismatch(value, one, path) for one in shape) else _is_wrong(here, value)
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            return _is_wrong(here, value)
-        found = (_mismatch(item, shape[0], f"{here}[{index}].") for index, item in enumerate(value))
-        return next(filter(None, found), "")
     if isinstance(shape, dict):
-        return next(_mismatches(value, shape, path), "") if isinstance(value, dict) else _is_wrong(here, value)
-    return "" if _fits(value, shape) else _is_wrong(here, value)
-
-
-def _mismatches(value: dict[str, Any], shape: Mapping[Any, Any], path: str) -> Iterator[str]:
-    for key, inner in shape.items():
-        if isinstance(key, type):
-            pairs = [*((f"{path}{name} (key)", name, key) for name in value)]
-            pairs += [(f"{path}{name}", item, inner) for name, item in value.items()]
-            yield from filter(None, (_mismatch(item, one, f"{where}.") for where, item, one in pairs))
-            continue
-        name, required = key.removesuffix("!"), key.endswith("!")
-        if value.get(name) is None:
-            if required:
-                yield f"{path}{name} is missing"
-        elif problem := _mismatch(value[name], inner, f"{path}{name}."):
-            yield problem
-
-
-def _fits(value: Any, shape: Any) -> bool:
-    if shape is None or shape is object:
-        return shape is object or value is None
-    if shape is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and abs(value) <= _LARGEST_FLOAT  # never true of NaN
-    if shape is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INT
+        return _compile_fields(shape)
+    if isinstance(shape, list):
+        check = _compile_shape(shape[0])
+        items = lambda value: (_below(f"[{at}]", check(item)) for at, item in enumerate(value))  # noqa: E731
+        return lambda value: next(filter(None, items(value)), "") if isinstance(value, list) else _is_wrong(value)
+    if isinstance(shape, tuple):
+        checks = [_compile_shape(one) for one in shape]
+        return lambda value: "" if any(not check(value) for check in checks) else _is_wrong(value)
     if isinstance(shape, type) and issubclass(shape, StrEnum):
-        return isinstance(value, str) and value in list(shape)
-    return isinstance(value, shape) if isinstance(shape, type) else shape(value)
+        known = frozenset(map(str, shape))
+        return lambda value: "" if isinstance(value, str) and value in known else _is_wrong(value)
+    fits = _FITS.get(shape) or ((lambda value: isinstance(value, shape)) if isinstance(shape, type) else shape)
+    return lambda value: "" if fits(value) else _is_wrong(value)
 
 
-def _is_wrong(path: str, value: Any) -> str:
+_FITS: dict[Any, Callable[[Any], bool]] = {
+    float: lambda value: type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT,  # never true of NaN
+    int: lambda value: type(value) is int and abs(value) < _LARGEST_INT,
+    object: lambda value: True,
+    None: lambda value: value is None,
+}
+
+
+def _compile_fields(shape: Mapping[Any, Any]) -> Callable[[Any], str]:
+    named = [(key.removesuffix("!"), key[-1] == "!", _compile_shape(shape[key])) for key in shape if type(key) is str]
+    every = [(_compile_shape(key), _compile_shape(inner)) for key, inner in shape.items() if type(key) is not str]
+
+    def check_fields(value: Any) -> str:
+        if not isinstance(value, dict):
+            return _is_wrong(value)
+        for name, required, check in named:
+            item = value.get(name)
+            if item is None:
+                if required:
+                    return f"{name} is missing"
+            elif problem := check(item):
+                return _below(name, problem)
+        for check_key, check in every:
+            for name, item in value.items():
+                if problem := _below(f"{name} (key)", check_key(name)) or _below(name, check(item)):
+                    return problem
+        return ""
+
+    return check_fields
+
+
+def _below(name: str, problem: str) -> str:
+    """Put the name of a field before the description of a problem in it; "" without a problem."""
+    return problem and f"{name}{'' if problem[0] in ' [' else '.'}{problem}"
+
+
+def _is_wrong(value: Any) -> str:
     text = repr(value)
-    return f"{path} is {text if len(text) <= 40 else f'{text[:39]}…'}"
+    return f" is {text if len(text) <= 40 else f'{text[:39]}…'}"
+
+
+_CHECKS = {  # by the name of an event
+    name: _compile_shape(_FIELDS | {"data!": shape, "step": str if name in _OF_FLOW_STEPS else int})
+    for name, shape in _DATA.items()
+}
+_CHECK_OTHER = _compile_shape(_FIELDS)
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
@@ -560,10 +580,7 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
 def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
     """Describe the data of a `network` event. before: medians of earlier `network` events, for comparison."""
     parts = []
-    for key, name in {
-        "all_reduce_bytes_per_second": "all-reduce",
-        "bandwidth_bytes_per_second": "slowest link",
-    }.items():
+    for key, name in ("all_reduce_bytes_per_second", "all-reduce"), ("bandwidth_bytes_per_second", "slowest link"):
         if (speed := probe.get(key)) is not None:
             usual = (before or {}).get(key)
             slow = ", SLOW" if usual and speed < usual / 2 else ""
@@ -574,9 +591,10 @@ def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None 
     return ", ".join(parts)
 
 
-def _finite(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Replace NaN and infinities with None, also in nested values, because JSON does not support them."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

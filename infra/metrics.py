@@ -247,10 +247,6 @@ class MetricBoard(Collector):
             elif numbers[name]:
                 yield self._family(metric, numbers[name])
 
-    def describe(self) -> list[Family]:
-        """Return an empty list, so that registering the board does not render a page."""
-        return []
-
     def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
         make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = make(metric.name, metric.help, labels=[*self._constant, *metric.labels])

@@ -23,7 +23,7 @@ import sys
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 
 _READERS = 16
+_FILES_TOGETHER, _MOST_HELD = 64, 512  # segments that are read in one guarded call, and held in memory at a time
 _PATIENCE_SECONDS = 2.0  # wait for writers without any listed segment; most were killed before they wrote
 _PAUSE_SECONDS = 0.25
 _NAME = re.compile(r"(events/\d+/.+)-(\d{6})\.(\w+)\.jsonl")
@@ -151,19 +152,17 @@ def read_segments(job_store: Store) -> Segments:
     return found
 
 
-def read_new_segments(job_store: Store, known: Segments) -> list[tuple[str, bytes]]:
-    """Return (key, content) of each listed segment that is not in `known`, and add its key to `known`.
+def read_new_segments(job_store: Store, known: Segments, wanted: Callable[[str], bool]) -> Iterator[dict[str, bytes]]:
+    """Yield the contents of the wanted segments that are not in `known`, by key, and add their keys to `known`.
 
     Raises StoreError.
     """
-    before = set(known.contents)
+    known.damage.clear()
     known.unreadable.clear()  # they may be readable by now
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
-        _read_listed(job_store, pool, known)
-    found = [(key, content) for key, content in known.contents.items() if key not in before]
-    known.contents.update((key, b"") for key, _ in found)
-    known.damage.clear()
-    return found
+        for contents in _read_unknown(job_store, pool, known, wanted):
+            known.contents.update(dict.fromkeys(contents, b""))
+            yield contents
 
 
 def _checksum(content: bytes) -> str:
@@ -282,6 +281,14 @@ def _hint(line: bytes) -> str:
 
 
 def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
+    for contents in _read_unknown(job_store, pool, found):
+        found.contents.update(contents)
+
+
+def _read_unknown(
+    job_store: Store, pool: ThreadPoolExecutor, found: Segments, wanted: Callable[[str], bool] = lambda key: True
+) -> Iterator[dict[str, bytes]]:
+    """Yield the contents of the wanted segments that are not in `found`. Record unreadable segments in `found`."""
     folder = job_store.local_path("events")
     if folder is None:
         listed = [meta.key for meta in job_store.list("events")]
@@ -291,12 +298,26 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
         for one in damage:
             if one.segment not in found.unreadable and one.segment not in found.contents:
                 found.lose(one.segment, one.what)
-    keys = [key for key in listed if key not in found.contents and key not in found.unreadable]
-    for key, content in zip(keys, pool.map(lambda key: _get(job_store, key), keys), strict=True):
-        if isinstance(content, bytes):
-            found.contents[key] = content
-        else:
-            found.lose(key, f"the segment cannot be read: {content}")
+
+    def read(keys: Sequence[str]) -> list[bytes | str]:
+        if folder is None:
+            return [_get(job_store, key) for key in keys]
+        # One guard for several files: it starts a thread, which takes longer than the reading.
+        return HANG_GUARD.run(
+            lambda: [_get(job_store, key) for key in keys], job_store.request_seconds, f"read {folder}"
+        )
+
+    known = found.contents.keys() | found.unreadable
+    keys = [key for key in listed if key not in known and wanted(key)]
+    for start in range(0, len(keys), _MOST_HELD):
+        window = keys[start : start + _MOST_HELD]
+        size = 1 if folder is None else max(1, min(_FILES_TOGETHER, len(window) // _READERS))
+        parts = [window[at : at + size] for at in range(0, len(window), size)]
+        contents = dict(zip(window, (one for part in pool.map(read, parts) for one in part), strict=True))
+        for key, content in contents.items():
+            if isinstance(content, str):
+                found.lose(key, f"the segment cannot be read: {content}")
+        yield {key: content for key, content in contents.items() if isinstance(content, bytes)}
 
 
 def _get(job_store: Store, key: str) -> bytes | str:

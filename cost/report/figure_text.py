@@ -257,19 +257,19 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     actual = report.actual
     # The newest plan of a resumed job covers only the remaining work: hours and dollars are those of the first plan.
     forecast = report.money.get("forecast") or {
-        "hours": chosen["expected_hours"],
-        "compute_usd": chosen["expected_usd"],
-        "interruptions": chosen["interruptions"],
+        "hours": chosen.get("expected_hours"),
+        "compute_usd": chosen.get("expected_usd"),
+        "interruptions": chosen.get("interruptions"),
     }
     rows = [
         ("hours", format_number(forecast["hours"]), format_number(actual.get("wall_hours"))),
         ("dollars", format_usd(forecast["compute_usd"]), format_usd(report.total_usd)),
         (
             f"{get_weight_unit(report)}/s",
-            format_number(chosen["tokens_per_second"], 0),
+            format_number(chosen.get("tokens_per_second"), 0),
             format_number(actual.get("tokens_per_second"), 0),
         ),
-        ("MFU", format_share(chosen["mfu"], "data sheet peak"), format_share(actual.get("mfu"), "measured peak")),
+        ("MFU", format_share(chosen.get("mfu"), "data sheet peak"), format_share(actual.get("mfu"), "measured peak")),
         ("interruptions", format_number(forecast["interruptions"], 4), str(report.interruptions)),
     ]
     return [row for row in rows if not (_is_unknown(row[1]) and _is_unknown(row[2]))]

@@ -47,7 +47,7 @@ from ebbflow.cost.report.render_text import (
     format_job_rows,
     suggest_next_step,
 )
-from ebbflow.cost.report.report import RunReport, without_nan
+from ebbflow.cost.report.report import RunReport
 from ebbflow.cost.report.verdict import (
     Tile,
     describe_cause,
@@ -60,7 +60,7 @@ from ebbflow.cost.report.verdict import (
     render_verdict,
     reproduce_command,
 )
-from ebbflow.infra.events import LedgerClass
+from ebbflow.infra.events import LedgerClass, without_nan
 from ebbflow.infra.untrusted_text import one_line
 
 # One colour per class of time, after Okabe and Ito, whose colours the colour-blind can tell apart.

@@ -5,7 +5,6 @@ The events may be any prefix of the log: a job that failed, was killed or is sti
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from ebbflow.infra.events import (
     STEP,
     Event,
     LedgerClass,
+    without_nan,
 )
 from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.segments import Damage
@@ -49,6 +49,12 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA = 1
+_FIELDS = (  # of report.json; old reports lack the last five
+    "schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256",
+    "loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events",
+    "configuration", "money", "progress", "charts", "running",
+)  # fmt: skip
+_CONVERTED = {"schema", "exit_code", "outcome", "loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd"}
 _EVIDENCE = ("rank", "step", "phase", "where", "because", "certainty", "cascades", "dump", "next_action", "usd_lost")
 _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
@@ -112,39 +118,15 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values without NaN. Dollars are rounded to six decimals."""
-        return without_nan(
-            {
-                "schema": SCHEMA,
-                "job": self.job,
-                "outcome": None if self.outcome is None else str(self.outcome),
-                "exit_code": self.exit_code,
-                "interruptions": self.interruptions,
-                "failures": self.failures,
-                "redone_steps": self.redone_steps,
-                "weights_sha256": self.weights_sha256,
-                "loss_curve": self.loss_curve,
-                "ledger": [
-                    {
-                        "class": str(line.ledger_class),
-                        "rank_seconds": line.rank_seconds,
-                        "usd": float(line.usd),
-                        "kind": line.kind,
-                    }
-                    for line in self.ledger
-                ],
-                "total_usd": float(self.total_usd),
-                "paid_rank_seconds": self.paid_rank_seconds,
-                "savings_usd": None if self.savings_usd is None else float(self.savings_usd),
-                "plan": self.plan,
-                "actual": self.actual,
-                "events": self.events,
-                "configuration": self.configuration,
-                "money": self.money,
-                "progress": self.progress,
-                "charts": self.charts,
-                "running": self.running,
-            }
-        )
+        ledger = [
+            {"class": str(one.ledger_class), "rank_seconds": one.rank_seconds, "usd": float(one.usd), "kind": one.kind}
+            for one in self.ledger
+        ]
+        values = vars(self) | {"schema": SCHEMA, "exit_code": self.exit_code, "ledger": ledger}
+        values |= {"outcome": self.outcome and str(self.outcome), "paid_rank_seconds": self.paid_rank_seconds}
+        values["total_usd"] = float(self.total_usd)
+        values["savings_usd"] = None if self.savings_usd is None else float(self.savings_usd)
+        return without_nan({name: values[name] for name in _FIELDS})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunReport:
@@ -155,14 +137,8 @@ class RunReport:
         """
         if data.get("schema") != SCHEMA:
             raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
-        same = ("job", "interruptions", "failures", "redone_steps", "weights_sha256", "plan", "actual", "events")
         return cls(
-            **{name: data[name] for name in same},
-            configuration=data.get("configuration", []),  # old reports lack this and the next four
-            money=data.get("money", {}),
-            progress=data.get("progress", {}),
-            charts=data.get("charts", {}),
-            running=data.get("running"),
+            **{name: data[name] for name in _FIELDS if name in data and name not in _CONVERTED},
             outcome=None if data["outcome"] is None else Outcome(data["outcome"]),
             loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
             ledger=tuple(
@@ -355,17 +331,6 @@ def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
 
 def _parse_usd(number: float) -> Decimal:
     return round_amount(Decimal(str(number)))
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities with None, also in nested values, because JSON does not support them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return value
 
 
 def list_failures(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[dict[str, Any]]:

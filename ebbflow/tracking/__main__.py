@@ -250,10 +250,10 @@ class Tracking:
 
         `last` is True if the launcher has ended, so that no more events will come.
         """
-        new = self._follower.read_new()
-        self._series.add(new)
-        if any(event.name != NODE_HEARTBEAT for event in new):
-            self._heard = time.monotonic()
+        for new in self._follower.read_new():
+            self._series.add(new)
+            if any(event.name != NODE_HEARTBEAT for event in new):
+                self._heard = time.monotonic()
         events = self._follower.events
         if not events:
             return
