@@ -79,7 +79,7 @@ class FolderModels:
             )
         settings: Any = self._folder.settings.get_text_config()
         ends = settings.eos_token_id
-        self.stop: int | None = ends[-1] if isinstance(ends, list) and ends else ends
+        self.stop = _last_of(ends)
         model = self.policy()
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self._flops = flops_per_token(model)
@@ -106,6 +106,10 @@ class FolderModels:
         """Return what identifies the given weights."""
         folders = {"model": self._folder, "reference": self._reference}
         return {name: _identify(folder) for name, folder in folders.items() if folder is not None}
+
+
+def _last_of(ends: Any) -> int | None:
+    return ends[-1] if isinstance(ends, list) and ends else ends
 
 
 def _identify(folder: ModelFolder) -> list[Any]:

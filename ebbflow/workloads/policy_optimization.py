@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +54,13 @@ from ebbflow.workloads.policy_prompts import (
 )
 from ebbflow.workloads.policy_rewards import Reward
 from ebbflow.workloads.policy_rollouts import (
+    Engine,
+    Rollouts,
     TorchEngine,
     check_version,
     completion_mask,
+    correct_importance,
     greedy_draws,
-    open_engine,
     token_log_probs,
 )
 
@@ -116,7 +121,8 @@ class PolicyOptimization:
         self._dtype = DTYPES[context.config.fsdp.compute_dtype]
         sharded = context.config.parallel.mode != "ddp"
         self._kept_dtype = self._dtype if sharded else torch.float32  # of models beside the policy, as it computes
-        self._engine = open_engine(options.engine, self._open_engine)
+        self._engine = self._open_engine()
+        self._ahead: tuple[int, Future[Rollouts]] | None = None  # the next round's rollouts, while they are drawn
         self._reference: nn.Module | None = None
         self._shown: list[tuple[str, str, str, float]] = []
         self._clipped = torch.zeros(2, device=context.device)  # tokens that were clipped, and all
@@ -258,6 +264,8 @@ class PolicyOptimization:
         count = len(prompts)
         if not count:
             return self._figures(unwrap(model).record.read())
+        if self._ahead is not None:  # drawn with the weights that the servers have now
+            self._ahead[1].exception()
         share = -(-count // context.world_size)
         mine = [prompts[min(context.rank * share + place, count - 1)] for place in range(share)]
         self._engine.wake()
@@ -308,15 +316,28 @@ class PolicyOptimization:
         """Return the coefficient with which the last rollouts are trained on."""
         return unwrap(model).record.figures[0, Record.NAMES.index("kl_coefficient")].float()
 
-    def _open_engine(self) -> TorchEngine:
+    def _open_engine(self) -> Engine:
         options, context = self._options, self._context
         every = -(-self._round_prompts // context.world_size) * options.n_samples_per_prompt
+        batch = min(options.micro_rollout_batch_size or every, every)
+        if options.engine == "vllm":
+            from ebbflow.workloads.vllm_engine import VllmEngine
+
+            return VllmEngine(
+                options,
+                stop=self._codec.stop,
+                batch=batch,
+                dtype=self._dtype,
+                device=context.device,
+                rank=context.rank,
+                gather=context.gather,
+            )
         return TorchEngine(
             self._models.policy(),
             sequence=options.sequence,
             stop=self._codec.stop,
             temperature=options.temperature,
-            batch=min(options.micro_rollout_batch_size or every, every),
+            batch=batch,
             device=context.device,
             memory_share=options.engine_mem_util,
             dtype=self._kept_dtype,
@@ -334,26 +355,33 @@ class PolicyOptimization:
     def _roll_out(self, module: Any, step: int, number: int) -> RolloutBatch:
         """Draw and judge the rollouts of a round, this rank its share, and return those of all ranks. Collective."""
         options, context, group = self._options, self._context, self._options.n_samples_per_prompt
-        share = -(-self._round_prompts // context.world_size)
-        mine = [min(context.rank * share + place, self._round_prompts - 1) for place in range(share)]
-        numbers = self._order.window(number * self._round_prompts, self._round_prompts)
-        prompts = [self._prompts.train[int(numbers[place])] for place in mine for _ in range(group)]
-        places = [number * self._round_prompts + place for place in mine]
-        draws = torch.cat(
-            [torch.rand(group, options.generate_max_len, generator=seeded(self._seed, "rollout", p)) for p in places]
-        )
-        self._engine.wake()
-        self._engine.update_weights(module, step)
-        found = self._generate(prompts, draws)
-        check_version(found, step)
+        if self._ahead is not None and self._ahead[0] == number:
+            prompts, _ = self._round(number)
+            found = self._ahead[1].result()
+        else:
+            prompts, draws = self._round(number)
+            self._engine.wake()
+            self._engine.update_weights(module, step)
+            found = self._generate(prompts, draws)
+        check_version(found, step, staleness=options.max_staleness * self._round_steps)
+        if options.max_staleness:
+            self._engine.update_weights(module, step)
+            self._ahead = (number + 1, in_background(partial(self._generate, *self._round(number + 1))))
         texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
         rewards = [self._reward(*pair) for pair in zip(prompts, texts, strict=True)]
+        own = isinstance(self._engine, TorchEngine)
+        old = found.log_probs if own else self._score(module, found.tokens)[0]
         columns = [found.tokens, found.prompt_lengths[:, None], found.lengths[:, None]]
-        columns += [torch.tensor(rewards, device=context.device)[:, None], found.log_probs * found.mask]
-        columns += [self._score_by_reference(found.tokens) if self._uses_reference else found.log_probs]
+        columns += [torch.tensor(rewards, device=context.device)[:, None], old * found.mask]
+        columns += [self._score_by_reference(module, found.tokens) if self._uses_reference else old]
         if options.advantage_estimator == "ppo":
             assert isinstance(self._engine, TorchEngine)
             columns += [self._score(self._engine.model, found.tokens)[1]]
+        elif not own:
+            current = found.version == step
+            columns += [
+                correct_importance(old, found.log_probs, found.mask, most=options.importance_cap, current=current)
+            ]
         if options.enable_engine_sleep:
             self._engine.sleep()
         self._tokens["rollout"] += float(found.mask.sum())
@@ -362,11 +390,28 @@ class PolicyOptimization:
         parts = every.split([column.shape[1] for column in columns], dim=1)
         return self._judge(module.record, step, number, *parts)
 
+    def _round(self, number: int) -> tuple[list[Prompt], Tensor]:
+        """Return this rank's prompts of a round, each as often as it is rolled out, and their random numbers."""
+        options, context, group = self._options, self._context, self._options.n_samples_per_prompt
+        share = -(-self._round_prompts // context.world_size)
+        mine = [min(context.rank * share + place, self._round_prompts - 1) for place in range(share)]
+        numbers = self._order.window(number * self._round_prompts, self._round_prompts)
+        prompts = [self._prompts.train[int(numbers[place])] for place in mine for _ in range(group)]
+        places = [number * self._round_prompts + place for place in mine]
+        draws = [
+            torch.rand(group, options.generate_max_len, generator=seeded(self._seed, "rollout", p)) for p in places
+        ]
+        return prompts, torch.cat(draws)
+
     def _judge(
         self, record: Record, step: int, number: int, tokens: Tensor, begins: Tensor, ends: Tensor, rewards: Tensor,
-        old: Tensor, reference: Tensor, values: Tensor | None = None,
+        old: Tensor, reference: Tensor, further: Tensor | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Return the rollouts with their advantages, and update the figures, alike on all ranks."""
+        """Return the rollouts with their advantages, and update the figures, alike on all ranks.
+
+        `further` has the values of ppo, or the weights of `correct_importance`.
+        """
+        values = further if self._options.advantage_estimator == "ppo" else None
         options, group = self._options, self._options.n_samples_per_prompt
         before = record.read(before_round=number)
         begins, ends, rewards = begins[:, 0].long(), ends[:, 0].long(), rewards[:, 0]
@@ -393,6 +438,8 @@ class PolicyOptimization:
                 advantages, returns = math_of.generalised_advantages(each, values, mask, discount=discount, trace=trace)
         if options.advantages_norm:
             advantages = math_of.normalise_over_tokens(advantages, mask)
+        if values is None and further is not None:
+            advantages = advantages * further
         window = float(step // self._context.config.training.evaluation_interval_steps)
         sums = {name: before[name] * (before["window"] == window) for name in MEANS}
         after = {**before, "round": number, "window": window, "all_rollouts": before["all_rollouts"] + len(rewards)}
@@ -415,27 +462,27 @@ class PolicyOptimization:
         return table
 
     def _score(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and values of tokens under a model that is not sharded."""
+        """Return log-probabilities and values of tokens. Collective if the model is sharded."""
         options, parts = self._options, []
-        size = self._engine.batch if isinstance(self._engine, TorchEngine) else len(tokens)
+        size = self._engine.batch if isinstance(self._engine, TorchEngine) else options.micro_rollout_batch_size
         with torch.autocast(tokens.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
-            for part in tokens.split(size):
+            for part in tokens.split(size or len(tokens)):
                 found = model(part[:, :-1])
                 logits, values = found if isinstance(found, tuple) else (found, torch.zeros(part[:, 1:].shape))
                 parts.append((token_log_probs(logits, part[:, 1:], options.temperature), values.float()))
         log_probs, values = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(values)
 
-    def _score_by_reference(self, tokens: Tensor) -> Tensor:
+    def _score_by_reference(self, module: nn.Module, tokens: Tensor) -> Tensor:
         if self._reference is None:
             self._reference = self._models.reference(self._context.device, self._kept_dtype)
         if self._reference is not None:
             return self._score(self._reference, tokens)[0]
         from ebbflow.workloads.policy_folder import without_lora
 
-        assert isinstance(self._engine, TorchEngine)
-        with without_lora(self._engine.model):
-            return self._score(self._engine.model, tokens)[0]
+        model = self._engine.model if isinstance(self._engine, TorchEngine) else module
+        with without_lora(model):
+            return self._score(model, tokens)[0]
 
     def _blank(self, count: int) -> RolloutBatch:
         rows, device = count * self._options.n_samples_per_prompt, self._context.device
@@ -443,6 +490,23 @@ class PolicyOptimization:
         lengths = torch.full((rows,), self._options.sequence, device=device)
         columns = [torch.zeros(rows, self._options.sequence - 1, device=device) for _ in COLUMNS]
         return RolloutBatch(tokens, torch.full_like(lengths, self._options.prompt_max_len), lengths, *columns)
+
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a thread that ends with the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rollouts-ahead", daemon=True).start()
+    return future
 
 
 def _codec_of(context: WorkloadContext, options: PolicyOptions, models: PolicyModels) -> Codec:

@@ -11,7 +11,9 @@ from ebbflow.workloads.options import read_options, refuse_option
 from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES, KL_IN_REWARD
 
 _CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": ("", *KL_ESTIMATES), "engine": ("torch", "vllm")}
-_MAY_BE_ZERO = ("held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "lora_rank")
+_MAY_BE_ZERO = (
+    "held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "lora_rank", "max_staleness",
+)  # fmt: skip
 
 # Stages of ZeRO (Rajbhandari et al. 2020): the parallel modes that shard at least as much, and what the first one does.
 _ZERO = {
@@ -67,7 +69,11 @@ class PolicyOptions:
     adam_offload: bool = False  # keep AdamW's moments in main memory
     zero_stage: int = -1  # stage of ZeRO that parallel.mode must offer; -1: any
     engine: str = "torch"  # torch or vllm
-    engine_tp_size: int = 1  # GPUs of an engine
+    engine_url: str = ""  # vllm: addresses of the servers, separated by commas
+    engine_weights: str = ""  # vllm: folder that ranks and servers share, on which the servers were started
+    engine_tp_size: int = 1  # vllm: GPUs of a server
+    max_staleness: int = 0  # vllm: 1 draws the next rollouts while these are trained on
+    importance_cap: float = 2.0  # vllm: limit of the weight that corrects for the engine's probabilities
     engine_mem_util: float = 0.5  # share of the GPU's memory for keys and values
     micro_rollout_batch_size: int = 0  # rollouts that are generated together; 0: all
     enable_engine_sleep: bool = False  # free the engine's weights and cache after each rollout
@@ -113,6 +119,27 @@ class PolicyOptions:
             refuse_option("reference: it is not used with init_kl_coef 0; fix: init_kl_coef: 0.001")
         if self.engine_tp_size > 1 and self.engine == "torch":
             refuse_option(f"engine_tp_size: {self.engine_tp_size}: the engine torch uses one device; fix: 1")
+        if self.engine == "vllm":
+            self._check_servers()
+        elif self.max_staleness or self.engine_url or self.engine_weights:
+            refuse_option("max_staleness, engine_url and engine_weights are for servers; fix: engine: vllm")
+
+    def _check_servers(self) -> None:
+        if not self.model:
+            refuse_option("engine: vllm serves models of transformers; fix: workload_options.model, or engine: torch")
+        if not self.engine_url or not self.engine_weights:
+            refuse_option(
+                "engine: vllm needs engine_url, such as http://127.0.0.1:8000, and engine_weights, a copy of the folder"
+                " model that the servers read; fix: both, or engine: torch"
+            )
+        if self.advantage_estimator == "ppo":
+            refuse_option("advantage_estimator: ppo needs values, which vllm has not; fix: another, or engine: torch")
+        if self.max_staleness > 1:
+            refuse_option(f"max_staleness: {self.max_staleness}; fix: 0, or 1 for one round of rollouts ahead")
+        if self.max_staleness and self.enable_engine_sleep:
+            refuse_option("max_staleness: an engine that draws ahead cannot sleep; fix: enable_engine_sleep: false")
+        if self.importance_cap < 1:
+            refuse_option(f"importance_cap: {self.importance_cap}; fix: at least 1, such as 2")
 
     @classmethod
     def of(cls, context: WorkloadContext) -> PolicyOptions:

@@ -6,7 +6,7 @@ a generation batch changes nothing but the rounding of the log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -236,17 +236,32 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
     return spread.gather(2, targets[..., None])[..., 0]
 
 
-def check_version(rollouts: Rollouts, expected: int) -> None:
-    """Raise TrainingError if other weights than those of the current step drew the rollouts."""
-    if rollouts.version != expected:
+def check_version(rollouts: Rollouts, expected: int, *, staleness: int = 0) -> None:
+    """Raise TrainingError if weights drew the rollouts that are more than `staleness` steps old."""
+    if not 0 <= expected - rollouts.version <= staleness:
+        allowed = f" (at most {staleness} less is allowed)" if staleness else ""
         raise TrainingError(
-            f"the rollouts were drawn by weight version {rollouts.version}, the policy has version {expected}; "
-            "fix: the engine's update_weights before each rollout"
+            f"the rollouts were drawn by weight version {rollouts.version}, the policy has version {expected}{allowed};"
+            " fix: the engine's update_weights before each rollout"
         )
 
 
-def open_engine(kind: str, make: Callable[[], TorchEngine]) -> Engine:
-    """Open the engine `torch`. Raises WorkloadError for `vllm`, of which only the interface exists."""
-    if kind == "torch":
-        return make()
-    raise WorkloadError("workload_options.engine: vllm is not supported yet; fix: engine: torch")
+_OTHER_WEIGHTS = 0.5  # mean difference of log-probabilities; numerics of bfloat16 make about a hundredth
+
+
+def correct_importance(old: Tensor, drawn: Tensor, mask: Tensor, *, most: float, current: bool) -> Tensor:
+    """Return weights for tokens that an engine drew with other probabilities than the policy computes.
+
+    The weight is policy / engine, at most `most`: truncated importance sampling (Ionides 2008).
+
+    Args:
+        old, drawn: log-probabilities by the policy and by the engine.
+        current: whether the engine has the policy's weights. Raises TrainingError if it plainly has not.
+    """
+    apart = float(((old - drawn).abs() * mask).sum() / mask.sum().clamp(min=1))
+    if current and not apart < _OTHER_WEIGHTS:
+        raise TrainingError(
+            f"the engine's log-probabilities differ from the policy's by {apart:.2f} nats per token; fix: start the "
+            "servers on workload_options.engine_weights, and with --logprobs-mode processed_logprobs"
+        )
+    return (old - drawn).exp().clamp(max=most)

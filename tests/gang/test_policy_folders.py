@@ -114,7 +114,7 @@ def test_a_folder_is_policy_engine_and_reference(settings: PreTrainedConfig, ran
     with torch.no_grad():
         moved = score(engine.model, cached.tokens, 1.0) * cached.mask
     assert not torch.allclose(moved, cached.log_probs, atol=1e-3)
-    again = workload._score_by_reference(cached.tokens) * cached.mask
+    again = workload._score_by_reference(model, cached.tokens) * cached.mask
     assert torch.allclose(again, cached.log_probs, atol=1e-5)
     if rank:
         with without_lora(engine.model), torch.no_grad():
