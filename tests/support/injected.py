@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import tests.support.injected_speed  # noqa: F401  (registers more injections)
 from tests.support.gangs import free_port
 from tests.support.injections import INJECTIONS, Injected, inject, injects, run_rank
 
