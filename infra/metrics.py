@@ -170,9 +170,6 @@ NODE_METRICS = (
 )  # fmt: skip
 
 
-Labels = tuple[str, ...]
-
-
 @dataclass
 class _Histogram:
     bounds: Sequence[float]
@@ -203,7 +200,7 @@ class MetricBoard(Collector):
         self._constant = dict(constant)
         self._before_page = before_page
         self._lock = threading.Lock()
-        self._numbers: dict[str, dict[Labels, float]] = {name: {} for name in self._metrics}
+        self._numbers: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in self._metrics}
         histograms = [metric for metric in self._metrics.values() if metric.kind is MetricKind.HISTOGRAM]
         self._histograms = {one.name: _Histogram(one.buckets, [0] * (len(one.buckets) + 1)) for one in histograms}
 
@@ -247,7 +244,7 @@ class MetricBoard(Collector):
             elif numbers[name]:
                 yield self._family(metric, numbers[name])
 
-    def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
+    def _family(self, metric: Metric, series: Mapping[tuple[str, ...], float]) -> Family:
         make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = make(metric.name, metric.help, labels=[*self._constant, *metric.labels])
         for labels, value in sorted(series.items()):

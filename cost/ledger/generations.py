@@ -110,8 +110,8 @@ def _final_outcomes(events: Sequence[Event]) -> list[Event]:
 
 
 def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> RecordedGeneration:
-    ended = _last(events, GENERATION_ENDED)
-    outcome = _last(events, OUTCOME)
+    ended = find_last(events, GENERATION_ENDED)
+    outcome = find_last(events, OUTCOME)
     data: dict[str, Any] = {} if ended is None else ended.data
     reason = data.get("reason")
     if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
@@ -155,8 +155,8 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
     This is the step of the generation's last commit; infinity if the generation completed or is running.
     """
-    outcome = _last(events, OUTCOME)
-    ended = _last(events, GENERATION_ENDED)
+    outcome = find_last(events, OUTCOME)
+    ended = find_last(events, GENERATION_ENDED)
     completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
     completed = completed or (ended is not None and ended.data.get("reason") == Outcome.COMPLETED)
     if completed or running:
@@ -167,10 +167,10 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
 def _find_parent_step(events: list[Event]) -> int:
     """Return the step that the generation restored. If newer commits were corrupt, this step is older than planned."""
-    restored = _last(events, RESTORE)
+    restored = find_last(events, RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
-    started = _last(events, GENERATION_STARTED)
+    started = find_last(events, GENERATION_STARTED)
     if started is not None:
         return int(started.data.get("parent_step") or 0)
     steps = [event.step for event in events if event.name == STEP and event.step is not None]
@@ -184,7 +184,7 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
     commit's step.
     """
     events = by_number[number]
-    source = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
+    source = find_last(events, RESTORE) or find_last(events, GENERATION_STARTED)
     key = None if source is None else source.data.get("key" if source.name == RESTORE else "parent")
     older = [other for other in by_number if other < number]
     if key:
@@ -199,7 +199,7 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
     return max(reached, default=None)
 
 
-def _last(events: list[Event], name: str) -> Event | None:
+def find_last(events: Sequence[Event], name: str) -> Event | None:
     return next((event for event in reversed(events) if event.name == name), None)
 
 

@@ -423,8 +423,7 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     counted: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
     lost: defaultdict[int, float] = defaultdict(float)
-    idle: defaultdict[int, float] = defaultdict(float)
-    known: set[int] = set()  # ranks whose waits for other ranks are known
+    idle: defaultdict[int, float] = defaultdict(float)  # waits for other ranks, of the ranks that know them
     seconds: dict[int, list[float]] = {}
     waits: Counter[int] = Counter()
     spent: Counter[int] = Counter()
@@ -448,19 +447,19 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
                 lost[named] += beyond
                 counted[named] += merged
         if (waited := _waited(event.data)) is not None:
-            known.add(event.rank)
             idle[event.rank] += waited
     judged = sum(slowest.values())
     found = [
         {
             "rank": rank,
+            "generation": newest,
             "node": hosts.get(rank, (0, ""))[0],
             "host": hosts.get(rank, (0, ""))[1],
             "step": steps.get(rank),
             "step_seconds": median(seconds[rank]) if seconds.get(rank) else None,
             "data_share": waits[rank] / spent[rank] if spent[rank] else None,
             "slowest_share": slowest[rank] / judged if judged else None,
-            "wait_share": idle[rank] / spent[rank] if rank in known and spent[rank] else None,
+            "wait_share": idle[rank] / spent[rank] if rank in idle and spent[rank] else None,
             "slowest_ratio": median(ratios[rank]) if rank in ratios else None,
             "lost_step_seconds": lost[rank] / counted[rank] if rank in lost else None,
             "lost_seconds": lost.get(rank),

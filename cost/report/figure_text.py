@@ -468,11 +468,6 @@ def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[s
     return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
 
 
-def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format one line per AWS Batch attempt, with the place of the attempt and the reason for the placement."""
-    return [f"{name}: {where}: {why}" for name, where, why in format_placement_rows(attempts)]
-
-
 def _ended(one: Mapping[str, Any]) -> str:
     cause = one_line(one["ended"] or "")
     return "unknown" if cause in ("", UNKNOWN) else cause.replace("_", " ")

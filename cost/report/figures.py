@@ -66,14 +66,13 @@ def compute_actual_figures(
     metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION]
     held_out = next((read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
     times = [event.t_wall for event in events if event.name != PRICES] or [0.0]  # prices may be recorded much later
-    rates = [read_number(event.data.get("learning_rate")) for event in events if event.name == STEP]
     useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
     return {
         "wall_hours": (max(times) - min(times)) / 3600,
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(compute_rate(event, "tokens") for event in kept),
         **_compute_mfu(events, kept),
-        "learning_rate": max((rate for rate in rates if rate is not None), default=None),
+        "learning_rate": max(_numbers(events, STEP, "learning_rate"), default=None),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,

@@ -47,20 +47,19 @@ from ebbflow.cost.report.render_text import (
     format_job_rows,
     suggest_next_step,
 )
-from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.report import RunReport, find_deciding_failure
 from ebbflow.cost.report.verdict import (
     Tile,
-    describe_cause,
     describe_slowest_rank,
     describe_stop,
     describe_title,
     find_changed_settings,
-    find_deciding_failure,
     list_tiles,
     render_verdict,
     reproduce_command,
 )
 from ebbflow.infra.events import LedgerClass, without_nan
+from ebbflow.infra.rank_logs import escape_controls
 from ebbflow.infra.untrusted_text import one_line
 
 # One colour per class of time, after Okabe and Ito, whose colours the colour-blind can tell apart.
@@ -83,6 +82,10 @@ COLOURS = {
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
 _MOST_SETTINGS = 12  # shown unfolded
+_RANK_HEADER = (
+    "rank", "node", "step", "slowest in", "own time / others'", "cost", "step time", "data wait", "waits for others",
+    "memory", "last event", "log",
+)  # fmt: skip
 _EVIDENCE = {"cascades": "failed after it", "usd_lost": "work lost", "because": "reason"}
 _LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
 # On narrow screens each row becomes a block with a line for each cell, so that no column is cut off.
@@ -228,7 +231,7 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
         _environment(report),
         _comparison(report, earlier),
         _section("all", "All figures", _definitions(format_key_figures(report))),
-        _list("trust", "How far to trust this", explain_figures(report)),
+        _section("trust", "How far to trust this", _list(explain_figures(report))),
     ]
     text = json.dumps(without_nan(data), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return "".join(sections), text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -274,25 +277,35 @@ def _failure(report: RunReport) -> str:
     if message := report.events.get("message"):
         parts.append(f'<p class="message">{escape(one_line(message))}</p>')
     if failures:
-        known: dict[str, Any] = find_deciding_failure(report).get("evidence") or {}
+        failure = find_deciding_failure(failures)
+        known: dict[str, Any] = failure.get("evidence") or {}
         named = {
             _EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(name, value) for name, value in known.items()
         }
         evidence = _definitions(named) if named else ""
         lines = format_failures(report)
-        listed = "".join(f"<li>{escape(line)}</li>" for line in lines[:_MOST_EVENTS])
-        if ended and len(lines) > 1:
-            parts.append(f'<p class="message">{escape(describe_cause(report))}</p>')
-        parts.append(f"{evidence}<ol>{listed}</ol>" if len(lines) > 1 else f"<ol>{listed}</ol>{evidence}")
+        listed = _list(lines[:_MOST_EVENTS])
+        parts.append(evidence + listed if len(lines) > 1 else listed + evidence)
         if finding := describe_finding(report):
             parts.append(f'<p id="finding"><b>Diagnosis:</b> {escape(finding)}</p>')
-        logs = f"ebbflow logs {one_line(report.job)}\nebbflow diagnose {one_line(report.job)}"
-        parts.append(f"<p>What the ranks printed:</p><pre>{escape(logs)}</pre>")
+        place = ""
+        if stack := report.events.get("stack"):
+            text = "\n".join(escape_controls(line) for line in stack["lines"])
+            path = _log_path(report, failure["generation"], stack["rank"])
+            parts.append(f"<p>Rank {stack['rank']} printed last ({escape(path)}):</p><pre>{escape(text)}</pre>")
+            place = f" --generation {failure['generation']} --rank {stack['rank']}"
+        logs = f"ebbflow logs {one_line(report.job)}{place}\nebbflow diagnose {one_line(report.job)}"
+        parts.append(f"<p>All of its output, and the diagnosis:</p><pre>{escape(logs)}</pre>")
     following = suggest_next_step(report)
     if following is not None:
         parts.append(f"<h3>What next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
     title = "Why it ended, first failure first" if ended else "What went wrong, first failure first"
     return _section("failure", title, "".join(parts)) if parts else ""
+
+
+def _log_path(report: RunReport, generation: int, rank: int) -> str:
+    """Return the path of a rank's log on its node, as a pattern, because the folder's name ends with a random id."""
+    return f"runs/{one_line(report.job)}/logs/{generation:06d}-*/rank-{rank}.log"
 
 
 def _evidence_text(name: str, value: Any) -> str:
@@ -441,19 +454,6 @@ def _ranks(report: RunReport) -> str:
     if not ranks:
         return ""
     end = max(one["last_seconds"] for one in ranks)
-    header = (
-        "rank",
-        "node",
-        "step",
-        "slowest in",
-        "own time / others'",
-        "cost",
-        "step time",
-        "data wait",
-        "waits for others",
-        "memory",
-        "last event",
-    )
     rows = [
         (
             str(one["rank"]),
@@ -469,14 +469,17 @@ def _ranks(report: RunReport) -> str:
             "newest"
             if end - one["last_seconds"] < 0.05
             else f"{format_duration(end - one['last_seconds'])} before the newest",
+            _log_path(report, one.get("generation", 0), one["rank"]),
         )
         for one in ranks[:64]
     ]
     more = f"; {len(ranks) - 64:,} more ranks are left out" if len(ranks) > 64 else ""
     logs = f"ebbflow logs {one_line(report.job)} --rank N"
-    note = f"newest generation, the most often slowest rank first{more}; its output: {logs}"
+    note = (
+        f"newest generation, the most often slowest rank first{more}; logs are on the nodes, and from anywhere: {logs}"
+    )
     slowest = f"<p><b>Which rank is slow?</b> {escape(words)}</p>" if (words := describe_slowest_rank(report)) else ""
-    table = render_html_table(header, rows)
+    table = render_html_table(_RANK_HEADER, rows)
     return _section("ranks", "Ranks", f'{slowest}{table}<p class="quiet">{escape(note)}</p>')
 
 
@@ -546,6 +549,10 @@ def _comparison(report: RunReport, earlier: Sequence[RunReport]) -> str:
     )
 
 
+def _list(lines: Sequence[str]) -> str:
+    return f"<ol>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ol>"
+
+
 def _definitions(figures: dict[str, str]) -> str:
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in figures.items())
     return f"<dl>{rows}</dl>"
@@ -557,10 +564,6 @@ def _attempts(report: RunReport) -> str:
         return ""
     figures = render_html_table(ATTEMPT_HEADER, format_attempt_rows(attempts))
     return _section("attempts", "Attempts", figures + render_html_table(PLACE_HEADER, format_placement_rows(attempts)))
-
-
-def _list(name: str, title: str, lines: Sequence[str]) -> str:
-    return _section(name, title, f"<ol>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ol>") if lines else ""
 
 
 def _table_section(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,17 +13,8 @@ from ebbflow.cost.report.verdict import describe_cause, describe_simulation
 from ebbflow.infra.untrusted_text import one_line
 
 _HEADER = (
-    "job",
-    "project",
-    "owner",
-    "state",
-    "progress",
-    "spent",
-    "forecast",
-    "savings",
-    "interruptions",
-    "first failure",
-)
+    "job", "project", "owner", "state", "progress", "spent", "forecast", "savings", "interruptions", "first failure",
+)  # fmt: skip
 _MOST_DAYS = 60
 
 

@@ -23,9 +23,10 @@ from ebbflow.cost.report.figure_text import (
     format_generation_rows,
     format_key_figures,
     format_ledger_rows,
-    format_placements,
+    format_placement_rows,
     format_pool,
     get_comparison_header,
+    get_final_loss,
     shorten,
 )
 from ebbflow.cost.report.report import RunReport
@@ -133,7 +134,7 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     """
     figures = format_key_figures(report)
     sections = [
-        _pairs(figures),
+        [f"{name:<{max(map(len, figures))}}  {value}" for name, value in figures.items() if name != "job"],
         format_table(
             format_ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")
         ),
@@ -144,7 +145,8 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
         sections.append(format_table(compared, get_comparison_header(report)))
     if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
         sections.append(format_table(format_attempt_rows(attempts), ATTEMPT_HEADER))
-        sections.append(["where each attempt was placed, and why:", *_wrapped(format_placements(attempts))])
+        placed = map(": ".join, format_placement_rows(attempts))
+        sections.append(["where each attempt was placed, and why:", *_wrapped([*placed])])
     if started := format_generation_rows(report):
         sections.append(_generations(started))
     if found := format_failures(report):
@@ -238,11 +240,6 @@ def _decisive(report: RunReport) -> dict[str, Any]:
     return {row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)}
 
 
-def _pairs(figures: dict[str, str]) -> list[str]:
-    width = max(map(len, figures))
-    return [f"{name:<{width}}  {value}" for name, value in figures.items() if name != "job"]
-
-
 def format_table(
     rows: Sequence[Sequence[str]], header: Sequence[str], *, left: int = 1, width: int | None = WIDTH - 2
 ) -> list[str]:
@@ -317,7 +314,7 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
         "interruptions": report.interruptions,
         "failures": report.failures,
         "redone_steps": report.redone_steps,
-        "final_loss": report.loss_curve[-1][1] if report.loss_curve else None,
+        "final_loss": get_final_loss(report),
     }
     return {name: known.get(name, actual.get(name)) for name in JOB_COLUMNS}
 

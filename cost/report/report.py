@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.amounts import round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.errors import LedgerError, ReportError
-from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outcome, find_later_refusal, read_generations
+from ebbflow.cost.ledger.generations import (
+    RecordedGeneration,
+    find_final_outcome,
+    find_last,
+    find_later_refusal,
+    read_generations,
+)
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.report.charts import build_charts, compute_progress
@@ -54,8 +60,8 @@ _FIELDS = (  # of report.json; old reports lack the last five
     "loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events",
     "configuration", "money", "progress", "charts", "running",
 )  # fmt: skip
-_CONVERTED = {"schema", "exit_code", "outcome", "loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd"}
 _EVIDENCE = ("rank", "step", "phase", "where", "because", "certainty", "cascades", "dump", "next_action", "usd_lost")
+_TRACEBACK, _FEW_LINES, _MOST_LINES, _LONGEST_LINE = "Traceback (most recent call last)", 15, 60, 400
 _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
 
@@ -137,23 +143,22 @@ class RunReport:
         """
         if data.get("schema") != SCHEMA:
             raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
-        return cls(
-            **{name: data[name] for name in _FIELDS if name in data and name not in _CONVERTED},
-            outcome=None if data["outcome"] is None else Outcome(data["outcome"]),
-            loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
-            ledger=tuple(
-                LedgerLine(
-                    ledger_class=LedgerClass(line["class"]),
-                    rank_microseconds=round(line["rank_seconds"] * MICRO),
-                    usd=_parse_usd(line["usd"]),
-                    kind=line["kind"],
-                )
-                for line in data["ledger"]
-            ),
-            total_usd=_parse_usd(data["total_usd"]),
-            paid_microseconds=round(data["paid_rank_seconds"] * MICRO),
-            savings_usd=None if data["savings_usd"] is None else _parse_usd(data["savings_usd"]),
+        known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
+        known["outcome"] = None if data["outcome"] is None else Outcome(data["outcome"])
+        known["loss_curve"] = [(int(step), loss) for step, loss in data["loss_curve"]]
+        known["ledger"] = tuple(
+            LedgerLine(
+                ledger_class=LedgerClass(line["class"]),
+                rank_microseconds=round(line["rank_seconds"] * MICRO),
+                usd=_parse_usd(line["usd"]),
+                kind=line["kind"],
+            )
+            for line in data["ledger"]
         )
+        known["total_usd"] = _parse_usd(data["total_usd"])
+        known["paid_microseconds"] = round(data["paid_rank_seconds"] * MICRO)
+        known["savings_usd"] = None if data["savings_usd"] is None else _parse_usd(data["savings_usd"])
+        return cls(**known)
 
 
 def build_report(
@@ -183,13 +188,14 @@ def build_report(
         ordered = [event for event in ordered if event.name != CONFIGURED or event.run == final.run]
     generations = read_generations(ordered, running=running is not None)
     ledger = _fold(ordered, running is not None, damage)
-    plan = _find_last(ordered, PLAN)
-    configured = _find_last(ordered, CONFIGURED)
+    plan = find_last(ordered, PLAN)
+    configured = find_last(ordered, CONFIGURED)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
     counts = Counter(event.name for event in ordered)
     useful_usd = ledger.useful_on_demand_usd
     charts = build_charts(ordered, generations, ledger)
     failures = list_failures(ordered, generations)
+    output = list(logs()) if failures else []
     return RunReport(
         job=ordered[0].job,
         outcome=None if running else _infer_outcome(ordered, generations),
@@ -207,16 +213,17 @@ def build_report(
         events={
             "counts": dict(sorted(counts.items())),
             "failures": failures,
-            "finding": _find_root(ordered, logs) if failures else None,
+            "finding": _find_root(ordered, output) if failures else None,
+            "stack": _find_stack(find_deciding_failure(failures), output),
             "notable": list_notable_events(ordered),
             "generations": _list_generations(ordered, generations, ledger),
             "run": ordered[-1].run,
             "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
             "message": None if running else _make_message(final, refusal),
             "refused": None if refusal is None else {"run": refusal.run, "outcome": refusal.data["outcome"]},
-            "promise": None if (said := _find_last(ordered, PROMISE)) is None else said.data,
+            "promise": None if (said := find_last(ordered, PROMISE)) is None else said.data,
             "checks": _list_checks(ordered),
-            "certificate": None if (last := _find_last(ordered, CERTIFICATE)) is None else last.data,
+            "certificate": None if (last := find_last(ordered, CERTIFICATE)) is None else last.data,
         },
         configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
@@ -226,20 +233,34 @@ def build_report(
     )
 
 
-def _find_root(events: Sequence[Event], logs: Callable[[], Iterable[LogLine]]) -> dict[str, Any] | None:
+def find_deciding_failure(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first failure of the last failed generation, because the job survived all earlier ones; {} if none."""
+    return next((one for one in failures if one.get("generation") == failures[-1].get("generation")), {})
+
+
+def _find_stack(failure: dict[str, Any], output: Sequence[LogLine]) -> dict[str, Any] | None:
+    """Return what the failed rank printed last, as {rank, lines}: its last traceback with causes, else a few lines."""
+    mine = [line for line in output if line.generation == failure.get("generation")]
+    rank = (failure.get("evidence") or {}).get("rank")
+    rank = next((line.rank for line in mine if rank is None and line.text.startswith(_TRACEBACK)), rank)
+    texts = [line.text for line in mine if line.rank == rank]
+    starts = [at for at, text in enumerate(texts) if text.startswith(_TRACEBACK)]
+    while len(starts) > 1 and any(" exception" in text for text in texts[max(0, starts[-1] - 3) : starts[-1]]):
+        starts.pop()  # this exception followed from the one before it
+    shown = texts[starts[-1] :] if starts else texts[-_FEW_LINES:]
+    return {"rank": rank, "lines": [text[:_LONGEST_LINE] for text in shown[-_MOST_LINES:]]} if shown else None
+
+
+def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> dict[str, Any] | None:
     """Return the root cause that `ebbflow diagnose` finds: {symptom, title, family, confidence, fix}, or None."""
-    findings = diagnose_job(events, logs()).findings
+    findings = diagnose_job(events, output).findings
     root = next((each.to_json() for each in findings if each.role == "root"), None)
     return root and {name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")}
 
 
-def _find_last(events: Sequence[Event], name: str) -> Event | None:
-    return next((event for event in reversed(events) if event.name == name), None)
-
-
 def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
     """List the results of the newest preflight: title, status and detail."""
-    newest = _find_last(events, PREFLIGHT)
+    newest = find_last(events, PREFLIGHT)
     results = [] if newest is None else newest.data.get("results") or []
     return [
         {name: str(one.get(name) or "") for name in ("title", "status", "detail")} for one in results if "title" in one
@@ -304,7 +325,7 @@ def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneratio
         if newest.planned:
             return Outcome(newest.reason)
         return Outcome.FAILED if newest.user_code else Outcome.INTERRUPTED
-    plan = _find_last(events, PLAN)
+    plan = find_last(events, PLAN)
     if plan is not None and plan.data.get("refusal"):
         return Outcome(plan.data["refusal"]["outcome"])
     checks = [result for event in events if event.name == PREFLIGHT for result in event.data.get("results") or []]

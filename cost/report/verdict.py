@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.figure_text import describe_damage, is_unpriced, shorten
-from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.report import RunReport, find_deciding_failure
 from ebbflow.infra.config.load import value_text
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.untrusted_text import one_line
@@ -88,15 +88,9 @@ def render_verdict(report: RunReport) -> str:
     return "; ".join(parts)
 
 
-def find_deciding_failure(report: RunReport) -> dict[str, Any]:
-    """Return the first failure of the last failed generation, because the job survived all earlier ones; {} if none."""
-    failures = report.events.get("failures") or [{}]
-    return next(one for one in failures if one.get("generation") == failures[-1].get("generation"))
-
-
 def describe_cause(report: RunReport) -> str:
     """Return the deciding failure with its culprit, else the outcome's message; "" if both are missing."""
-    failure = find_deciding_failure(report)
+    failure = find_deciding_failure(report.events.get("failures") or [])
     if not failure:
         return shorten(one_line(report.events.get("message") or ""), _LONGEST_CAUSE)
     what, culprit = one_line(failure["what"]), one_line(failure.get("culprit") or "")

@@ -26,6 +26,7 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PLAN, STEP, Event, LedgerClass, Origin
 from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.store import Store
 from tests.support.browser import cut_off, dump
 from tests.support.timelines import GangLog, event, plan_event
@@ -223,6 +224,34 @@ def test_the_figures_of_a_failure_come_first() -> None:
     )
     assert {segment[2] for lane in report.charts["lanes"] for segment in lane["segments"]} <= set(map(str, LedgerClass))
     assert STEP in report.events["counts"]
+
+
+def test_the_stack_of_the_failed_rank_and_the_path_of_its_log_are_on_the_page() -> None:
+    """Of the generation that ended the job, from the first cause on, and without terminal codes or markup."""
+    first = "Traceback (most recent call last)"
+    cause = [
+        "  File a.py, line 1",
+        "KeyError: 'x'",
+        "",
+        "During handling of the above exception, another exception",
+        "",
+    ]
+    texts = [first, "ValueError: handled", "step 3", f"{first}:", *cause, f"{first}:", "ValueError: <b>no such\x1b[31m"]
+    common = {"t": "2027-01-15T08:00:00.000Z", "job": "demo", "node": 0, "step": 3, "phase": None}
+    lines = [
+        LogLine(text=text, start=at, end=at + 1, generation=generation, rank=rank, **common)
+        for at, text in enumerate(texts)
+        for generation, rank in ((1, 1), (2, 0), (2, 1))
+        if rank == 1 or ("ValueError" not in text and first not in text)
+    ]
+    report = build_report(interrupted_job(completed=False), logs=lambda: lines)
+    assert report.events["stack"] == {"rank": 1, "lines": texts[3:]}
+    page = render(report)
+    assert "(runs/demo/logs/000002-*/rank-1.log)" in page and "KeyError: &#x27;x&#x27;" in page
+    assert "ValueError: &lt;b&gt;no such</pre>" in page and "ValueError: handled" not in page
+    assert "<pre>ebbflow logs demo --generation 2 --rank 1\nebbflow diagnose demo</pre>" in page
+    assert ">runs/demo/logs/000002-*/rank-0.log</td>" in page, "each rank has the path of its log"
+    assert RunReport.from_json(report.to_json()).events["stack"] == report.events["stack"]
 
 
 def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
