@@ -33,7 +33,7 @@ from ebbflow.infra.store import Store
 class _Asked:
     """Data for the checks of queues and quotas: the plan, and the queues that can run one of its pools.
 
-    `plan` allows all pools, `admitted` only those that a queue takes, as the run does.
+    `plan` ranks all pools. `admitted` ranks only pools that a queue can run, as the plan of the run does.
     """
 
     plan: Plan

@@ -119,7 +119,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class HostGang:
-    """Number of nodes and of ranks per node. In a local run, one machine stands for all nodes."""
+    """Number of nodes and of ranks per node. In a local run, one machine runs all nodes."""
 
     nodes: int
     processes_per_node: int

@@ -152,9 +152,9 @@ class Probe:
 
 
 class LoopWatch:
-    """Ends this rank if it is in a step that another rank does not take, since their next collective would never end.
+    """Thread that ends this rank if it is in a step that another rank does not take: their next collective would hang.
 
-    Ranks that have left their loop say so in the process group's store. A thread looks there every second.
+    Each rank that leaves its loop records this in the process group's store. The thread reads the store every second.
 
     Args:
         step_begun: returns the number of the step in the loop, or 0 outside it.

@@ -567,7 +567,7 @@ class AttachedJob:
         self._close()
 
     def close_at_exit(self) -> None:
-        """Complete the job if the script left its loop by `break`, and close it."""
+        """Complete the job if the script left its loop with `break`, and close it."""
         if self._left_loop and not self._closed and not hasattr(sys, "last_value"):
             self._complete()
         self._close()

@@ -213,7 +213,7 @@ def _run_traced(tracer: _Tracer, script: str, arguments: list[str], *, seed: int
 
 
 class _Tracer:
-    """Writes a record of each step's beginning. It runs in the script's process."""
+    """Writer of a record of each step's beginning, in the script's process."""
 
     def __init__(self, trace: str, steps: int, folder: Path) -> None:
         self._trace, self._last, self._folder = open(trace, "w"), steps, str(folder)  # noqa: SIM115

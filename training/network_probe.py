@@ -2,8 +2,9 @@
 
 Rank 0 decides whether to probe: once per attempt, and not if all nodes are on one machine. One rank of each node then
 connects to every other node, on a port of the gang's range, and measures round trip, clock offset (as NTP does, from
-the fastest of several exchanges) and the path's MTU, then the bandwidth to the next node while all nodes send. After
-the process group has connected, all ranks time an all-reduce. The probe takes at most 60 s, usually under 3 s.
+the fastest of several exchanges) and the path's MTU. Then it measures the bandwidth to the next node while all nodes
+send. After the process group has connected, all ranks time an all-reduce. The probe takes at most 60 s, usually under 3
+s.
 """
 
 from __future__ import annotations

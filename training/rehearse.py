@@ -80,16 +80,16 @@ _SECONDS = {NOTICE: 120.0, _SLOW_STEP: 5.0}  # defaults
 KINDS = {
     _NODE_LOSS: "SIGKILL to a node's agent and all its ranks",
     "rank-kill": "SIGKILL to one rank",
-    NOTICE: f"a spot notice to a node, which is killed after :seconds=S, {_SECONDS[NOTICE]:g} unless told",
+    NOTICE: f"a spot notice to a node, which is killed after :seconds=S, {_SECONDS[NOTICE]:g} by default",
     "exception": "RuntimeError on one rank",
-    "sleep": "time.sleep on one rank, for ever",
-    "busy-loop": "one rank computes for ever",
+    "sleep": "time.sleep on one rank, forever",
+    "busy-loop": "one rank computes forever",
     "gil-held": "a C call on one rank that keeps the interpreter's lock",
-    "loader-stuck": "one rank waits for a loader process that gives nothing",
+    "loader-stuck": "one rank waits for a loader process that returns nothing",
     "extra-collective": "a collective that one rank alone calls",
-    "uneven-steps": "one rank waits at the epoch's end, the others go on",
-    NON_FINITE: "the loss of one rank in the step after it is not a number",
-    _SLOW_STEP: f"one step of one rank takes :seconds=S longer, {_SECONDS[_SLOW_STEP]:g} unless told",
+    "uneven-steps": "one rank waits at the epoch's end while the others continue",
+    NON_FINITE: "a non-finite loss on one rank in the next step",
+    _SLOW_STEP: f"one step of one rank takes :seconds=S longer, {_SECONDS[_SLOW_STEP]:g} by default",
 }
 _OF_NODES = (_NODE_LOSS, NOTICE)
 _OF_GANGS = ("extra-collective", "uneven-steps")

@@ -112,7 +112,7 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 class QueueOffer:
     """A pool, and an AWS Batch queue that can run it.
 
-    AWS Batch chooses the zone. The offer's pool is therefore that of the cheapest zone, on behalf of all zones.
+    AWS Batch chooses the zone. The offer therefore has the pool of the cheapest zone, which represents all zones.
     """
 
     candidate: Candidate

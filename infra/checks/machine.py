@@ -279,7 +279,7 @@ def check_batch(context: PreflightContext) -> CheckFinding:
 
 @_with_gang
 def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
-    """Check that batch and shards divide evenly among fewer nodes too, so that a job can go on after losing nodes."""
+    """Check that batch and shards divide evenly among fewer nodes too, so that a job can survive lost nodes."""
     if gang.nodes == 1:
         return skipped("a single node cannot lose another")
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps

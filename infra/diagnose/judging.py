@@ -228,7 +228,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
 
 
 def _lasted(found: Seen, series: Series) -> bool:
-    """Return whether a failure may have ended or harmed the run, because training did not go on normally afterwards."""
+    """Return whether a failure may have ended or harmed the run, because normal training did not follow."""
     if found.verdict:
         return True
     if found.rule.id == "F01":

@@ -1,9 +1,9 @@
 """Guess the family of a failure from the words of its error lines, if no rule matches them.
 
 `words.txt` has the weights of a sparse logistic regression: for each family, words and pairs of successive words that
-speak for it (or against it, if negative). It was fitted to 22,800 error messages of public source code (torch, NCCL,
+support it (or contradict it, if negative). It was fitted to 22,800 error messages of public source code (torch, NCCL,
 DeepSpeed, Megatron, Slurm, wandb, …), where the folder of a file determines the family of its messages, and to labelled
-log excerpts. The term "*" is the family's constant. The family "none" stands for lines that name no cause.
+log excerpts. The term "*" is the family's constant. The family "none" is for lines without a cause.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def our_name(name: str) -> str | None:
-    """Return the built-in model's name for a tensor; None for computed frequencies. Other names stay as they are."""
+    """Return the built-in model's name for a tensor; None for RoPE's frequencies. Other names stay as they are."""
     return None if name.endswith("rotary_emb.inv_freq") else _renamed(name, _THEIR_BLOCK, "blocks", _IN_BLOCK, _MODULES)
 
 
@@ -129,7 +129,7 @@ def check_settings(model: ModelConfig, weights: str) -> None:
 
 
 def write_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the content of a config.json for the built-in model. Raises WorkloadError if transformers has no such."""
+    """Return the config.json of the built-in model as a dict. Raises WorkloadError if transformers has no such model."""
     if model.architecture != "llama" or (model.qkv_bias and model.qk_norm):
         what = "model.architecture gpt" if model.architecture == "gpt" else "model.qkv_bias together with qk_norm"
         raise WorkloadError(f"{what} is no model of transformers; fix: export as safetensors, torch or dcp")

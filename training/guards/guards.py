@@ -286,7 +286,7 @@ class Guards:
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide whether to take the next step after position `at`. All ranks decide alike.
+        """Decide whether to take the next step after position `at`, the same on all ranks.
 
         `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
         commit, and DivergenceError if the weights of replicas differ.

@@ -10,7 +10,7 @@ The culprit is the first of the following that the evidence shows:
 6. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
 7. a rank that finished while the other ranks continued
 8. a rank whose collective failed at another code location than on the other ranks
-9. the rank that is furthest behind
+9. the rank that waits in a collective that the other ranks did not call, else the rank that is furthest behind
 10. the network
 
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
