@@ -129,7 +129,7 @@ def check_settings(model: ModelConfig, weights: str) -> None:
 
 
 def write_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of the built-in model as a dict. Raises WorkloadError if transformers has no such model."""
+    """Return the config.json of the built-in model as a dict. Raises WorkloadError if transformers lacks the model."""
     if model.architecture != "llama" or (model.qkv_bias and model.qk_norm):
         what = "model.architecture gpt" if model.architecture == "gpt" else "model.qkv_bias together with qk_norm"
         raise WorkloadError(f"{what} is no model of transformers; fix: export as safetensors, torch or dcp")
