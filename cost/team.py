@@ -64,7 +64,7 @@ class Team:
     def months(self, job: JobMoney, now_utc: float) -> list[str]:
         """Return the months in which the job can run and the project's budget differs from that of the month before.
 
-        In the months between them no job starts, so not less is left.
+        The months between them have the same budget, and no less of it is left, so they need no check.
         """
         now = month_of(now_utc)
         named = {now, *(month for project, month in self.budgets if project == job.project and month != EVERY_MONTH)}

@@ -427,7 +427,7 @@ def _cell_text(cell: dict[str, Any]) -> str:
 
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Return rows that compare plan and run. For an ended job, add what the difference in dollars is made of."""
+    """Return rows that compare plan and run. For an ended job, add the parts of the difference in dollars."""
     rows = [*format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows

@@ -174,7 +174,7 @@ def _price(report: RunReport) -> str:
 
 
 def describe_simulation(report: RunReport) -> str:
-    """Return " (simulated prices)" if that is what the job was priced with, else ""."""
+    """Return " (simulated prices)" if the job's prices were simulated, else ""."""
     return " (simulated prices)" if report.actual.get("price_kind") == SIMULATED else ""
 
 
@@ -188,7 +188,7 @@ def _interruption_cost(report: RunReport) -> str:
 
 
 def _count_endings(report: RunReport) -> str:
-    """Return such as "1 interruption", "3 failures" (of the code) or "1 interruption and 2 failures"."""
+    """Return a text such as "1 interruption", "3 failures" (of the code) or "1 interruption and 2 failures"."""
     both = (report.interruptions - report.failures, "interruption"), (report.failures, "failure")
     return " and ".join(format_count(*one) for one in both if one[0]) or "0 interruptions"
 

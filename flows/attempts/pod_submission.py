@@ -260,7 +260,7 @@ class PodSubmission:
         """Evict pods whose node will soon be taken away, according to its taints, so that they save and exit in time.
 
         Karpenter evicts protected pods only at the end of its grace period, and some interruption handlers only taint
-        the node. Without the rights to do this, a pod learns of the end from SIGTERM or the instance's metadata.
+        the node. Without the permission to evict, pods get only SIGTERM or the notice in the instance's metadata.
         """
         assert self._watch is not None
         try:

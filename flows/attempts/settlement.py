@@ -91,7 +91,7 @@ def _by_region(
 ) -> list[tuple[Any, dict[str, Event]]]:
     """Group the Batch jobs by region, and return each region's client with its jobs.
 
-    `client` is that of the home region, to which jobs without a known region belong, or a Kubernetes cluster.
+    `client` is a Kubernetes cluster, or a Batch client whose region applies to jobs without a known region.
     """
     pods = isinstance(client, kubernetes.Cluster)
     submitted = {one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods}
