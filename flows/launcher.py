@@ -562,7 +562,8 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
     report = RunReport.from_json(json.loads(path.read_text()))
     page = RUNS / job.name / "report.html"
     if width:
-        notes = describe_rehearsal(report, read_earlier_reports(job.name))
+        comparing = "--compare" in _launch.flags and code == 0  # which ends with these lines
+        notes = [] if comparing else describe_rehearsal(report, read_earlier_reports(job.name))
         print(render_closing(report, os.path.relpath(page), program=_PROGRAM, notes=notes, width=width))
     else:
         print(render(report, program=_PROGRAM))

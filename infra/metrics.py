@@ -162,11 +162,13 @@ NODE_METRICS = (
     _gauge("ebbflow_budget_usd", "The limit cost.budget_usd, in US dollars; absent without one."),
     _gauge("ebbflow_deadline_timestamp_seconds", "When the job must be done, in Unix time; absent without a deadline."),
     _gauge("ebbflow_peak_flops_per_second", "Measured peak of this node's first rank, by a matrix product."),
-    _gauge("ebbflow_gpus", "GPUs of this node; this and the next four are absent without GPUs or without pynvml."),
+    _gauge("ebbflow_gpus", "GPUs of this node; this and the next five are absent without GPUs or without pynvml."),
     _gauge("ebbflow_gpu_memory_used_bytes", "Bytes of memory in use on all GPUs of this node."),
     _gauge("ebbflow_gpu_memory_free_bytes", "Bytes of memory free on the fullest GPU of this node."),
     _gauge("ebbflow_gpu_busy_ratio", "Share of time in which the least busy GPU of this node ran a kernel, 0 to 1."),
     _gauge("ebbflow_gpu_celsius", "Temperature of this node's hottest GPU, in degrees Celsius."),
+    _gauge("ebbflow_gpu_watts", "Power that all GPUs of this node draw, in watts."),
+    _gauge("ebbflow_node_memory_available_bytes", "Bytes of memory that processes of this node can still take."),
 )  # fmt: skip
 
 

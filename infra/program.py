@@ -91,11 +91,13 @@ def python_path(environment=os.environ):  # type: ignore[no-untyped-def]
 
 
 def own_command():  # type: ignore[no-untyped-def]
-    """Return the command with which the user can run `ebbflow` in the project's folder."""
+    """Return the command with which the user can run `ebbflow` in the current directory."""
     if shutil.which("ebbflow"):
         return "ebbflow"
     beside = Path(sys.executable).with_name("ebbflow")
-    shown = beside.relative_to(PROJECT_ROOT) if beside.is_relative_to(PROJECT_ROOT) else beside
+    shown = beside
+    with contextlib.suppress(OSError):  # the directory was deleted
+        shown = os.path.relpath(beside) if beside.is_relative_to(PROJECT_ROOT) else beside
     return shlex.quote(str(shown)) if beside.exists() else f"{shlex.quote(sys.executable)} -m ebbflow"
 
 

@@ -20,6 +20,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PEAK, PHASE, RESTORE, STEP, LedgerClass
 from ebbflow.infra.layout import parse_commit_key
 from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, MetricsServer, Pusher, PushGroup, delete_group
+from ebbflow.infra.process import available_bytes
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.heartbeat import Heartbeat
@@ -275,8 +276,9 @@ class NodeMetrics:
                 usd, at = self._at_risk
                 since = (time.monotonic() - at) * self._limits.usd_per_second
                 self.board.set("ebbflow_at_risk_usd", usd + since, self._terms.price_kind)
+        self.board.set("ebbflow_node_memory_available_bytes", available_bytes())
         if found := self._gpus.sample(wait_seconds=_GPU_WAIT_SECONDS):
-            for name in ("gpus", "gpu_memory_used_bytes", "gpu_memory_free_bytes", "gpu_celsius"):
+            for name in ("gpus", "gpu_memory_used_bytes", "gpu_memory_free_bytes", "gpu_celsius", "gpu_watts"):
                 self.board.set(f"ebbflow_{name}", found.get(name))
             busy = found.get("gpu_busy_percent")
             self.board.set("ebbflow_gpu_busy_ratio", None if busy is None else busy / 100)

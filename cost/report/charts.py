@@ -24,6 +24,7 @@ from ebbflow.infra.events import (
     COMMIT,
     CONFIGURED,
     EVALUATION,
+    FAULT_DETECTED,
     GENERATION_ENDED,
     NODE_HEARTBEAT,
     NODE_STARTED,
@@ -39,7 +40,10 @@ _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
 _RECENT_STEPS = 200
 _MOST_MARKS, _MOST_LANES, _MOST_SEGMENTS, _MOST_RANKS = 200, 64, 40, 1024
 _MOST_EVALUATIONS = 20
-_MACHINE = ("gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "resident_bytes")
+_SILENT_SECONDS = 60.0
+_MACHINE = (
+    "gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "gpu_watts", "resident_bytes", "memory_available_bytes",
+)  # fmt: skip
 _SECONDS = {"useful": LedgerClass.USEFUL_STEP, "data": LedgerClass.DATA_WAIT, "stall": LedgerClass.CHECKPOINT_STALL}
 _BUSY = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT)
 _X = ("step", "seconds", "usd")
@@ -66,7 +70,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
     """
     origin = min((event.t_wall for event in events if event.name != PRICES), default=0.0)
     spent = _SpendCurve(ledger, origin)
-    kept = _kept_steps(events, generations)
+    kept = find_kept_steps(events, generations)
     steps = [one.step for one in kept]
     seconds = _rising(one.t_wall - origin for one in kept)
 
@@ -116,9 +120,13 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     paces = sorted(
         (late - early) / (after - before) for (early, before), (late, after) in pairwise(recent) if after > before
     )
-    ended = max((event.generation for event in events if event.name == GENERATION_ENDED), default=0)
+    ended = max((event.generation for event in events if event.name in (FAULT_DETECTED, GENERATION_ENDED)), default=0)
+    silent = max((event.t_wall for event in events if event.name == NODE_HEARTBEAT), default=0.0)
+    silent -= charts["origin_utc"] + (recent[-1][0] if recent else 0.0)  # since the newest step
     if not paces or not running or (gang[0].node.generation <= ended and done != total):
         return found  # after the loss of a generation, nobody knows when the next one steps
+    if silent > _SILENT_SECONDS + 20 * paces[-1]:  # the ranks hang, or a node is lost
+        return found
     pace = (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
     found |= {"at_risk_seconds": found["at_risk_steps"] * pace, "at_risk_usd": found["at_risk_steps"] * pace * rate}
     if total:
@@ -180,7 +188,7 @@ def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
         yield stay.started, stay.started + stay.micros / MICRO, bill.price.curve
 
 
-def _kept_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[Event]:
+def find_kept_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[Event]:
     """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
     latest: dict[int, Event] = {}
     for event in events:

@@ -45,7 +45,11 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
     if not charts.get("steps", {}).get("step"):
         charts = {**charts, "steps": _old_columns(report)}
     steps, (compared, names) = _with_forecast(report, _with_held_out(charts)), _compare(report, earlier)
-    tables = {"steps": steps, "machine": _machine(charts.get("machine") or {}), "compare": compared}
+    machine = {
+        name: [value / _GIB if value is not None and name.endswith("_bytes") else value for value in values]
+        for name, values in (charts.get("machine") or {}).items()
+    }
+    tables = {"steps": steps, "machine": machine, "compare": compared}
     unit = get_weight_unit(report)
     loss = (ChartLine("loss", "loss", "soft", 1.2), ChartLine("smooth", "smoothed", "c1", 2))
     money = (
@@ -59,6 +63,7 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
         ChartLine("wait", "of it waiting for other ranks", "c1"),
         ChartLine("stall", "checkpoint stall", "c4"),
     )
+    memory = ChartLine("resident_bytes", "ranks", "c1"), ChartLine("memory_available_bytes", "available", "c3")
     entropy = ChartLine("entropy", "unigram entropy", "c4", 1.2, dash=(4, 4), span=True)
     held_out = ChartLine("held_out", "held-out", "c2", 0, points=True)
     found = [
@@ -72,7 +77,8 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
         Figure("busy", "GPU utilisation, %", "machine", (ChartLine("gpu_busy_percent", "mean of nodes", "c3"),)),
         Figure("gpumem", "GPU memory of a node, GiB", "machine", (ChartLine("gpu_memory_used_bytes", "used", "c1"),)),
         Figure("heat", "GPU temperature, °C", "machine", (ChartLine("gpu_celsius", "hottest, mean of nodes", "c2"),)),
-        Figure("memory", "Memory of a node's ranks, GiB", "machine", (ChartLine("resident_bytes", "used", "c1"),)),
+        Figure("power", "GPU power of a node, W", "machine", (ChartLine("gpu_watts", "mean of nodes", "c4"),)),
+        Figure("memory", "Memory of a node, GiB", "machine", memory),
     ]
     lines = tuple(
         ChartLine(f"job{number}", name, f"c{1 + number % 4}", 2 if number == 0 else 1.2, span=True)
@@ -140,13 +146,6 @@ def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str
     if entropy is not None and losses and entropy <= 1.5 * max(losses):
         columns["entropy"] = [entropy] * size
     return columns
-
-
-def _machine(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    return {
-        name: [None if value is None else value / _GIB for value in values] if name.endswith("_bytes") else values
-        for name, values in table.items()
-    }
 
 
 def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str, list[Any]], list[str]]:

@@ -23,7 +23,7 @@ from ebbflow.cost.ledger.generations import (
 )
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
-from ebbflow.cost.report.charts import build_charts, compute_progress
+from ebbflow.cost.report.charts import build_charts, compute_progress, find_kept_steps
 from ebbflow.cost.report.figures import STEP_COLUMNS, compute_actual_figures, compute_money_figures, list_step_figures
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import Outcome
@@ -203,7 +203,12 @@ def build_report(
         failures=sum(generation.user_code for generation in unplanned),
         redone_steps=ledger.redone_steps,
         weights_sha256=None if final is None else final.data.get("weights_sha256"),
-        loss_curve=_read_loss_curve(ordered),
+        # All ranks record the same loss.
+        loss_curve=[
+            (one.step or 0, without_nan(one.data["loss"]))
+            for one in find_kept_steps(ordered, generations)
+            if "loss" in one.data
+        ],
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,
@@ -276,20 +281,6 @@ def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> L
             raise
         places = "".join(f"\n  damage: {one.text}" for one in damage[:10])
         raise LedgerError(f"{error}\n  the event log is damaged in {len(damage)} places{places}") from error
-
-
-def _read_loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
-    """Read the training loss of each step's last execution as pairs (step, loss), ordered by step.
-
-    All ranks record the same loss. A non-finite loss is None.
-    """
-    latest: dict[int, tuple[int, float | None]] = {}
-    for event in events:
-        if event.name != STEP or event.step is None or "loss" not in event.data:
-            continue
-        if event.step not in latest or latest[event.step][0] <= event.generation:
-            latest[event.step] = (event.generation, without_nan(event.data["loss"]))
-    return [(step, latest[step][1]) for step in sorted(latest)]
 
 
 def _list_generations(

@@ -54,6 +54,15 @@ class Library:
             raise RuntimeError("Not Supported")
         return 61
 
+    def nvmlDeviceGetPowerUsage(self, device: int) -> int:  # noqa: N802
+        return 251_400 + 1000 * device  # milliwatts
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:  # noqa: N802
+        return 0
+
+    nvmlClocksThrottleReasonHwSlowdown = nvmlClocksThrottleReasonSwThermalSlowdown = 8  # noqa: N815
+    nvmlClocksThrottleReasonHwThermalSlowdown = nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 64  # noqa: N815
+
 
 @pytest.fixture
 def counters() -> Iterator[GpuMonitor]:
@@ -78,6 +87,8 @@ def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: 
         "gpu_memory_free_bytes": 69 * GIB,
         "gpu_busy_percent": 40,
         "gpu_celsius": 61,
+        "gpus_slowed": 0,
+        "gpu_watts": 504,
     }
 
 

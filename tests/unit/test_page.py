@@ -339,6 +339,10 @@ def test_while_nodes_are_replaced_no_end_is_foretold() -> None:
     settings = [{"key": "training.max_steps", "value": 20, "source": "default"}]
     begun = [event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events]
     assert build_report(begun, running=LAUNCHER).progress["eta_seconds"] == pytest.approx(30.0)
+    silent = [*begun, event("node_heartbeat", 200.0, generation=1, seconds=190.0)]
+    assert build_report(silent, running=LAUNCHER).progress["eta_seconds"] is None
+    found = [*begun, event("fault_detected", 20.5, generation=1, culprit="node 1 (host-1) was lost")]
+    assert build_report(found, running=LAUNCHER).progress["eta_seconds"] is None
     gang.ended("node_lost", 11.0)
     lost = [event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events]
     assert build_report(lost, running=LAUNCHER).progress["eta_seconds"] is None

@@ -104,8 +104,8 @@ class GpuMonitor:
         """Return the newest measurement and request the next. Wait at most `wait_seconds` for a recent measurement.
 
         Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
-        gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest), gpus_slowed (number of
-        GPUs that are throttled because of heat or power).
+        gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest), gpu_watts (sum),
+        gpus_slowed (number of GPUs that are throttled because of heat or power).
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
@@ -285,6 +285,8 @@ def _counters(library: Any, devices: list[Any]) -> tuple[dict[str, int], list[in
         slow = sum(getattr(library, f"nvmlClocksThrottleReason{name}") for name in names)
         if reasons := _query(library.nvmlDeviceGetCurrentClocksThrottleReasons, devices):
             found["gpus_slowed"] = sum(bool(int(one) & slow) for one in reasons)
+        if power := _query(library.nvmlDeviceGetPowerUsage, devices):  # in milliwatts
+            found["gpu_watts"] = round(sum(map(int, power)) / 1000)
     return found, used
 
 
