@@ -272,7 +272,7 @@ def make_local_folder(runs: Path, job: str, store: str) -> Path:
 def remember_job(runs: Path, job: KnownJob) -> Path:
     """Write the store's address into <runs>/<job> and let <runs>/latest point there. Return the folder.
 
-    Commands on this machine then find the job by its name, and the newest job without one.
+    Commands on this machine then find the job by its name, or the newest job if no name is given.
     """
     folder = make_local_folder(runs, job.name, job.store)
     write_atomically(folder / NOTE, job.note())

@@ -324,7 +324,7 @@ def _seconds(hours: float | None) -> float | None:
 
 
 def weakest_kind(*words: str) -> str:
-    """Return the least certain of several kinds of figures: "recorded" for "measured" and "recorded 2026-07-20".
+    """Return the least certain of several kinds of figures, such as "recorded" of "measured" and "recorded".
 
     The kind is the first word of each text, and "" counts as "estimated". The order, from certain to uncertain, is
     measured, live, recorded, estimated, simulated, and any other word.

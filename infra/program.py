@@ -102,7 +102,7 @@ def own_command():  # type: ignore[no-untyped-def]
 
 
 def print_on_any_terminal() -> None:
-    """Make stdout and stderr replace characters that they cannot encode with ASCII or an escape, not raise an error."""
+    """Make stdout and stderr replace unencodable characters with ASCII or an escape instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

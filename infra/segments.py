@@ -255,7 +255,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in `checksums` (in whatever order) and the others."""
+    """Split numbered lines into those whose checksum is in `checksums` (in any order) and the others."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:

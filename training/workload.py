@@ -104,8 +104,8 @@ class Workload(Protocol[B]):
     `check(context) -> str`, a classmethod or staticmethod: called by preflight, before `prepare`, without its data.
     It returns what it found, and raises WorkloadError for options that cannot be trained.
 
-    `other_bytes() -> int` and `offloads_optimizer`, an attribute: for the plan's memory, what a rank keeps beside the
-    model, and whether the optimizer's state is in main memory.
+    `other_bytes() -> int` and `offloads_optimizer`, an attribute: the bytes that a rank keeps besides the model, and
+    whether the optimizer's state is in main memory. The plan's memory estimate uses both.
 
     `weight_unit`, an attribute of the same class or function: the unit of a batch's weight for reports; by default
     "samples".

@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
 class KeyValues:
     """The keys and values of one block for the tokens so far: a cache, for the generation of up to `capacity` tokens.
 
-    It is no tensor, because FSDP2 would pass a block a copy in another dtype.
+    It is not a tensor, because FSDP2 would pass a copy in another dtype to the block.
     """
 
     def __init__(self, capacity: int) -> None:

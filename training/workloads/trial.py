@@ -101,7 +101,7 @@ LONGEST_SECONDS = 20.0
 
 
 class TimeIsUp(BaseException):
-    """Raised when a trial or a reward takes too long. The user's code might catch an `Exception`, so it is none."""
+    """Raised when a trial or a reward takes too long. Not an `Exception`, which the user's code might catch."""
 
 
 def try_evaluate(
