@@ -23,12 +23,16 @@ from ebbflow.training.data.tokenizer import BYTES, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Loss, WorkloadContext
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.workloads.chat import ChatTemplate
 from ebbflow.workloads.model_folder import ModelFolder, find_folder, flops_per_token, list_blocks
+from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_questions
 
 _OPTIONS = {
     "model": "folder with config.json, tokenizer.json and perhaps safetensors files; or a config.json alone",
     "dataset": "text file, folder or glob; .jsonl or .parquet; or a folder that `datasets` saved; default: data.path",
     "column": "name of the column with the text",
+    "chat": "the column has lists of messages, which the folder's chat template makes texts of; default: false",
+    "choices": ".jsonl file with questions of several choices, which evaluations answer",
     "lora_rank": "rank of LoRA's matrices; 0 trains all weights",
     "lora_alpha": "scale of LoRA's matrices; default: twice the rank",
     "lora_targets": "modules that get such matrices, separated by commas; default: all linear ones",
@@ -38,7 +42,8 @@ _OPTIONS = {
 class HuggingFace(TextWorkload):
     """Next-token prediction on packed sequences of `model.sequence_length` tokens.
 
-    `workload_options`: `model`, `dataset`, `column` (text), `lora_rank` (0), `lora_alpha`, `lora_targets`.
+    `workload_options`: `model`, `dataset`, `column` (text, or messages with `chat`), `choices`, `lora_rank` (0),
+    `lora_alpha`, `lora_targets`.
     """
 
     def __init__(self, context: WorkloadContext) -> None:
@@ -60,11 +65,23 @@ class HuggingFace(TextWorkload):
                 "training.initial_weights"
             )
         self._flops = flops_per_token(self.model())
+        self._choices: ChoiceTest | None = None
+        if choices := context.prepared.get("choices"):
+            tokenizer = open_tokenizer(context.config.data, project_root=context.project_root)
+            self._choices = ChoiceTest(open_questions(context.store, choices), tokenizer, changed.sequence_length)
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
-        """Tokenize and pack the dataset, unless the store already has its tokens."""
+        """Tokenize and pack the dataset, unless the store already has its tokens. Copy the questions to the store."""
         context = _with_folder(context)
+        about = cls._prepare_text(context)
+        if choices := context.options.get("choices"):
+            path = context.project_root / Path(str(choices)).expanduser()
+            about["choices"] = pack_questions(context.store, path)
+        return about
+
+    @staticmethod
+    def _prepare_text(context: WorkloadContext) -> dict[str, Any]:
         data, root = context.config.data, context.project_root
         path = data.path and root / Path(data.path).expanduser()
         kind = _kind_of(path) if path else ""
@@ -73,10 +90,12 @@ class HuggingFace(TextWorkload):
                 data = data.model_copy(update={"suffixes": [".txt", ".md"]})
             return prepare_tokens(data, context.store, project_root=root).to_json()
         between = _separator(data, root)
+        chat = ChatTemplate(_model_path(context)) if context.options.get("chat") else None
+        column = str(context.options.get("column", "text" if chat is None else "messages"))
         with tempfile.TemporaryDirectory(prefix="ebbflow-rows-") as folder:
             text = Path(folder, path.name)  # a single file, whose last part is held out
             with text.open("w", encoding="utf-8") as file:
-                for row in _rows(path, kind, str(context.options.get("column", "text"))):
+                for row in _rows(path, kind, column, chat):
                     file.write(row + between)
             return prepare_tokens(
                 data.model_copy(update={"path": str(text)}), context.store, project_root=root
@@ -96,6 +115,17 @@ class HuggingFace(TextWorkload):
         logits = model(input_ids=batch.inputs, use_cache=False).logits
         total = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
         return Loss(total, batch.weight)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the held-out loss, and with `choices` the shares of questions that are answered rightly."""
+        metrics = super().evaluate(model)
+        if self._choices is None:
+            return metrics
+        training, context = self._config.training, self._context
+        batch = max(1, training.batch_size // (context.world_size * training.gradient_accumulation_steps))
+        return metrics | self._choices.evaluate(
+            lambda tokens: model(input_ids=tokens, use_cache=False).logits, context, batch
+        )
 
     def flops(self, batch: TextBatch) -> float:
         return self._flops * batch.weight
@@ -128,11 +158,16 @@ def _kind_of(path: Path) -> str:
     return {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "")
 
 
-def _rows(path: Path, kind: str, column: str) -> Iterator[str]:
+def _rows(path: Path, kind: str, column: str, chat: ChatTemplate | None) -> Iterator[str]:
     """Yield the texts of a dataset's rows."""
     count = 0
     for count, row in enumerate(_read_rows(path, kind, column), 1):
         text = row.get(column)
+        if chat is not None and isinstance(text, list):
+            try:
+                text = chat.render(text)
+            except DataError as error:
+                raise DataError(f"{path}, row {count}: {error}") from error
         if not isinstance(text, str):
             what = f"has no text in {column!r}, only {', '.join(map(str, row))}" if column not in row else (
                 f"has {column!r} of type {type(text).__name__}"

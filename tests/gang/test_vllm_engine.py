@@ -94,6 +94,8 @@ def test_jobs_on_two_ranks_and_ahead_of_the_policy(tmp_path: Path) -> None:
         assert max(event.step or 0 for event in events if event.name == "step") == 3
         metrics = [event.data["metrics"] for event in events if event.name == "evaluation"][-1]
         assert metrics["rollouts"] == 24 and 0 <= metrics["reward"] <= 1
+        assert metrics["rollout_tokens_per_second"] > 0
+        assert metrics["rollout_time_share"] > 0.5 or job == "ahead", "slow generation shows"
 
 
 def test_what_is_not_as_it_should_be_ends_the_step(tmp_path: Path) -> None:

@@ -236,6 +236,13 @@ def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> No
     assert found.rule.id in (INJECTIONS[name].symptom, *INJECTIONS[name].answers)
 
 
+# The symptoms that the guides of the two workloads name: point-cloud completion, and reinforcement fine-tuning.
+_OF_GUIDE = {
+    "pcdiff": """A06 A08 A20 A21 B01 B03 B04 B05 B06 B07 B08 C01 D01 D02 D03 D04 D05 D12 E01 E02 E04 E05 E07 H03 H04 H14
+        J07 J08""",
+    "LightRFT": """A01 A02 A04 A06 A07 A09 A10 A11 A14 A15 A17 A18 A22 C01 C03 C06 C07 C08 D01 E06 F01 F02 F03 F04 F06
+        F08 F09 F10 G01 G03 G04 G07 G08 G09 H10 H11 H12 J08""",
+}
 COVERAGE_PAGE = Path(__file__).parents[2] / "docs" / "symptom-coverage.md"
 
 
@@ -263,7 +270,9 @@ def coverage_page() -> str:
         if int(rule.id[1:]) <= _OF_THE_GUIDES.get(rule.id[0], 0):
             kind = next((name for name, known in places.items() if rule.id in known), "line")
             counts[kind] += 1
-            rows.append(f"| {rule.id} | {rule.title} | {kind} | `{places.get(kind, {}).get(rule.id, 'its rule')}` |")
+            guides = ", ".join(name for name, ids in _OF_GUIDE.items() if rule.id in ids.split())
+            where = places.get(kind, {}).get(rule.id, "its rule")
+            rows.append(f"| {rule.id} | {rule.title} | {guides} | {kind} | `{where}` |")
     torch, test, excerpt, line = counts.values()
     head = f"""# How the symptoms are tested
 
@@ -272,8 +281,11 @@ are made for real: {torch} by plain torch code or another tool, whose logs are t
 (`tests/support/injected.py`), and {test} by a test of a job, of a check or with a stand-in. {excerpt} are replayed
 from a public excerpt, and {line} from the example line of their rule only.
 
-| id | symptom | made by | where |
-|---|---|---|---|
+The third column names the guides of the two [workloads](workloads.md) that have the symptom: point-cloud completion
+(pcdiff) and reinforcement fine-tuning (LightRFT).
+
+| id | symptom | guide | made by | where |
+|---|---|---|---|---|
 """
     return head + "\n".join(rows) + "\n"
 
