@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -26,13 +27,14 @@ from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.standalone import claim_for_ranks, open_job
+from ebbflow.training.standalone import claim_for_ranks, open_job, share_from_rank_0
 
+_SHARDING = {"DeepSpeedEngine": "deepspeed", "FullyShardedDataParallel": "fsdp1"}  # class of the model: integration
 Job = TypeVar("Job", bound=AttachedJob)
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | dict[str, nn.Module],
     optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
@@ -48,7 +50,7 @@ def attach(
     exits with code 75.
 
     Args:
-        model: the model that the loop calls: plain, DDP or FSDP2.
+        model: the model that the loop calls: plain, DDP, FSDP1 or FSDP2; or a dict of models with one optimizer.
         store: folder or s3://bucket/prefix; default: the configuration's store, else `runs`.
         name: name of the job; default: EBBFLOW_JOB, else the name of the script.
         config: configuration file; default: only the EBBFLOW__SECTION__KEY variables and the defaults.
@@ -57,26 +59,32 @@ def attach(
     if scheduler is not None:
         states["scheduler"] = scheduler
     try:
+        if isinstance(model, dict):
+            model = nn.ModuleDict(model)
         if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner  # accelerate's wrapper runs no hooks
         _check_arguments(model, optimizer, states)
+        kind = AttachedJob
+        if library := _sharding_library(model):
+            kind = importlib.import_module(
+                f"ebbflow.integrations.{library}"
+            ).Job  # no room imports it when it is loaded
         return open_attached(
-            lambda spec, gang: AttachedJob(spec, gang, model, optimizer, states), store=store, name=name, config=config
+            lambda spec, gang: kind(spec, gang, model, optimizer, states), store=store, name=name, config=config
         )
     except (TrainingError, InfraError) as error:
         refuse(error)
 
 
+def _sharding_library(model: nn.Module) -> str:
+    """Return the integration for a model whose state only its library can save, else ""."""
+    kinds = {type(one).__name__ for one in model.modules()}
+    return next((library for kind, library in _SHARDING.items() if kind in kinds), "")
+
+
 def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]) -> None:
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach: the model has type {type(model).__name__}; fix: pass the torch.nn.Module first")
-    refused = {
-        "FullyShardedDataParallel": "(FSDP1) flattens parameters, so its state cannot be resharded",
-        "DeepSpeedEngine": "keeps optimizer and shards to itself",
-    }
-    if kind := next((kind for kind in (type(one).__name__ for one in model.modules()) if kind in refused), None):
-        fix = "fix: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
-        raise AttachError(f"attach: {kind} {refused[kind]}; {fix}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise AttachError(f"attach: the optimizer has type {kind}; fix: pass the torch.optim.Optimizer second")
@@ -86,6 +94,8 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict
                 f"attach: {name} has type {type(one).__name__}, without state_dict and load_state_dict; fix: give it "
                 "both, or leave it out"
             )
+    if _sharding_library(model):
+        return
     try:
         named_state(model, optimizer)
     except TrainingError as error:
@@ -109,7 +119,9 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
             "and optimizers as keywords: attach(model, optimizer, critic=critic)"
         )
     gang = _join_gang()
-    spec = WorkerSpec.from_environment() or _share(gang, lambda: _open(**wanted))
+    spec = WorkerSpec.from_environment() or share_from_rank_0(gang, lambda: _open(**wanted), gang.group)
+    if isinstance(spec, int):
+        sys.exit(spec)
     attached_job.current = job = make(spec, gang)
     return job
 
@@ -128,28 +140,6 @@ def _join_gang() -> Gang:
         return Gang()
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     return Gang(rank=dist.get_rank(), world_size=world_size, group=group)
-
-
-def _share(gang: Gang, make: Callable[[], WorkerSpec]) -> WorkerSpec:
-    """Call `make` on rank 0, and return the resulting spec on every rank. Collective.
-
-    If `make` fails, rank 0 raises the error and the other ranks exit silently.
-    """
-    shared: list[Any] = [None]
-    error = None
-    if gang.rank == 0:
-        try:
-            shared = [make()]
-        except (TrainingError, InfraError) as failure:
-            error, shared = failure, [failure.outcome.exit_code]
-    if not gang.alone:
-        dist.broadcast_object_list(shared, src=0, group=gang.group)
-    if error is not None:
-        raise error
-    spec = shared[0]
-    if isinstance(spec, int):
-        sys.exit(spec)
-    return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
 def _open(store: str | Path | None, name: str | Path | None, config: str | Path | None) -> WorkerSpec:

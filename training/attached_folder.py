@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ebbflow.infra.errors import InfraError
 from ebbflow.training.attach import open_attached
-from ebbflow.training.attached_job import AttachedJob, Stateful, refuse
+from ebbflow.training.attached_job import AttachedJob, refuse
 from ebbflow.training.checkpoint.manifest import TensorEntry
+from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.state import SHARED_PREFIX, FurtherState
 from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
@@ -54,15 +55,14 @@ class FolderJob(AttachedJob):
         self.restored: Path | None = None
         self._into, self._folder = into, Path()
         self._pending: StepSync | None = None
-        states: dict[str, Stateful] = {}
-        super().__init__(spec, gang, nn.Module(), None, states)
+        super().__init__(spec, gang, nn.Module(), None, {})
 
-    _kept_steps = 1
+    _kept_steps, _by_library = 1, True
     _same_data = "the library's own position"
 
     def describe(self, model: nn.Module, max_steps: float) -> None:
         """Set the job's model and number of steps, which only the framework knows."""
-        self._described, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
+        self._model, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
 
     def record_inexact_data(self) -> None:
         """Record that a resumed run may read samples that differ from those of an uninterrupted run."""
@@ -121,8 +121,7 @@ class FolderJob(AttachedJob):
         self._reporter.enter("checkpoint", self.step)
         self._folder = Path(folder)
         self._flush_steps()  # so that no commit is newer than the recorded steps
-        if not self._gang.alone:
-            dist.barrier(group=self._gang.group)
+        self._wait_for_all()
         try:
             if sync is not None:
                 self._save(sync)
@@ -159,27 +158,31 @@ class FolderJob(AttachedJob):
         return {"folder": {"name": folder.name, "empty": empty}}
 
     def _restore(self) -> None:
+        self._read_commit(lambda name, entry: None)
+
+    def _read_commit(self, place: Place) -> RestoreResult | None:
         """Write the files of the newest commit into the target folder, on one rank of each node. Collective."""
-        writes = self._gang.rank % self._spec.colocated_ranks == 0
         partial = self._into / ".ebbflow-restored"
-        if writes:
+        if self._writes:
             shutil.rmtree(partial, ignore_errors=True)
 
-        def place(name: str, entry: TensorEntry) -> Tensor | None:
-            if not (writes and name.startswith(_PREFIX)):
+        def place_file(name: str, entry: TensorEntry) -> Tensor | None:
+            if not name.startswith(_PREFIX):
+                return place(name, entry)
+            if not self._writes:
                 return None
             path = _inside(partial, name.removeprefix(_PREFIX))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # left by a damaged commit that was tried before
             return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
 
-        restored = self._read_commit(place)
+        restored = super()._read_commit(place_file)
         if restored is None:
-            return
+            return None
         if (known := restored.extra.get("folder")) is None:
             raise AttachError(f"{restored.key} is no folder of a framework; fix: give this job another name")
         self.restored = _inside(self._into, known["name"])
-        if writes:
+        if self._writes:
             for name in known["empty"]:
                 path = _inside(partial, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +191,14 @@ class FolderJob(AttachedJob):
                 shutil.rmtree(self.restored)
             (partial / known["name"]).replace(self.restored)
             shutil.rmtree(partial, ignore_errors=True)
+        self._wait_for_all()
+        return restored
+
+    @property
+    def _writes(self) -> bool:
+        return self._gang.rank % self._spec.colocated_ranks == 0
+
+    def _wait_for_all(self) -> None:
         if not self._gang.alone:
             dist.barrier(group=self._gang.group)
 

@@ -111,8 +111,7 @@ class ScriptGuards:
 
     def rehearse(self, step: int, max_steps: int, limits: Limits) -> None:
         if self._rehearsal is not None:
-            own = {"gang": self._gang, "reporter": self._reporter, "limits": limits}
-            self._rehearsal.inject(step, max_steps=max_steps, **own)
+            self._rehearsal.inject(step, max_steps=max_steps, gang=self._gang, reporter=self._reporter, limits=limits)
 
     def spoil(self, loss: Any) -> Any:
         """Return `loss`. If a rehearsed non-finite loss has fired since the last call, return NaN instead of `loss`."""

@@ -24,15 +24,12 @@ from torch.optim import Optimizer
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP, Origin
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP
 from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, worst_loss
 from ebbflow.training.attached_state import (
     BatchSource,
     count_samples,
+    find_enumerate,
     find_frozen,
     from_bytes,
     join_state,
@@ -41,23 +38,26 @@ from ebbflow.training.attached_state import (
     restore_frozen,
     split_state,
     split_states,
-    to_bytes,
 )
 from ebbflow.training.checkpoint.manifest import TensorEntry
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name
+from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name, to_bytes
 from ebbflow.training.errors import AttachError, TrainingError, describe_exception
 from ebbflow.training.gang import Gang, leave
-from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
-from ebbflow.training.limits import Limits, LoopResult, Position, Stop
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.limits import LoopResult, Position, Stop
 from ebbflow.training.parallel import Spread, refuse_unused_parameters
-from ebbflow.training.progress import live_metrics
-from ebbflow.training.reporter import Clock
 from ebbflow.training.save_controller import SaveController
 from ebbflow.training.standalone import release_job, write_result
 from ebbflow.training.step_sync import Row, StepSync, exchange
-from ebbflow.training.trainer_setup import make_reporter, make_save_schedule, open_saver, report_restore
+from ebbflow.training.trainer_setup import (
+    make_limits,
+    make_save_schedule,
+    open_reporter,
+    open_saver,
+    report_restore,
+)
 from ebbflow.training.weights.load import weights_sha256
 
 _SYNC_SECONDS = 0.5
@@ -88,13 +88,14 @@ class AttachedJob:
         name: name of the job.
         step: number of completed steps; a step is one iteration of `batches` or `steps`.
         epoch: number of the current epoch, counted from 0.
+        batch: number of completed batches of this epoch.
         resumed: whether a commit was restored.
     """
 
     _kept_steps = 0  # events of steps that are not emitted yet, because their loss may follow
     _max_steps = 0  # of the job; 0 if unknown
     _same_data = "random states"  # how a resumed run reads the same data if the job has no loader; "" if it may not
-    _described: nn.Module | None = None  # the model, if a library saves it
+    _by_library = False  # whether a library writes the state of model and optimizer
     _resized = ""  # why results may differ after a change of the number of ranks
 
     def __init__(
@@ -102,46 +103,31 @@ class AttachedJob:
     ) -> None:
         self.name, self.step, self.epoch, self.resumed = spec.job, 0, 0, False
         self._spec, self._gang, self._model, self._optimizer, self._states = spec, gang, model, optimizer, states
+        self._saved = (nn.Module(), None) if self._by_library else (model, optimizer)  # as tensors of a commit
         self._config = config = RunConfig.model_validate(spec.config)
         use_signing_key(config.checkpoint.signing_key_env)
         signer()  # raises at once if this node lacks the key
-        terms = Terms.from_json(spec.terms) if spec.terms else None
-        origin = Origin(
-            job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
-        )
         self._ends = contextlib.ExitStack()
-        job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
-        log = self._ends.enter_context(EventLog(job_store, origin))
-        emit = self._ends.enter_context(live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit))
-        clock = Clock(emit)
-        self._ends.callback(clock.emit_phases)
-        self._reporter = reporter = make_reporter(spec, clock, emit)
-        self._limits = Limits(
-            terms,
-            world_size=gang.world_size,
-            elapsed_seconds=lambda: clock.elapsed_seconds,
-            stop_seconds=config.checkpoint.stop_seconds,
-            control=OrderRecord(Path(spec.control_path)) if spec.control_path else None,
-        )
+        self._reporter, _ = self._ends.enter_context(open_reporter(spec, gang))
         self._former_handler = signal.getsignal(signal.SIGTERM)
-        self._limits.watch_signals()
-        reporter.enter("init", 0)
-        self._saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
+        self._limits = make_limits(spec, gang, config, self._reporter.clock)
+        self._saver = open_saver(spec, gang, self._reporter)
+        schedule = make_save_schedule(spec, config, self._limits.terms) if gang.rank == 0 else None
+        saved = Spread(model=self._saved[0], module=self._saved[0], copies=1)
         self._saves = SaveController(
-            config=config.checkpoint, rank=gang.rank, spread=Spread(model=model, module=model, copies=1),
-            optimizer=optimizer, saver=self._saver, limits=self._limits, reporter=reporter, extra={},
-            carried=self._capture, save_schedule=make_save_schedule(spec, config, terms) if gang.rank == 0 else None,
+            config=config.checkpoint, rank=gang.rank, spread=saved, optimizer=self._saved[1], saver=self._saver,
+            limits=self._limits, reporter=self._reporter, extra={}, carried=self._capture, save_schedule=schedule,
         )  # fmt: skip
-        self._guards = ScriptGuards(spec, config, gang, reporter)
+        self._guards = ScriptGuards(spec, config, gang, self._reporter)
         self._seed = torch.initial_seed()
-        self._batch = self._samples = 0  # batches of this epoch, samples of the job
-        self._epoch_samples = 0  # of this epoch, on all ranks
+        self.batch = self._samples = self._epoch_samples = 0  # samples of the job, and of this epoch on all ranks
         self._in_other_batches = False  # the commit was made by another number of ranks, in mid-epoch
         self._source: BatchSource | None = None
         self._source_state: Any = None
         self._rng: dict[str, Tensor] = {}
         self._reads = self._begun = self._in_block = self._looping = False
         self._left_loop = self._closed = self._updated = self._forwarded = False
+        self._owed = False  # a save was due while gradients were accumulating
         self._exit_code: int | None = None
         self._held: bool | None = None  # not None: a sync waits for the epoch's end; True: gradients are unused
         self._saved_step = -1
@@ -153,8 +139,8 @@ class AttachedJob:
         self._steps: list[tuple[int, tuple[float, float], dict[str, Any], Any]] = []  # not emitted yet
         self._restore()
         self._watch_model()
-        self._saver.prepare(model, optimizer)
-        clock.emit_phases()
+        self._saver.prepare(*self._saved)
+        self._reporter.clock.emit_phases()
         atexit.register(self._on_exit)
 
     def __enter__(self) -> AttachedJob:
@@ -191,7 +177,7 @@ class AttachedJob:
             while self.epoch < count:
                 self._reads = True
                 yield self.epoch
-                self.epoch, self._batch, self._source_state = self.epoch + 1, 0, None
+                self.epoch, self.batch, self._source_state = self.epoch + 1, 0, None
                 self._epoch_samples = 0
                 if self._held is not None:
                     held, self._held = self._held, None
@@ -258,7 +244,7 @@ class AttachedJob:
     def _find_batch(self, loader: Any) -> None:
         """Choose the batch at which to continue an epoch that a different number of ranks began. Samples may repeat."""
         size = (getattr(loader, "batch_size", None) or 1) * self._gang.world_size
-        self._batch, rest = divmod(self._epoch_samples, size)
+        self.batch, rest = divmod(self._epoch_samples, size)
         self._in_other_batches = False
         if rest:
             self._resized += f"; {rest} samples of epoch {self.epoch} are read twice"
@@ -266,18 +252,22 @@ class AttachedJob:
     def _epoch(self, loader: Any) -> Iterator[Any]:
         source, self._reads = self._open_source(loader), False
         self._reporter.enter("data", self.step + 1)
-        for batch in source.epoch(self.epoch, self._batch):
+        if self.batch and (place := find_enumerate(sys._getframe(1))):
+            self.say(
+                f"{place} counts batches from 0 after a resume; fix, if numbers matter: enumerate(loader, job.batch)"
+            )
+        for batch in source.epoch(self.epoch, self.batch):
             samples = count_samples(batch) * self._gang.world_size
             if self._samples < self._guards.first_sample:
-                self._batch, self._samples = self._batch + 1, self._samples + samples
+                self.batch, self._samples = self.batch + 1, self._samples + samples
                 self._epoch_samples += samples
                 continue
             self._begin_step()
             with self._counting():
                 yield batch
-            self._batch += 1
+            self.batch += 1
             self._epoch_samples += samples
-            self._end_step(samples, last=source.length is not None and self._batch >= source.length)
+            self._end_step(samples, last=source.length is not None and self.batch >= source.length)
         self._reporter.enter("evaluation", self.step)
 
     @contextlib.contextmanager
@@ -287,7 +277,7 @@ class AttachedJob:
             yield
         except GeneratorExit:
             if self._updated:
-                self._batch += 1
+                self.batch += 1
                 self.step += 1
             raise
 
@@ -321,7 +311,7 @@ class AttachedJob:
     def _after_step(self) -> None:
         loader = self._source.loader if self._source is not None else None
         facts = {"samples": self._samples, "steps": self._max_steps, "loader": loader}
-        self._guards.probe(self.step, self._described or self._model, **facts)
+        self._guards.probe(self.step, self._model, **facts)
         self._guards.rehearse(self.step, self._max_steps, self._limits)
 
     def _record(self, samples: int, learning_rate: float | None = None) -> None:
@@ -387,16 +377,17 @@ class AttachedJob:
             stop_seconds=self._limits.stop_seconds,
             own_seconds=self._guards.take_own() / steps,
             unsettled=unsettled,
-            **saves.row_fields(self.step),
+            **saves.row_fields(self.step, owed=self._owed),
         )
         sync = exchange(self._gang, row)
+        self._owed = sync.save_due and not sync.settled
         self._guards.record_pace(self.step, sync, self._limits.usd_per_second)
         if sync.failed_save:
             self._saver.abandon(sync.failed_save)
         self._guards.promise(
             self.step,
-            self._described or self._model,
-            has_optimizer=self._optimizer is not None or self._kept_steps > 0,
+            self._model,
+            has_optimizer=self._optimizer is not None or self._by_library,
             source=self._source,
             same_data=self._same_data,
             resized=self._resized,
@@ -429,12 +420,14 @@ class AttachedJob:
         own["attach"] = to_bytes({"seed": self._seed, "source": split_state(source, "source", own)})
         self._saver.further = FurtherState(own, shared)
         self._saved_step = step
-        at = {"epoch": self.epoch, "batch": self._batch, "samples": self._epoch_samples, "seed": self._seed}
-        at |= {"states": forms, "frozen": find_frozen(self._model)}
+        at = {"epoch": self.epoch, "batch": self.batch, "samples": self._epoch_samples, "seed": self._seed}
+        at |= {"states": forms, "frozen": None if self._by_library else find_frozen(self._model)}
         return {"attach": at, "guards": self._guards.numbers.to_json()}
 
     def _restore(self) -> None:
         """Restore the newest commit, if there is one. Collective."""
+        if not self._spec.candidates:
+            return
         shared: dict[str, Tensor] = {}
         split_states(self._states, shared)
 
@@ -459,7 +452,7 @@ class AttachedJob:
                 one.load_state_dict(join_state(at["states"][name], restored.further.shared))
             else:
                 self.say(f"{restored.key} has no state of {name}, which begins anew")
-        self.epoch, self._batch = at["epoch"], at["batch"]
+        self.epoch, self.batch = at["epoch"], at["batch"]
         self._epoch_samples = at.get("samples", 0)
         if restored.world_size != self._gang.world_size:
             self._seed, self._in_other_batches = at.get("seed", self._seed), self._epoch_samples > 0
@@ -477,7 +470,7 @@ class AttachedJob:
             self._reporter.enter("restore", 0)
         begun = time.monotonic()
         restored = self._saver.restore(
-            self._spec.candidates, self._model, self._optimizer, place=place,
+            self._spec.candidates, *self._saved, place=place,
             progress=lambda: self._reporter.enter("restore", 0),
         )  # fmt: skip
         if restored is None:
@@ -549,8 +542,10 @@ class AttachedJob:
         except TrainingError as error:
             refuse(error)
         self._reporter.enter("done", self.step)
-        module = getattr(self._model, "module", self._model)
-        self._end(Outcome.COMPLETED, "", weights_sha256(module))
+        self._end(Outcome.COMPLETED, "", self._digest())
+
+    def _digest(self) -> str | None:
+        return None if self._by_library else weights_sha256(getattr(self._model, "module", self._model))
 
     def _fail(self, error: BaseException) -> None:
         if self._spec.agent_pid is None and self._gang.rank == 0:

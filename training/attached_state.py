@@ -10,11 +10,14 @@ import contextlib
 import hashlib
 import itertools
 import json
+import linecache
 import math
+import os
 import random
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -90,21 +93,18 @@ def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {"list": list, "tuple": tuple, "set": set}[kind](join_state(inner, tensors) for inner in value)
 
 
-def to_bytes(document: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-
-
 def from_bytes(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
 
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that can differ between ranks, such as the running statistics of BatchNorm, by name."""
-    known = model.state_dict(keep_vars=True)
     found = {}
-    for name, buffer in model.named_buffers():
-        if name in known and buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES:
-            found[f"buffer.{name}"] = buffer.detach()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if kept and buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES:
+                found[f"buffer.{name}"] = buffer.detach()
     return found
 
 
@@ -208,8 +208,8 @@ class BatchSource:
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0
         self._stateful: Any = None
-        self._skips = hasattr(loader, "skip_batches") and hasattr(loader, "base_dataloader")  # a loader of accelerate
-        for one in () if self._skips else (None if stock else loader, None if workers else dataset):
+        self._prepared = hasattr(loader, "skip_batches") and hasattr(loader, "base_dataloader")  # by accelerate
+        for one in () if self._prepared else (None if stock else loader, None if workers else dataset):
             if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
                 self._stateful = self._stateful or one
         self._in_sampler = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
@@ -255,18 +255,21 @@ class BatchSource:
             if skip == 0:
                 return self._iterate(self.loader)
         seed = derive_seed(self._seed, epoch)
-        if self._skips:
-            return self._from_accelerate(seed, skip)
+        if (shared := getattr(self.loader, "synchronized_generator", None)) is not None:  # of accelerate
+            shared.manual_seed(seed)
         if (generator := getattr(self.loader, "generator", None)) is not None:
             generator.manual_seed(derive_seed(self._generator_seed, epoch))
-        if not self._in_sampler or self._stateful is not None:
-            if skip:
+        if not self._in_sampler or self._prepared or self._stateful is not None:
+            if skip and not self._prepared:
                 self._say(f"reading {skip} batches of epoch {epoch} again to skip them: the loader has no state_dict")
             return self._from_stream(seed, skip)
         return self._from_sampler(seed, skip)
 
     def _from_stream(self, seed: int, skip: int) -> Iterator[Any]:
         """Yield the batches of a loader without a sampler. A batch's random numbers depend only on its number."""
+        loader = self.loader.base_dataloader if self._prepared else self.loader
+        if getattr(loader, "persistent_workers", False) is True:  # they would keep random states of earlier epochs
+            object.__setattr__(loader, "persistent_workers", False)
         with random_numbers_of(seed):  # the seed of the workers
             batches = iter(self._iterate(self.loader))
         for number in itertools.count():
@@ -277,23 +280,6 @@ class BatchSource:
                     return
             if number >= skip:
                 yield batch
-
-    def _from_accelerate(self, seed: int, skip: int) -> Iterator[Any]:
-        """Return an iterator over a loader that accelerate has prepared.
-
-        The first batch is fetched at once, while the random generators are seeded with `seed`.
-        """
-        loader = self.loader
-        if loader.synchronized_generator is not None:
-            loader.synchronized_generator.manual_seed(seed)
-        loader.skip_batches = skip
-        try:
-            with random_numbers_of(seed):
-                batches = self._iterate(loader)
-                first = list(itertools.islice(batches, 1))
-        finally:
-            loader.skip_batches = 0
-        return itertools.chain(first, batches)
 
     def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
         loader = self.loader
@@ -371,3 +357,15 @@ def count_samples(batch: Any) -> int:
     if isinstance(batch, list | tuple) and batch:
         return count_samples(batch[0])
     return 1
+
+
+def find_enumerate(frame: FrameType | None) -> str:
+    """Return file and line of a loop over `enumerate` among the innermost callers; "" if there is none."""
+    for _ in range(4):  # the script's loop, or a progress bar's
+        if frame is None:
+            break
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if "enumerate(" in line and ".batch" not in line:
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: enumerate"
+        frame = frame.f_back
+    return ""

@@ -15,16 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = [
-    "HashStore",
-    "PrefixStore",
-    "Store",
-    "TCPStore",
-    "all_gather_flat",
-    "compile_module",
-    "open_tcp_store",
-    "set_group_timeout",
-]
+__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore"]  # torch's; the functions below are public too
 
 # Collective: writes every rank's tensor, the second argument, of shape `[k]`, into the first, of shape
 # `[world_size * k]`. Renamed in torch 2.13.

@@ -149,6 +149,10 @@ def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int,
     if before.get("rng") != first.get("rng"):
         used = [name for name in before["rng"] if len({one["rng"].get(name) for one in whole[:-1]}) > 1]
         found += [("random", name) for name in used if first["rng"].get(name) != before["rng"][name]]
+    if not found:  # such as the index of enumerate, by which some scripts accumulate gradients
+        varied = {name for name in before["counters"] if len({one["counters"].get(name) for one in whole[:-1]}) > 2}
+        counters = resumed[0]["counters"]
+        found = [("index", name) for name in varied & counters.keys() if counters[name] != before["counters"][name]]
     return at, found or [("unknown", "")]
 
 
@@ -162,6 +166,7 @@ _LOST = {
         "save and restore it: torch.get_rng_state, random.getstate, np.random.get_state",
     ),
     "counter": ("the count starts anew", "save the number, and begin with it"),
+    "index": ("counts from 0 after a resume", "begin at the batch to resume from: enumerate(loader, start)"),
     "unknown": ("weights differ, and no state that was seen explains it", "compare the first steps after a resume"),
 }
 

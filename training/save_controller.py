@@ -163,11 +163,11 @@ class SaveController:
     carried: Callable[[int], dict[str, Any]] = lambda step: {}  # returns further fields of the commit of a step
     save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
 
-    def row_fields(self, step: int) -> dict[str, float]:
-        """Return the fields of this rank's `Row` about saves: its vote for a save after `step`, and its last saves."""
+    def row_fields(self, step: int, *, owed: bool = False) -> dict[str, float]:
+        """Return this rank's fields of a `Row` about saves: its vote (for `step` or an `owed` one), and its last saves."""
         saver = self.saver
         return {
-            "save_due": self.due(step),
+            "save_due": self.due(step) or owed,
             "saving": saver.busy,
             "save_seconds": self.last_save_seconds,
             "save_limit_seconds": saver.limit_seconds,

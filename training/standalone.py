@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ebbflow.infra.config.load import values_with_sources
-from ebbflow.infra.errors import StoreError
+from ebbflow.infra.errors import InfraError, StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.infra.launchers import Claim, claim_job
@@ -30,7 +30,8 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
 from ebbflow.training.checkpoint.rollback import check_rollback, newest_generation_in_events, record_permits
 from ebbflow.training.compat import TCPStore
-from ebbflow.training.errors import RendezvousError, describe_exception, describe_traceback
+from ebbflow.training.errors import RendezvousError, TrainingError, describe_exception, describe_traceback
+from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import LoopResult
 
@@ -122,6 +123,26 @@ def open_job(
         prepared=prepared,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
+
+
+def share_from_rank_0(gang: Gang, make: Callable[[], WorkerSpec], group: Any) -> WorkerSpec | int:
+    """Call `make` on rank 0, and return the spec of each rank. If `make` fails, rank 0 raises the error. Collective.
+
+    The other ranks then get the exit code of the error, with which they must exit.
+    """
+    shared: list[Any] = [None]
+    error = None
+    if gang.rank == 0:
+        try:
+            shared = [make()]
+        except (TrainingError, InfraError) as failure:
+            error, shared = failure, [failure.outcome.exit_code]
+    if not gang.alone:
+        dist.broadcast_object_list(shared, src=0, group=group)
+    if error is not None:
+        raise error
+    spec = shared[0]
+    return spec if isinstance(spec, int) else replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:

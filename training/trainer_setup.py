@@ -5,9 +5,10 @@ The trainer has data, model, optimizer, saver, limits and progress.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch import nn
 
 from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
 from ebbflow.infra.errors import StoreUnavailable
-from ebbflow.infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import INITIAL_WEIGHTS, PEAK, RESTORE, Origin
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
@@ -33,7 +35,7 @@ from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import keep_average, make_optimizer
 from ebbflow.training.parallel import DTYPES, report_compilation, spread_model
-from ebbflow.training.progress import Progress, peak_flops_per_second
+from ebbflow.training.progress import Progress, live_metrics, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import retry_until_deadline
@@ -44,23 +46,13 @@ from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
 
-Emit = Callable[..., object]
 _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
 def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
     """Build the trainer of one rank. Raises WorkloadError or ParallelError if this gang cannot train it. Collective."""
     config = apply_overrides(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
-    terms = Terms.from_json(spec.terms) if spec.terms else None
-    clock = reporter.clock
-    limits = Limits(
-        terms,
-        world_size=gang.world_size,
-        elapsed_seconds=lambda: clock.elapsed_seconds,
-        stop_seconds=config.checkpoint.stop_seconds,
-        control=OrderRecord(Path(spec.control_path)) if spec.control_path else None,
-    )
-    limits.watch_signals()
+    clock, limits = reporter.clock, make_limits(spec, gang, config, reporter.clock)
     store = Store.open(spec.store_uri)
     workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
     if config.workload is not None:
@@ -92,8 +84,8 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "batch_size": config.training.batch_size,
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
-        progress=_progress(spec, gang, config, terms, reporter),
-        save_schedule=make_save_schedule(spec, config, terms) if gang.rank == 0 else None,
+        progress=_progress(spec, gang, config, limits.terms, reporter),
+        save_schedule=make_save_schedule(spec, config, limits.terms) if gang.rank == 0 else None,
         rehearsal=make_rehearsal(spec, nodes),
         guards=guards,
     )
@@ -102,14 +94,41 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     return trainer
 
 
-def open_saver(
-    spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
-) -> Checkpointer:
-    """Open the saver of this rank for the gang's generation. Raises DamagedLineage or StoreError.
+def make_limits(spec: WorkerSpec, gang: Gang, config: RunConfig, clock: Clock) -> Limits:
+    """Return the limits of this rank, which watch SIGTERM from now on."""
+    limits = Limits(
+        Terms.from_json(spec.terms) if spec.terms else None,
+        world_size=gang.world_size,
+        elapsed_seconds=lambda: clock.elapsed_seconds,
+        stop_seconds=config.checkpoint.stop_seconds,
+        control=OrderRecord(Path(spec.control_path)) if spec.control_path else None,
+    )
+    limits.watch_signals()
+    return limits
 
-    The saver calls `waiting` when it begins to wait for the store, and calls the function that `waiting` returned when
-    the wait ends.
-    """
+
+@contextlib.contextmanager
+def open_reporter(spec: WorkerSpec, gang: Gang) -> Iterator[tuple[Reporter, EventLog]]:
+    """Open events, live metrics and ledger clock of this rank, and close them afterwards."""
+    origin = Origin(
+        job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
+    )
+    with (
+        EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log,
+        live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
+    ):
+        beat = Heartbeat(Path(spec.heartbeat_path)).beat if spec.heartbeat_path else lambda step, phase: None
+        reporter = Reporter(Clock(emit), emit, beat)
+        try:
+            reporter.enter("init", 0)
+            yield reporter, log
+        finally:
+            reporter.close()
+            reporter.clock.emit_phases()
+
+
+def open_saver(spec: WorkerSpec, gang: Gang, reporter: Reporter) -> Checkpointer:
+    """Open the saver of this rank for the gang's generation. Raises DamagedLineage or StoreError."""
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     rate = checkpoint.upload_mib_per_second
@@ -123,7 +142,8 @@ def open_saver(
     return Checkpointer(
         job_store.uri, generation=generation, rank=gang.rank, world_size=gang.world_size, node=spec.node,
         deadline_seconds=checkpoint.deadline_seconds, retention=retention_policy(checkpoint),
-        upload_bytes_per_second=rate and rate * 2**20, emit=emit, waiting=waiting,
+        upload_bytes_per_second=rate and rate * 2**20, emit=reporter.emit,
+        waiting=lambda: reporter.enter_temporarily("store"),
     )  # fmt: skip
 
 
@@ -205,12 +225,6 @@ def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, An
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
     paid = "" if lost_usd is None else f", ${lost_usd:.2f} paid for them"
     return {"key": rejected.key, "reason": rejected.reason, **loss, "lost": f"{loss['lost_steps']} steps{paid}"}
-
-
-def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:
-    if spec.heartbeat_path is None:
-        return Reporter(clock, emit)
-    return Reporter(clock, emit, Heartbeat(Path(spec.heartbeat_path)).beat)
 
 
 def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
+from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, Origin, describe_network
+from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, describe_network
 from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
@@ -40,17 +40,16 @@ from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.progress import live_metrics
-from ebbflow.training.reporter import Clock
 from ebbflow.training.standalone import (
     claim_for_ranks,
     default_job_name,
     open_job,
     record_exception,
     release_job,
+    share_from_rank_0,
     write_result,
 )
-from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_saver, restore
+from ebbflow.training.trainer_setup import build_trainer, open_reporter, open_saver, restore
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
 from ebbflow.training.workloads.loader import prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload
@@ -98,31 +97,18 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
 
     If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit code.
     """
-    if gang.alone:
-        made = _make_spec_or_exit_code(request)
-        return made if isinstance(made, WorkerSpec) else leave(made)
     # A separate group with a longer deadline, because preparing data may take longer than a step.
-    waiting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
-    shared = [_make_spec_or_exit_code(request) if gang.rank == 0 else 0]
-    dist.broadcast_object_list(shared, src=0, group=waiting)
-    dist.destroy_process_group(waiting)
-    spec = shared[0]
-    if isinstance(spec, int):
-        leave(spec)
-    return replace(spec, node=gang.rank // spec.colocated_ranks)
-
-
-def _make_spec_or_exit_code(request: Request) -> WorkerSpec | int:
+    waiting: Any = None if gang.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
     try:
-        return _make_spec(request)
-    except JobIsRunning as error:
-        print(error, file=sys.stderr)
-        return Outcome.PREFLIGHT.exit_code
+        spec = share_from_rank_0(gang, lambda: _make_spec(request), waiting)
     except (TrainingError, InfraError) as error:
         if _is_user_failure(error):
             raise
         print(error, file=sys.stderr)
-        return error.outcome.exit_code
+        spec = error.outcome.exit_code
+    if waiting is not None:
+        dist.destroy_process_group(waiting)
+    return leave(spec) if isinstance(spec, int) else spec
 
 
 def _is_user_failure(error: BaseException) -> bool:
@@ -265,37 +251,23 @@ def flush_before_end(log: EventLog, record: OrderRecord) -> None:
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
     """Train, write the result file, and return the result. Events are flushed even if training fails."""
-    origin = Origin(
-        job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
-    )
     nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
-    with (
-        EventLog(job_store, origin) as log,
-        live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
-    ):
+    with open_reporter(spec, gang) as (reporter, log):
         if spec.control_path:
             record = OrderRecord(Path(spec.control_path))
             threading.Thread(target=flush_before_end, args=(log, record), name="last events", daemon=True).start()
-        clock = Clock(emit)
-        reporter = make_reporter(spec, clock, emit)
-        try:
-            reporter.enter("init", 0)
-            if gang.device_note and gang.rank == 0:
-                emit(NOTICE, message=gang.device_note)
-            mode = RunConfig.model_validate(spec.config).training.deterministic
-            if gang.rank == 0 and (mode != "auto" or gang.device.type != "cpu"):
-                emit(PROMISE, **describe_promise(mode, gang.device))
-            if gang.network and gang.rank == 0:
-                print(f"network of {nodes} nodes: {describe_network(gang.network)}", flush=True)
-                emit(NETWORK, **gang.network)
-            saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
-            trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
-            ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
-            saver.close()
-        finally:
-            reporter.close()
-            clock.emit_phases()
+        if gang.device_note and gang.rank == 0:
+            reporter.emit(NOTICE, message=gang.device_note)
+        mode = RunConfig.model_validate(spec.config).training.deterministic
+        if gang.rank == 0 and (mode != "auto" or gang.device.type != "cpu"):
+            reporter.emit(PROMISE, **describe_promise(mode, gang.device))
+        if gang.network and gang.rank == 0:
+            print(f"network of {nodes} nodes: {describe_network(gang.network)}", flush=True)
+            reporter.emit(NETWORK, **gang.network)
+        saver = open_saver(spec, gang, reporter)
+        trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
+        ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
+        saver.close()
     if spec.result_path:
         write_result(Path(spec.result_path), ending)
     return ending

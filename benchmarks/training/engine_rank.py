@@ -28,8 +28,8 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
-from ebbflow.training.reporter import Clock
-from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_saver
+from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.trainer_setup import build_trainer, open_saver
 from ebbflow.training.worker import arrange_determinism
 
 UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
@@ -57,8 +57,8 @@ class EngineLoop:
         self._last: Event | None = None
         self._last_cpu = 0.0
         self._watch = watch
-        reporter = make_reporter(spec, Clock(self._log.emit), self._emit)
-        saver = open_saver(spec, gang, self._emit) if saves else NoSaver()
+        reporter = Reporter(Clock(self._log.emit), self._emit, Heartbeat(heartbeat).beat)
+        saver = open_saver(spec, gang, reporter) if saves else NoSaver()
         self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
         self._at = Position()
 

@@ -38,6 +38,7 @@ PAUSE = "0.02"  # per step, so that a signal comes in mid-job
 CORPUS = {
     "ddp": (2, 30, 3),
     "fsdp2": (2, 24, 3),
+    "fsdp1": (2, 30, 3),
     "nano_gpt": (1, 24, 4),
     "resnet": (1, 24, 3),
     "accelerated": (1, 36, 3),
@@ -269,6 +270,20 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Pat
     assert time.monotonic() - begun < 60  # and not the 120 s after which the last commit is given up
 
 
+def test_a_save_that_is_due_while_gradients_accumulate_is_made_after_the_next_step(tmp_path: Path) -> None:
+    script = tmp_path / "accumulating.py"
+    script.write_text(
+        "import torch, ebbflow\n"
+        "models = {'body': torch.nn.Linear(2, 4), 'head': torch.nn.Linear(4, 1)}\n"
+        "optimizer = torch.optim.SGD([one for model in models.values() for one in model.parameters()], lr=0.1)\n"
+        "for step in ebbflow.attach(models, optimizer).steps(12):\n"
+        "    models['head'](models['body'](torch.ones(1, 2))).sum().backward()\n"
+        "    if step % 4 == 3: optimizer.step(); optimizer.zero_grad()\n"
+    )
+    finish(start(script, EBBFLOW__CHECKPOINT__INTERVAL_STEPS="3"), script)
+    assert commits(script) == [4, 8, 12]
+
+
 MODELS = "import torch, ebbflow\na, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
 SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
 
@@ -282,12 +297,12 @@ SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
         ("ebbflow.attach(a); ebbflow.attach(b)", "already runs job bad; fix: call attach once", {}),
         (
             "a.__class__ = type('FullyShardedDataParallel', (torch.nn.Linear,), {}); ebbflow.attach(a)",
-            "(FSDP1) flattens parameters, so its state cannot be resharded; fix: shard",
+            "FSDP1 needs its outermost model and its optimizer; fix: attach(model, optimizer)",
             {},
         ),
         (
             "a.__class__ = type('DeepSpeedEngine', (torch.nn.Linear,), {}); ebbflow.attach(a)",
-            "DeepSpeedEngine keeps optimizer and shards to itself; fix: shard the model",
+            "the engine has no torch optimizer; fix: deepspeed.initialize(optimizer=",
             {},
         ),
         ("list(ebbflow.attach(a).batches([1]))", "without epochs; fix: give it epochs", {}),

@@ -35,6 +35,7 @@ from ebbflow.training.errors import (
 )
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.trainer_setup import open_saver
 
 
@@ -157,7 +158,7 @@ def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candida
         store_uri=str(tmp_path),
         prepared={},
     )
-    with open_saver(spec, Gang(), lambda *_, **__: None) as saver:
+    with open_saver(spec, Gang(), Reporter(Clock(ignore := lambda *_, **__: None), ignore)) as saver:
         saver.save(15, model_of(1), None, {})
         commit = saver.wait()
     assert Manifest.from_bytes(job.get(commit.key), commit.key).common["parent"] == older

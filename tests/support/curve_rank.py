@@ -56,7 +56,7 @@ def run(curve: dict[str, Any], gang: Gang, weights: Path) -> dict[str, Any]:
         events.append((name, data))
 
     reporter = Reporter(Clock(emit), emit)
-    saver = open_saver(spec, gang, emit) if spec.generation else NoSaver()
+    saver = open_saver(spec, gang, reporter) if spec.generation else NoSaver()
     trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
     trainer = replace(trainer, start=restore(trainer, saver, spec.candidates), progress=None)
     watched = Watched(trainer.workload, leave_after=curve.get("leave_after"))

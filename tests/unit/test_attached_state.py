@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ebbflow.training.attached_guards import describe_promise
-from ebbflow.training.attached_state import BatchSource, find_frozen, join_state, restore_frozen, split_state
+from ebbflow.training.attached_state import (
+    BatchSource,
+    find_enumerate,
+    find_frozen,
+    join_state,
+    restore_frozen,
+    split_state,
+)
+from ebbflow.training.doctor import compare
 from ebbflow.training.errors import AttachError
 
 
@@ -107,14 +116,40 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_without_a_state_gives_the_same_batches_when_it_is_read_again(workers: int) -> None:
-    loader = DataLoader(Stream(), batch_size=4, num_workers=workers)
+    def source() -> BatchSource:
+        persistent = {"num_workers": workers, "persistent_workers": workers > 0}
+        return BatchSource(DataLoader(Stream(), batch_size=4, **persistent), 5, print)
+
     torch.manual_seed(1)
-    whole = [batch.tolist() for batch in BatchSource(loader, 5, print).epoch(3, 0)]
+    first, whole = ([batch.tolist() for batch in read] for read in map(source().epoch, (2, 3), (0, 0)))
     torch.manual_seed(2)  # the model of another run has drawn other numbers
     own = torch.get_rng_state()
-    rest = [batch.tolist() for batch in BatchSource(loader, 5, print).epoch(3, 4)]
+    rest = [batch.tolist() for batch in source().epoch(3, 4)]
     assert rest == whole[4:] and torch.equal(torch.get_rng_state(), own)
-    assert [batch.tolist() for batch in BatchSource(loader, 5, print).epoch(4, 0)] != whole
+    assert first != whole
+
+
+def test_a_loop_that_counts_its_batches_from_0_is_named() -> None:
+    class Job:
+        batch = 3
+
+    def batches() -> Any:
+        yield find_enumerate(sys._getframe(1))
+
+    for _, found in enumerate(batches()):
+        assert found.startswith("test_attached_state.py:") and found.endswith(": enumerate")
+    for number, found in enumerate(batches(), Job.batch):
+        assert number == 3 and not found
+
+
+def test_the_doctor_names_an_index_by_which_a_script_accumulates() -> None:
+    def run(numbers: list[int], weights: str) -> list[dict[str, Any]]:
+        common = {"objects": {}, "rng": {}, "batch": "b"}
+        return [common | {"params": one, "counters": {"i": i}} for one, i in zip(weights, numbers, strict=True)]
+
+    whole = run([0, 1, 2, 3, 0, 1, 2, 3], "abcdefgh")
+    assert compare(whole, run([0, 1, 2], "cDE"), 4) == (2, [("index", "i")])
+    assert compare(whole, run([2, 3, 0], "cde"), 4) == (2, [])
 
 
 def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:

@@ -218,10 +218,10 @@ def _plain(value: Any) -> Any:
 
 def capture_rng(rank: int) -> dict[str, Tensor]:
     """Return the random states of this process by name, as uint8 tensors: torch, CUDA, Python, and NumPy if loaded."""
-    states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
+    states = {"torch": torch.get_rng_state(), "python": to_bytes(random.getstate())}
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-        states["numpy"] = _to_bytes([name, keys.tolist(), position, has_gauss, gauss])
+        states["numpy"] = to_bytes([name, keys.tolist(), position, has_gauss, gauss])
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return {rng_name(rank, source): state for source, state in states.items()}
@@ -259,5 +259,5 @@ def reseed_rng(commit: str, rank: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _to_bytes(value: object) -> Tensor:
+def to_bytes(value: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
