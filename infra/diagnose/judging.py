@@ -22,18 +22,12 @@ _LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
 _VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them, or by their words
-# The rule that stands for a family if only frames or words name it.
-_OTHER = {
-    "startup": "A31", "hardware": "B13", "memory": "C13", "synchronization": "D22", "data": "E17", "quality": "F11",
-    "throughput": "G10", "storage": "H19", "cost": "I11", "monitoring": "J11", "cuda": "K09", "compile": "L11",
-    "sharding": "M13", "orchestration": "N18", "program": "O01",
-}  # fmt: skip
 _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
 # Rules whose message does not tell the family; the code that raised it does.
 _BY_PLACE = {"O02": ("data",), "E09": ("storage", "monitoring"), "H01": ("data", "monitoring")}
-_SERIES_ONLY = ("F02", "G02", "G11", "E06")  # what only a series shows explains no exception
+_SERIES_ONLY = ("F02", "G01", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
 # A cause that is logged this long after an effect did not lead to it.
@@ -200,20 +194,20 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     family = series.raised_in(root.first) if root and root.first and (vague or placed) else None
     if root and root.first and family and (vague or family in placed):
         missing = "No such file" in root.first.text
-        rule = book.find(_MISSING_FILE.get(family, _OTHER[family]) if missing else _OTHER[family])
+        rule = book.find(_MISSING_FILE.get(family, book.other(family)) if missing else book.other(family))
         return replace(root, rule=rule, strong=True, needed=True) if rule else root
-    lines = series.severe
+    lines = list(series.severe.values())
     if vague and root and (at := root.first):  # the lines of other failures would drown the exception's
         lines = [at, *(line for line in lines if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES)]
     guess = guess_family(line.text for line in lines)
-    if root is None and not lines and (end := series.last_frame):  # a traceback without its exception
+    if root is None and guess is None and (end := series.last_frame):  # a traceback without its exception
         place = series.raised_in(replace(end, number=end.number + 1))
         lines, guess = [end], (place, MARGIN) if place else None
     if guess is None:
         return root
     family, margin = guess
     if root is None or (vague and family != "program"):
-        if series.sound or series.survived(lines[0]) or (rule := book.find(_OTHER[family])) is None:
+        if series.sound or series.survived(lines[0]) or (rule := book.find(book.other(family))) is None:
             return root
         found = Seen(replace(rule, weight=confidence_of(margin)), strong=True, needed=True)
         found.add(root.first if root is not None and root.first else lines[0], root.order if root is not None else 0)

@@ -1,7 +1,8 @@
 """Symptom rules of `ebbflow diagnose`: loaded from `rules/*.yaml`, and rendered as text or JSON.
 
 A file contains one family of symptoms: `family` (its name), `letter`, `title`, `frames` (a pattern of the paths of code
-whose exceptions belong to the family), `defaults` (for fields of its rules) and `rules`. Fields of a rule:
+whose exceptions belong to the family), `other` (the rule of what only frames or words name), `defaults` (for fields of
+its rules) and `rules`. Fields of a rule:
 
     id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
     kind            cause: can explain other failures. effect: a failure that often follows a cause elsewhere. echo: a
@@ -94,12 +95,13 @@ class SymptomRule:
 
 @dataclass(frozen=True)
 class Family:
-    """A group of symptoms: its name, the first letter of their ids, a title, and a pattern of its code's paths."""
+    """Symptoms: their name, first letter and title, a pattern of their code's paths, and the rule of unknown ones."""
 
     name: str
     letter: str
     title: str
     frames: str = ""
+    other: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ class RuleBook:
 
     def find(self, identifier: str) -> SymptomRule | None:
         return next((rule for rule in self.rules if rule.id == identifier.upper()), None)
+
+    def other(self, family: str) -> str:
+        return next(each.other for each in self.families if each.name == family)
 
     def to_json(self) -> dict[str, Any]:
         families = [{"name": each.name, "letter": each.letter, "title": each.title} for each in self.families]
@@ -130,7 +135,7 @@ def load_rules() -> RuleBook:
     families, rules = [], []
     for path in sorted(RULES_FOLDER.glob("*.yaml")):
         document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        families.append(Family(*(document.get(name, "") for name in ("family", "letter", "title", "frames"))))
+        families.append(Family(*(document.get(name, "") for name in ("family", "letter", "title", "frames", "other"))))
         for entry in document["rules"]:
             try:
                 rules.append(_rule({**document.get("defaults", {}), **entry}, document["family"]))

@@ -82,9 +82,8 @@ class Series:
         self.data_shares: dict[tuple[str, int | None], Track] = {}
         self.data_totals: dict[tuple[str, int | None], Track] = {}  # the steps' seconds, with those of the data
         self.frames: dict[str, list[tuple[int, int | None, str]]] = {}  # file: (line, rank, path and function)
-        self.severe: list[LogText] = []  # the first lines that tell of a failure, no two alike
+        self.severe: dict[str, LogText] = {}  # the first lines that tell of a failure, by their text without digits
         self.last_frame: LogText | None = None
-        self._alike: set[str] = set()
         self.finished: LogText | None = None
         self._steps = 0
 
@@ -123,10 +122,12 @@ class Series:
                 track.add(order, line, float(match[1] or match[2]))
             elif "/s" in low and (match := _RATE.search(line.text)) and float(match[1]):
                 self.seconds.setdefault((line.file, line.rank, ""), Track()).add(order, line, 1 / float(match[1]))
-            skeleton = line.text[:200].translate(_NO_DIGITS) if len(self.severe) < _MOST_SEVERE else ""
-            if skeleton and skeleton not in self._alike and is_severe(line.text):
-                self._alike.add(skeleton)
-                self.severe.append(line)
+            quoted = (
+                self.last_frame is not None and line.number == self.last_frame.number + 1
+            )  # the frame's source line
+            skeleton = "" if quoted or len(self.severe) >= _MOST_SEVERE else line.text[:200].translate(_NO_DIGITS)
+            if skeleton and skeleton not in self.severe and is_severe(line.text):
+                self.severe[skeleton] = line
             if _FINISHED.search(line.text):
                 self.finished = line
             yield line
