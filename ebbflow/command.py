@@ -87,6 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             program = str(PACKAGE_ROOT / place)
             os.execv(sys.executable, [sys.executable, program, *options])
+    if name == "run" and "--profile" in words and not place.endswith("__main__"):
+        at = words.index("--profile")
+        try:
+            first, last = map(int, words[at + 1].split(":"))
+            if not 0 < first <= last:
+                raise ValueError
+        except (ValueError, IndexError):
+            print("ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15", file=sys.stderr)
+            return _USAGE_EXIT
+        steps = {"profile_from": first, "profile_steps": last - first + 1}
+        words[at : at + 2] = [word for key, value in steps.items() for word in ("--set", f"training.{key}={value}")]
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":

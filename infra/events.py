@@ -79,6 +79,8 @@ RESTORE = "restore"  # step, key, seconds, split, rejected (list of {key, reason
 ROLLBACK = "rollback"
 INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
+# steps first to last of a rank: trace (key), classes (seconds), collectives, overlap_share; lines: these as text
+PROFILE = "profile"
 NETWORK = "network"  # written by rank 0: figures of the worst links between machines (training/network_probe.py)
 EVALUATION = "evaluation"  # metrics {name: value}; of a workload with pictures also pictures {name: SVG}
 # Written by the agent that receives it. notice: source, action, seconds_left (null: unknown), save_seconds
@@ -208,6 +210,7 @@ _DATA: dict[str, dict[str, Any]] = {
     ROLLBACK: {"key": str, "found_key": str, "found_step": int},
     INITIAL_WEIGHTS: {"tensors": int, "seconds": float, "files": [dict]},
     PEAK: {"flops_per_second": float, "dtype": str},
+    PROFILE: {"first": int, "last": int, "trace": str, "lines!": {str: str}},
     NETWORK: {
         "nodes!": int,
         "mtu": int,

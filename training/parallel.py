@@ -85,8 +85,8 @@ _POWERSGD_RANK = 2
 _POWERSGD_PLAIN_STEPS = 2
 
 
-def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
-    """Wrap the model in DDP with the configured gradient compression. Collective.
+def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Any]:
+    """Wrap the model in DDP. Return it, and a function that resets its gradient compression. Collective.
 
     Initial weights are not broadcast, because all ranks already have the same weights.
     """
@@ -103,7 +103,7 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
     )
     if not (ddp.static_graph or ddp.find_unused_parameters):
         _build_final_buckets(model)
-    return model, Compression(model, ddp.gradient_compression)
+    return model, compress_gradients(model, ddp.gradient_compression)
 
 
 def _build_final_buckets(model: DistributedDataParallel) -> None:
@@ -124,23 +124,22 @@ def _build_final_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad(set_to_none=True)
 
 
-class Compression:
-    """Compression of gradients before they are sent to other ranks.
+def compress_gradients(model: DistributedDataParallel, kind: str) -> Callable[[], object]:
+    """Compress gradients before they are sent to other ranks. Return a function that resets the compression's state.
 
     PowerSGD adds the compression error of the previous step to each gradient. This error differs between ranks and is
     not part of a commit. So the error is reset at every commit, and a rank that restores the commit computes the same
     as an uninterrupted rank. Each commit thus discards the error of one step, and the two steps after it run without
     compression.
     """
-
-    def __init__(self, model: DistributedDataParallel, kind: str) -> None:
-        self.reset: Callable[[], object] = lambda: None
-        if kind == "bfloat16":
-            model.register_comm_hook(model.process_group, bf16_compress_hook)
-        elif kind == "powersgd":
-            state = PowerSGDState(model.process_group, _POWERSGD_RANK, _POWERSGD_PLAIN_STEPS)
-            model.register_comm_hook(state, powerSGD_hook)
-            self.reset = functools.partial(state.__init__, model.process_group, _POWERSGD_RANK, _POWERSGD_PLAIN_STEPS)
+    if kind == "bfloat16":
+        model.register_comm_hook(model.process_group, bf16_compress_hook)
+    if kind != "powersgd":
+        return lambda: None
+    settings = model.process_group, _POWERSGD_RANK, _POWERSGD_PLAIN_STEPS
+    state = PowerSGDState(*settings)
+    model.register_comm_hook(state, powerSGD_hook)
+    return functools.partial(state.__init__, *settings)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -236,7 +235,7 @@ class Spread:
     copies: int  # the number of copies of the model over all ranks
     reduce_once: bool = True  # whether sharded gradients are reduced only after the last micro-batch of a step
     compiled: bool = False  # whether the units are compiled
-    compression: Compression | None = None  # the gradient compression of DDP; None in other modes
+    reset_compression: Callable[[], object] = lambda: None  # resets the state of DDP's gradient compression
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
@@ -293,10 +292,6 @@ class Spread:
         norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
         # All copies of the model have the same gradient. The ranks of a copy each have a part of it.
         return norms.double().square().sum() / self.copies
-
-    def reset_compression(self) -> None:
-        if self.compression is not None:
-            self.compression.reset()
 
 
 def refuse_unused_parameters(model: nn.Module) -> None:
@@ -371,14 +366,14 @@ def spread_model(
         shard_model(module, units, fsdp, gang, size=size, keep_gathered=small)
     materialise(module, "cpu" if sharded and fsdp.cpu_offload else gang.device)
     initialise(module, blank, seed=config.training.seed, overwritten=overwritten, progress=progress)
-    model, compression = module, None
+    model, reset_compression = module, lambda: None
     if not sharded and not gang.alone:
-        model, compression = replicate_model(module, config.ddp, gang)
+        model, reset_compression = replicate_model(module, config.ddp, gang)
     return Spread(
         model=model,
         module=module,
         copies=gang.world_size // size,
         reduce_once=small,
         compiled=config.parallel.compile,
-        compression=compression,
+        reset_compression=reset_compression,
     )

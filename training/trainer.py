@@ -106,19 +106,15 @@ class Evaluation:
         """
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
-            return self._word(store, ballot, _LEAVE) == _LEAVE
+            return store.compare_set(f"word-{ballot}", "", _LEAVE).decode() == _LEAVE
         limit = time.monotonic() + max(self._vote_seconds, min(self._pass_seconds, _LONGEST_VOTE_SECONDS))
         while time.monotonic() < limit and not store.check([f"word-{ballot}"]):
             time.sleep(_LOOK_SECONDS)
         refusal = f"refused by rank {self._gang.rank}"
-        word = self._word(store, ballot, refusal)
+        word = store.compare_set(f"word-{ballot}", "", refusal).decode()
         if word == refusal:
             store.add("ballots", 1)
         return word == _LEAVE
-
-    @staticmethod
-    def _word(store: Store, ballot: int, word: str) -> str:
-        return store.compare_set(f"word-{ballot}", "", word).decode()
 
 
 _WORD_SECONDS = 2.0  # less than any hang threshold
@@ -170,6 +166,7 @@ class Trainer:
     progress: Progress | None = None  # the printer of progress lines, on rank 0; None on other ranks
     save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
     rehearsal: Rehearsal | None = None  # a fault to inject; None if there is none
+    profiler: Any = None  # the `ebbflow.tracking.profiler.StepProfiler`; None if no step is profiled
 
     @cached_property
     def save_controller(self) -> SaveController:

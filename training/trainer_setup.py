@@ -6,6 +6,7 @@ The trainer has data, model, optimizer, saver, limits and progress.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
 
+_PROFILER = "ebbflow.tracking.profiler"  # no room imports it when it is loaded itself, and most jobs never need it
 _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
@@ -69,6 +71,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
+    profiled = config.training.profile_from is not None
     trainer = Trainer(
         config=config,
         gang=gang,
@@ -87,6 +90,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         progress=_progress(spec, gang, config, limits.terms, reporter),
         save_schedule=make_save_schedule(spec, config, limits.terms) if gang.rank == 0 else None,
         rehearsal=make_rehearsal(spec, nodes),
+        profiler=importlib.import_module(_PROFILER).StepProfiler(spec, config, gang, reporter) if profiled else None,
         guards=guards,
     )
     saver.prepare(spread.module, trainer.optimizer)

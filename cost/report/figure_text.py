@@ -108,6 +108,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "speed": f"{format_number(actual.get('tokens_per_second'), 0)} {get_weight_unit(report)}/s",
         "MFU": format_mfu(report),
         "network": describe_network(network, network["before"]) if (network := actual.get("network")) else NONE,
+        **{one_line(name): one_line(text) for name, text in (actual.get("profile") or {}).items()},
         **_quality(report),
         "final loss": format_number(get_final_loss(report)),
         "commits": format_count(actual.get("commits", 0), "commit"),

@@ -157,6 +157,8 @@ class TrainingConfig(Section):
     )
     gradient_clip_norm: float | None = key(1.0, "largest global gradient norm; null: no clipping", gt=0)
     evaluation_interval_steps: int = key(100, "steps between held-out evaluations", ge=1)
+    profile_from: int | None = key(None, "first step to profile with torch's profiler; null: none", ge=1)
+    profile_steps: int = key(6, "steps to profile, from profile_from on", ge=1)
     scheduler: SchedulerConfig = SchedulerConfig()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.events import read_events
+from ebbflow.cost.report.figure_text import format_key_figures
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import PROFILE, read_events
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.layout import check_job_name
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
@@ -25,7 +30,13 @@ from tests.support.warm import start_warm
 STEPS = 200
 SETTINGS = {
     "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
-    "training": {"batch_size": 8, "max_steps": STEPS, "evaluation_interval_steps": STEPS},
+    "training": {
+        "batch_size": 8,
+        "max_steps": STEPS,
+        "evaluation_interval_steps": STEPS,
+        "profile_from": 3,
+        "profile_steps": 2,
+    },
     "checkpoint": {"interval_steps": 10},
     "data": {"suffixes": [".txt"], "held_out_fraction": 0.3, "held_out_samples": 4},
 }
@@ -96,6 +107,7 @@ def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezv
     assert [event.generation for event in prepared] == [1, 2]
     assert all(event.data["unigram_entropy_nats"] > 1 and event.data["train_tokens"] > 0 for event in prepared)
     assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["completed"]
+    assert_profiled(tmp_path)
 
 
 def test_ranks_wait_for_long_preparation_and_tied_weights_stay_tied(tmp_path: Path) -> None:
@@ -141,3 +153,23 @@ def test_an_error_of_rank_0_before_the_start_is_one_line_and_every_ranks_exit_co
     errors = [log.read_text() for log in logs]
     assert codes == [DataError.outcome.exit_code] * 2, errors
     assert "Traceback" not in "".join(errors) and len(errors[0].splitlines()) == 1 and not errors[1], errors
+
+
+def assert_profiled(folder: Path) -> None:
+    """Each rank of the first generation: what it sent in two steps, and a trace that Perfetto reads."""
+    (job,) = (folder / "store/jobs").iterdir()
+    found = [event for event in read_events(Store.open(str(job))) if event.name == PROFILE]
+    assert sorted((event.rank, event.data["first"], event.data["last"]) for event in found) == [(0, 3, 4), (1, 3, 4)]
+    for event in found:
+        trace = json.loads(gzip.decompress(Path(event.data["trace"]).read_bytes()))
+        assert sum(one["name"].startswith("ProfilerStep") or one.get("cat") == "cpu_op" for one in trace["traceEvents"])
+        assert event.data["classes"]["matrix products"] > 0 and event.data["classes"]["optimizer"] > 0
+        rows = {row["name"]: row for row in event.data["collectives"]}
+        assert rows["allgather"]["ranks"] == 2 and rows["allgather"]["calls"] % 2 == 0
+        # Two steps gather all weights at least once, at 4 bytes each.
+        weights = 4 * causal_lm_shape(RunConfig.model_validate({"model": SETTINGS["model"]}).model).parameters
+        assert rows["allgather"]["bytes"] >= 2 * weights and rows["allgather"]["bus_bytes_per_second"] > 0
+        assert 0 <= event.data["overlap_share"] <= 1
+    figures = format_key_figures(build_report(list(read_events(Store.open(str(job))))))
+    assert figures["profile"].startswith("steps 3 to 4 of each rank: ") and "· matrix products" in figures
+    assert any(name.startswith("· allgather, 2 ranks") for name in figures)

@@ -13,6 +13,7 @@ shuffles; it does not encrypt.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -48,7 +49,8 @@ class SampleOrder:
         self._seed = _U64(seed % 2**64)
         self._half_bits = _U64(max(1, (max(windows - 1, 1).bit_length() + 1) // 2))
         self._half_mask = _U64((1 << int(self._half_bits)) - 1)
-        self._remembered: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        # Blocks of 4,096 samples are computed together, because NumPy calls are costly.
+        self._block = functools.lru_cache(maxsize=1)(lambda number: self._compute(number * _BLOCK, _BLOCK))
 
     def window(self, first: int, count: int) -> np.ndarray:
         """Return the window numbers of `count` samples, starting at sample `first`, as int64 of shape [count]."""
@@ -58,12 +60,6 @@ class SampleOrder:
             parts.append(self._block(number)[start : start + count])
             first, count = first + len(parts[-1]), count - len(parts[-1])
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-    def _block(self, number: int) -> np.ndarray:
-        """Return the window numbers of a block of 4,096 samples, computed together because NumPy calls are costly."""
-        if self._remembered[0] != number:
-            self._remembered = (number, self._compute(number * _BLOCK, _BLOCK))
-        return self._remembered[1]
 
     def _compute(self, first: int, count: int) -> np.ndarray:
         samples = np.arange(first, first + count, dtype=np.uint64)
@@ -187,11 +183,9 @@ def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path)
 
 
 def _download_alone(shards: Store, key: str, sha256: str, size: int, path: Path) -> Path:
-    cache = path.parent
-    descriptor, temporary = tempfile.mkstemp(dir=cache)
-    try:
-        digest = hashlib.sha256()
-        with os.fdopen(descriptor, "wb") as file:
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with open(Path(folder, "part"), "wb") as file:
             for start in range(0, size, _READ_BYTES):
                 part = shards.get_range(key, start, min(_READ_BYTES, size - start))
                 digest.update(part)
@@ -201,8 +195,5 @@ def _download_alone(shards: Store, key: str, sha256: str, size: int, path: Path)
                 f"{shards.uri}/{key} has sha256 {digest.hexdigest()}, not the {sha256} of {DESCRIPTION}; "
                 "fix: delete it and prepare the tokens again"
             )
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        os.replace(file.name, path)
     return path

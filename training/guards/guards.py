@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -472,8 +473,7 @@ def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMoni
     if gang.device.type != "cuda":
         return (host,)
 
-    def allocated() -> int:
-        return torch.cuda.memory_allocated(gang.device)
+    allocated = partial(torch.cuda.memory_allocated, gang.device)
 
     def left() -> int:
         cached = torch.cuda.memory_reserved(gang.device) - allocated()  # held by torch's allocator, used by no tensor

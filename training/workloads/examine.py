@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +163,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
-    from dataclasses import replace
-
-    from ebbflow.infra.store import Store
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import find_workload, has_prepare, prepare_data, workload_context
     from ebbflow.training.workloads.trial import try_workload
