@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
@@ -504,11 +504,7 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
     newest: Unix time of the newest event in each segment.
     """
     prefixes = {prefix for prefix, _ in unsealed.writers}
-    closed_by_plan = {
-        event.generation
-        for event in events
-        if event.name == GENERATION_ENDED and event.data.get("reason") in _CLOSED_BY
-    }
+    closed_by_plan = _generations_ended(events, _CLOSED_BY)
     ended_nodes = {(event.generation, event.node) for event in events if event.name == NODE_ENDED}
     for prefix in sorted(_expected_writers(events, closed_by_plan, prefixes) - prefixes):
         yield Damage(prefix, "nothing is there of this process, which must have written; its time is not known")
@@ -526,6 +522,11 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
             must = prefix in _FLOW_STEPS and not tried_again and last < latest - _UNCLOSED_SECONDS
         if must:
             yield Damage(prefix, f"log {token} has no end: its last events are lost, or its process was killed")
+
+
+def _generations_ended(events: Sequence[Event], outcomes: Set[Outcome]) -> set[int]:
+    ends = (event for event in events if event.name == GENERATION_ENDED)
+    return {event.generation for event in ends if event.data.get("reason") in outcomes}
 
 
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
@@ -565,11 +566,7 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
     - Generations in which any rank reported steps for more than 30 s. Ranks step together, so the other ranks also had
       events to write. A rank that is killed before its first step may leave no event.
     """
-    completed = {
-        event.generation
-        for event in events
-        if event.name == GENERATION_ENDED and event.data.get("reason") == Outcome.COMPLETED
-    }
+    completed = _generations_ended(events, {Outcome.COMPLETED})
     spans: dict[tuple[int, int], tuple[float, float]] = {}  # of a rank's steps, by its machine's monotonic clock
     for event in events:
         if event.name == STEP and event.rank >= 0:
