@@ -90,15 +90,34 @@ class _Failure:
     error: Exception
 
 
-class _Reader:
-    """Reads and collates the samples of a cursor. A worker process has a copy of it."""
+class _Corrupt(Exception):
+    """A sample that cannot be decoded."""
 
-    def __init__(self, dataset: Indexed, collate: Callable[[list[Any]], Any], seed: int, *, shuffled: bool) -> None:
+
+class _Reader:
+    """Reads and collates the samples of a cursor. A worker process has a copy of it.
+
+    Args:
+        corrupt_samples: number of samples that may be corrupt. Each is replaced by the next index that is not, which
+            depends on the data alone.
+    """
+
+    def __init__(
+        self,
+        dataset: Indexed,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        *,
+        shuffled: bool,
+        corrupt_samples: int = 0,
+    ) -> None:
         if not len(dataset):
             raise DataError(f"the dataset {type(dataset).__name__} is empty; fix: look at what it reads")
         self._dataset, self._collate, self._seed, self._shuffled = dataset, collate, seed, shuffled
         self._order = SampleOrder(len(dataset), seed)
         self.read_now: mmap.mmap | None = None  # number of the sample that each worker reads
+        self._budget = corrupt_samples
+        self._corrupt = mmap.mmap(-1, len(dataset)) if corrupt_samples else None  # 1 for a corrupt index; shared
 
     def indices(self, cursor: Cursor) -> list[int]:
         if self._shuffled:
@@ -118,16 +137,49 @@ class _Reader:
     def _read(self, number: int, index: int, worker: int | None) -> Any:
         if self.read_now is not None and worker is not None:
             struct.pack_into("q", self.read_now, 8 * worker, number)
-        seed_all(derive_seed(self._seed, "sample" if self._shuffled else "held out", number))
-        try:
-            found = self._dataset[index]
-        except MISTAKES as error:
-            raise DataError(f"sample {number}, index {index}: {describe_mistake(error, 'the dataset')}") from None
-        except Exception as error:
-            raise RuntimeError(f"sample {number}, index {index}: {type(error).__name__}: {error}") from error
+        for step in range(self._budget + 1):
+            try:
+                found = self._read_index(number, (index + step) % len(self._dataset))
+                break
+            except _Corrupt:
+                continue
         if self.read_now is not None and worker is not None:
             struct.pack_into("q", self.read_now, 8 * worker, _NOTHING)
         return found
+
+    def _read_index(self, number: int, index: int) -> Any:
+        """Return a sample, with the random numbers of its number. Raises _Corrupt if the budget allows another."""
+        if self._corrupt is not None and self._corrupt[index]:
+            raise _Corrupt
+        seed_all(derive_seed(self._seed, "sample" if self._shuffled else "held out", number))
+        try:
+            return self._dataset[index]
+        except MISTAKES as error:
+            raise DataError(f"sample {number}, index {index}: {describe_mistake(error, 'the dataset')}") from None
+        except Exception as error:
+            describe = getattr(self._dataset, "describe", None)
+            about = f"sample {number}, index {index}{f' ({describe(index)})' if describe else ''}"
+            problem = f"{about}: {type(error).__name__}: {' '.join(str(error).split())}"
+            if self._corrupt is None or not _is_corrupt(error):
+                raise RuntimeError(problem) from error
+            self._corrupt[index] = 1
+            if (count := self.corrupt_count) > self._budget:
+                raise DataError(
+                    f"{problem}; {count} corrupt samples of {len(self._dataset)} are more than "
+                    f"workload_options.corrupt_samples {self._budget}; fix: repair them, or allow more"
+                ) from error
+            print(f"{problem}; replaced by the next one ({count} of at most {self._budget} corrupt)", flush=True)
+            raise _Corrupt from error
+
+    @property
+    def corrupt_count(self) -> int:
+        """Number of corrupt samples that this rank has met since it started."""
+        return 0 if self._corrupt is None else sum(self._corrupt[:])
+
+
+def _is_corrupt(error: Exception) -> bool:
+    """Return whether content cannot be decoded, and not read: an error of the system has a number."""
+    return isinstance(error, (ValueError, SyntaxError, EOFError)) or (isinstance(error, OSError) and not error.errno)
 
 
 class _Ahead:
@@ -154,6 +206,7 @@ class SampleLoader:
         batch_size: samples per step of all ranks, by which cursors advance.
         workers: number of worker processes; 0: read in this process.
         pin_memory: whether the samples come in pinned memory, for a copy to the GPU in the background.
+        corrupt_samples: number of samples that may be corrupt; each is named and replaced by the next one.
     """
 
     def __init__(
@@ -165,8 +218,9 @@ class SampleLoader:
         batch_size: int,
         workers: int = 0,
         pin_memory: bool = False,
+        corrupt_samples: int = 0,
     ) -> None:
-        self._reader = _Reader(dataset, collate, seed, shuffled=True)
+        self._reader = _Reader(dataset, collate, seed, shuffled=True, corrupt_samples=corrupt_samples)
         self._batch_size, self._workers, self._pin_memory = batch_size, workers, pin_memory
         self._expected: Cursor | None = None
         self._iterator: Any = None
@@ -191,6 +245,11 @@ class SampleLoader:
         if isinstance(content, _Failure):
             raise content.error
         return content
+
+    @property
+    def corrupt_count(self) -> int:
+        """Number of corrupt samples that this rank has met since it started."""
+        return self._reader.corrupt_count
 
     def _start(self, cursor: Cursor) -> Any:
         self._reader.read_now = mmap.mmap(-1, 8 * self._workers)
@@ -227,7 +286,8 @@ class SampleLoader:
 class DatasetWorkload:
     """Base of a workload with a map-style dataset. A subclass has `dataset`, `model` and `loss_sum`.
 
-    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none).
+    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none), and
+    `corrupt_samples`, the samples that may be corrupt (0).
     """
 
     weight_unit = "samples"
@@ -238,23 +298,27 @@ class DatasetWorkload:
         training, workers = context.config.training, context.options.get("workers", 2)
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
             raise DataError(f"workload_options.workers is {workers!r}; fix: a number of processes, such as 2")
+        corrupt = context.options.get("corrupt_samples", 0)
+        if not isinstance(corrupt, int) or isinstance(corrupt, bool) or corrupt < 0:
+            raise DataError(f"workload_options.corrupt_samples is {corrupt!r}; fix: a number of samples, such as 10")
         with random_numbers_of(training.seed):  # a dataset that draws itself is the same on every rank
             train, held_out = self.dataset(True), self.dataset(False)
         self._loader = SampleLoader(
             train, self.collate, seed=training.seed, batch_size=training.batch_size, workers=workers,
-            pin_memory=context.device.type == "cuda",
+            pin_memory=context.device.type == "cuda", corrupt_samples=corrupt,
         )  # fmt: skip
         self._train = train
         self._held_out_count = 0 if held_out is None else min(len(held_out), context.config.data.held_out_samples)
         if held_out is not None:
-            self._held_out = _Reader(held_out, self.collate, training.seed, shuffled=False)
+            self._held_out = _Reader(held_out, self.collate, training.seed, shuffled=False, corrupt_samples=corrupt)
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
         """Return the fingerprint of the data: name, options, length and, if the dataset has it, its `fingerprint`."""
         dataset = cls(context)._train
         own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
-        known = [context.config.workload, {**context.options, "workers": 0}, len(dataset), str(own)]
+        options = {name: value for name, value in context.options.items() if name != "corrupt_samples"}
+        known = [context.config.workload, {**options, "workers": 0}, len(dataset), str(own)]
         return {"fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
 
     def dataset(self, train: bool) -> Any:

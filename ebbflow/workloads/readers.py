@@ -173,6 +173,9 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self._files)
 
+    def describe(self, index: int) -> str:
+        return str(self._files[index])
+
     def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image  # pyright: ignore[reportMissingImports]
 

@@ -20,14 +20,15 @@ try:
 except ImportError as error:
     raise WorkloadError(f"timm cannot be imported ({error}); fix: pip install timm torchvision") from error
 
-_OPTIONS = ("model", "dataset", "size", "workers")
+_OPTIONS = ("model", "dataset", "size", "workers", "corrupt_samples")
 
 
 class ImageModel(ImageWorkload):
     """A model of timm, initialised as timm does it, with timm's standard augmentation.
 
     `workload_options`: `model` (timm's name), `dataset` (folder with one subfolder for each class, or with `train` and
-    `val`), `size` (of an image, in pixels; 224), `workers` (2).
+    `val`), `size` (of an image, in pixels; 224), `workers` (2),
+    `corrupt_samples` (0).
     """
 
     def __init__(self, context: WorkloadContext) -> None:

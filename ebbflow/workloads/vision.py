@@ -51,6 +51,7 @@ class VisionOptions:
     patch: int = 4  # of a vit: height and width of a patch, in pixels
     augment: bool = True  # random crops and flips
     workers: int = 2  # processes of each rank that read ahead
+    corrupt_samples: int = 0  # images that may be corrupt; each is named and replaced by the next one
 
     def __post_init__(self) -> None:
         for name, allowed in (("model", ("resnet", "vit")), ("norm", ("group", "sync"))):
@@ -58,7 +59,7 @@ class VisionOptions:
                 refuse_option(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < (0 if field.name == "workers" else 1):
+            if type(value) is int and value < (field.name not in ("workers", "corrupt_samples")):
                 refuse_option(f"{field.name}: {value}; fix: at least 1")
         if self.model == "vit":
             for name, part in (("size", self.patch), ("width", self.heads)):
@@ -182,7 +183,11 @@ class ImageClassifier(ImageWorkload):
                 table[-1] += F.cross_entropy(scores, labels, reduction="sum")
         total = context.gather(table).sum(dim=0)
         self._confusion = total[:-1].view(classes, classes).cpu()
-        return {"accuracy": float(self._confusion.trace()) / count, "held_out_loss": float(total[-1]) / count}
+        metrics = {"accuracy": float(self._confusion.trace()) / count, "held_out_loss": float(total[-1]) / count}
+        if not self._options.corrupt_samples:
+            return metrics
+        corrupt = torch.tensor([self._loader.corrupt_count + self._held_out.corrupt_count], device=context.device)
+        return metrics | {"corrupt_samples": float(context.gather(corrupt.double()).sum())}
 
     def pictures(self) -> dict[str, str]:
         """Return a drawing of the last evaluation's confusion matrix, for at most 20 classes."""

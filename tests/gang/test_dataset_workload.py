@@ -68,11 +68,28 @@ class Unreadable(Noisy):
         raise OSError("stale file handle")
 
 
+BROKEN = (4, 5, 11)
+
+
+class Broken(Noisy):
+    """Three samples that cannot be decoded."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        if index in BROKEN:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+    def describe(self, index: int) -> str:
+        return f"{index}.jpg"
+
+
 PARENT = os.getpid()
 
 
-def loader(dataset: object, workers: int) -> Any:
-    return SampleLoader(dataset, default_collate, seed=3, batch_size=BATCH, workers=workers)
+def loader(dataset: Any, workers: int, corrupt_samples: int = 0) -> Any:
+    return SampleLoader(
+        dataset, default_collate, seed=3, batch_size=BATCH, workers=workers, corrupt_samples=corrupt_samples
+    )
 
 
 DEADLY_INDEX = int(loader(Noisy(), 0).load(Cursor(17, 1))[0])
@@ -128,6 +145,32 @@ def test_an_error_of_the_dataset_names_sample_and_line(workers: int) -> None:
     assert str(caught.value).endswith("the dataset raised KeyError: 'no such key'")
     with pytest.raises(RuntimeError, match=r"^sample 0, index \d+: OSError: stale file handle$"):
         loader(Unreadable(), workers).load(Cursor(0, BATCH))
+
+
+def test_corrupt_samples_are_replaced_within_their_budget(capfd: pytest.CaptureFixture[str]) -> None:
+    """By the next one that is not, in any number of workers, in later epochs and after a restart."""
+    found = []
+    for workers, first in ((0, 0), (2, 0), (1, 3)):
+        read = loader(Broken(), workers, corrupt_samples=3)
+        steps = [flat(read.load(Cursor(number * BATCH, BATCH))) for number in range(first, 8)]
+        found.append(steps[3 - first :])
+        assert read.corrupt_count == 3
+    assert found[0] == found[1] == found[2]
+    plain = [flat(loader(Noisy(), 0).load(Cursor(number * BATCH, BATCH))) for number in range(3, 8)]
+    for step, without in zip(found[0], plain, strict=True):
+        for index, original in zip(step[0], without[0], strict=True):
+            assert index == {4: 6, 5: 6, 11: 12}.get(int(original), original)
+    text = capfd.readouterr().out
+    assert "(4.jpg): OSError: image file is truncated; replaced by the next one (" in text
+    assert "(3 of at most 3 corrupt)" in text
+    for workers in (0, 1):
+        read = loader(Broken(), workers, corrupt_samples=2)
+        with pytest.raises(DataError, match=r"3 corrupt samples of 20 are more than .*corrupt_samples 2; fix: repair"):
+            for number in range(8):
+                read.load(Cursor(number * BATCH, BATCH))
+    with pytest.raises(RuntimeError, match=r"\(\d+.jpg\): OSError: image file is truncated"):
+        for number in range(8):
+            loader(Broken(), 0).load(Cursor(number * BATCH, BATCH))
 
 
 class Lines(DatasetWorkload):

@@ -66,7 +66,11 @@ def test_choices_are_scored_as_transformers_scores_them_on_any_number_of_ranks(t
     rows: dict[int, torch.Tensor] = {}
 
     def gather(rank: int) -> Any:
-        return lambda row: (rows.update({rank: row}), torch.stack([rows.get(0, row), rows.get(1, row)]))[1]
+        def both(row: torch.Tensor) -> torch.Tensor:
+            rows[rank] = row
+            return torch.stack([rows.get(0, row), rows.get(1, row)])
+
+        return both
 
     def logits_of(tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -122,6 +122,19 @@ def test_arrays_and_folders_of_images_are_read_and_split(tmp_path: Path) -> None
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "the crops are the same"
         assert first[0].shape == (4, 3, 12, 12)
         assert try_workload(config, replace(context, prepared=prepare_data(config, context))).done
+    torn = Path(workload._train.describe(0))
+    torn.write_bytes(torn.read_bytes()[:60])
+    options = {"dataset": str(tmp_path / "images"), "workers": 0}
+    with pytest.raises(RuntimeError, match=rf"index 0 \({torn}\): .*Error: "):
+        read_epoch(ImageClassifier(context_of(config_of(tmp_path, options))))
+    workload = ImageClassifier(context_of(config_of(tmp_path, {**options, "corrupt_samples": 1})))
+    read_epoch(workload)
+    assert workload._loader.corrupt_count == 1
+
+
+def read_epoch(workload: ImageClassifier) -> None:
+    for number in range(len(workload._train) // 4):
+        workload.next_batch(nn.Identity(), Cursor(4 * number, 4))
 
 
 @pytest.mark.parametrize(
