@@ -164,7 +164,7 @@ class SaveController:
     save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
 
     def row_fields(self, step: int, *, owed: bool = False) -> dict[str, float]:
-        """Return this rank's fields of a `Row` about saves: its vote (for `step` or an `owed` one), and the last ones."""
+        """Return this rank's fields of a `Row` about saves: its vote (`owed`: from earlier), and its last saves."""
         saver = self.saver
         return {
             "save_due": self.due(step) or owed,

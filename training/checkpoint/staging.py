@@ -17,6 +17,7 @@ import ctypes
 import math
 import mmap
 import os
+import resource
 import sys
 import tempfile
 import threading
@@ -110,7 +111,9 @@ class StagingBuffer:
             with torch.cuda.device(self.device):  # a new thread would use the first GPU
                 cuda: Any = torch.cuda.cudart()
                 error = int(cuda.cudaHostRegister(view.data_ptr(), view.numel(), 0))
-            self._pinned, why = error == 0, f"cudaHostRegister failed with error {error}"
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+            self._pinned, why = error == 0, f"cudaHostRegister failed with error {error}; ulimit -l is {allowed}"
         if not self._pinned:
             size = f"{view.numel() / 2**30:.2f} GiB"
             print(
