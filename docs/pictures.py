@@ -50,7 +50,7 @@ def main() -> None:
             assert start("slow-rank", *_TROUBLED, "--set", "workload_options.slow=forward").wait() == 0
             take("slow-rank", "slow-rank", part="#ranks", height=300)
             assert start("failing", *_TROUBLED, "--set", "workload_options.bad=5000").wait() != 0
-            take("failing", "failure", height=1060)
+            take("failing", "failure", height=1400)
             run = start("first-run", "--rehearse", "node-loss@60%")
             live = folder / "runs" / "first-run" / "live.html"
             while run.poll() is None and not (live.exists() and _HALF.search(live.read_text())):

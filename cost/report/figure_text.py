@@ -33,6 +33,7 @@ GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds"
 ATTEMPT_HEADER = ("attempt", "ended", "waited", "hours", "planned", "USD/h", "planned", "USD")
 PLACE_HEADER = ("attempt", "where", "why")
 _DAMAGE_SHOWN = 10
+_CLOCKS_APART_SECONDS = 1.0
 _LONGEST_CAUSE = 48  # characters; a cause may hold text from outside
 
 
@@ -346,6 +347,11 @@ def explain_figures(report: RunReport) -> list[str]:
     share = report.actual.get("unattributed_share") or 0.0
     if share > 0.01:
         lines.append(f"caution: {format_percent(share, 2)} of the paid time is unattributed, more than 1 %")
+    if (apart := abs((report.actual.get("network") or {}).get("clock_offset_seconds") or 0.0)) > _CLOCKS_APART_SECONDS:
+        lines.append(
+            f"caution: the clocks of the nodes are {format_duration(apart)} apart: times of events, and the wall time, "
+            "are wrong by up to as much; paid time is not, because each node's own steady clock measures it"
+        )
     if (report.money.get("hindsight") or {}).get("usd") is not None:
         lines.append(
             "regret: against the cheapest use of the recorded prices of the same machines, with all prices known in "
@@ -452,7 +458,7 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
     return [
         (
             str(one["number"]),
-            _ended(one),
+            (one_line(one["ended"] or "") or UNKNOWN).replace("_", " "),
             format_duration(one["actual"]["wait_seconds"]),
             format_number(one["actual"]["hours"]),
             format_number(one["planned"]["hours"]),
@@ -467,8 +473,3 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
 def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Format where and why each AWS Batch attempt was placed, as rows with the columns of `PLACE_HEADER`."""
     return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
-
-
-def _ended(one: Mapping[str, Any]) -> str:
-    cause = one_line(one["ended"] or "")
-    return "unknown" if cause in ("", UNKNOWN) else cause.replace("_", " ")

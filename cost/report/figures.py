@@ -61,7 +61,8 @@ def compute_actual_figures(
         - goodput: Share of the paid rank-seconds that was spent in useful steps.
         - learning_rate: The highest learning rate of all steps.
     """
-    kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
+    executed = [event for event in events if event.name == STEP and event.step and event.generation in generations]
+    kept = [event for event in executed if generations[event.generation].keeps(event.step or 0)]
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
     entropy = read_number(prepared.get("unigram_entropy_nats"))
     metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION]
@@ -129,11 +130,6 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
         speed, kept = compute_rate(slowest, "tokens"), generations[generation].keeps(step)
         rows.append((step, seconds, speed, *known, mfu, usd, generation, kept))
     return rows
-
-
-def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
-    generation = generations.get(event.generation)
-    return generation is not None and event.step is not None and generation.keeps(event.step)
 
 
 def compute_rate(event: Event, key: str) -> float | None:

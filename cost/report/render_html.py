@@ -469,15 +469,14 @@ def _ranks(report: RunReport) -> str:
             "newest"
             if end - one["last_seconds"] < 0.05
             else f"{format_duration(end - one['last_seconds'])} before the newest",
-            _log_path(report, one.get("generation", 0), one["rank"]),
+            f"rank-{one['rank']}.log",
         )
         for one in ranks[:64]
     ]
     more = f"; {len(ranks) - 64:,} more ranks are left out" if len(ranks) > 64 else ""
-    logs = f"ebbflow logs {one_line(report.job)} --rank N"
-    note = (
-        f"newest generation, the most often slowest rank first{more}; logs are on the nodes, and from anywhere: {logs}"
-    )
+    folder = _log_path(report, ranks[0].get("generation", 0), 0).rpartition("/")[0]
+    logs = f"{folder} on each node; from anywhere: ebbflow logs {one_line(report.job)} --rank N"
+    note = f"newest generation, the most often slowest rank first{more}; logs are in {logs}"
     slowest = f"<p><b>Which rank is slow?</b> {escape(words)}</p>" if (words := describe_slowest_rank(report)) else ""
     table = render_html_table(_RANK_HEADER, rows)
     return _section("ranks", "Ranks", f'{slowest}{table}<p class="quiet">{escape(note)}</p>')

@@ -203,7 +203,9 @@ def list_tiles(report: RunReport) -> list[Tile]:
         progress = Tile("progress", NONE if share is None else format_percent(share), steps, share)
     else:
         progress = Tile("outcome", str(report.outcome).replace("_", " "), steps, share)
-    return [progress, _dollars(report), _goodput(report), _time(report)]
+    useful = report.actual.get("goodput")
+    goodput = Tile("goodput", format_percent(useful), "paid time in steps that count", useful)
+    return [progress, _dollars(report), goodput, _time(report)]
 
 
 def _dollars(report: RunReport) -> Tile:
@@ -223,11 +225,6 @@ def _dollars(report: RunReport) -> Tile:
     if simulated := describe_simulation(report):
         words.append(simulated.strip(" ()"))
     return Tile("spent" if report.outcome is None else "cost", format_usd(report.total_usd), "; ".join(words), share)
-
-
-def _goodput(report: RunReport) -> Tile:
-    share = report.actual.get("goodput")
-    return Tile("goodput", format_percent(share), "paid time in steps that count", share)
 
 
 def _time(report: RunReport) -> Tile:
