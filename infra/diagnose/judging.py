@@ -21,7 +21,7 @@ _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
 _LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
-_VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them, or by their words
+_VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them, or by words
 _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
@@ -206,7 +206,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     if guess is None:
         return root
     family, margin = guess
-    if root is None or (vague and family != "program"):
+    if root is None or (vague and family != "program" and margin >= 1.5 * MARGIN):
         if series.sound or series.survived(lines[0]) or (rule := book.find(book.other(family))) is None:
             return root
         found = Seen(replace(rule, weight=confidence_of(margin)), strong=True, needed=True)

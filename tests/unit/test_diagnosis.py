@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.diagnosis import diagnose_lines, evaluate
+from benchmarks.diagnosis_words import fit, measure, read_messages, read_sources, render
 from ebbflow.command import COMMANDS
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.diagnose.job import diagnose_job
@@ -152,6 +153,20 @@ def test_the_collected_excerpts_are_still_recognised() -> None:
     files = sorted(SUPPORT.glob("collected*.yaml"))
     result = evaluate([item for path in files for item in yaml.safe_load(path.read_text())])
     assert len(files) == 7 and result["macro_f1"] > 0.9 and result["abstained"] < 0.1 and result["false_alarms"] == 0
+
+
+def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path) -> None:
+    for name, thing in (("storage", "shard"), ("cuda", "kernel")):
+        lines = [
+            f'raise ValueError(f"the {thing} {{x}} has no {word} here")' for word in ("size", "name", "type", "end")
+        ]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    (tmp_path / "net.cc").write_text('WARN("Call to ibv_modify_qp failed with error %s", x);\n')
+    assert list(read_messages(tmp_path / "net.cc")) == ["Call to ibv_modify_qp failed with error "]
+    messages = read_sources({name: [f"{name}.py"] for name in ("storage", "cuda")}, tmp_path)
+    assert len(messages) == 8 and "the-shard" in messages[0][1]
+    table = fit(messages)
+    assert measure(table, messages)[2] == 1.0 and "storage" in render(table)
 
 
 @pytest.mark.parametrize(
