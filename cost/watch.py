@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
+import json
 import os
 import secrets
 import socket
@@ -23,7 +24,7 @@ from ebbflow.cost.jobs import find_job_uri, find_running_launcher, list_known_jo
 from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
 from ebbflow.infra.launchers import Launcher, RunningLauncher
 from ebbflow.infra.layout import job_prefix, runs_folder, write_atomically
@@ -98,11 +99,13 @@ class MergingFollower(LogFollower):
     def __init__(self, job_store: Store) -> None:
         super().__init__(job_store)
         self.events: list[Event] = []  # sorted by wall time
+        self.count = 0  # of all events that were read
         self._merge_at = _MOST_UNMERGED
 
     def read_new(self) -> Iterator[list[Event]]:
         """Yield the new events, unmerged, some thousand at a time. Raises StoreError."""
         for new in super().read_new():
+            self.count += len(new)
             self.events = sorted([*self.events, *new], key=lambda event: (event.t_wall, event.t_mono))
             if len(self.events) > self._merge_at:
                 self.events = merge_committed_steps(self.events)
@@ -163,13 +166,21 @@ class LivePage:
             return
         running = None if last else self._launcher or find_running_launcher(self.job, events, self._store)
         if running is None and not self.ended:  # once: a damaged part of the log may also be a missing one
-            self._damage = read_job_log(self.job, self._store).damage
+            self._damage = self._find_damage(self._follower.count)
         damage = self._damage if running is None else self._follower.damage
         report = build_report(events, running=running, logs=self._read_logs, damage=damage)
         if not self._earlier:
             self._earlier = read_earlier_reports(report.job)
         self.ended = running is None
         self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
+
+    def _find_damage(self, count: int) -> Sequence[Damage]:
+        """Return the damage to the log of an ended job: that in its report if all of `count` events are in it too."""
+        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):  # no report of this kind
+            found = json.loads(self._job_store.get("report.json") if self._job_store else "")["events"]
+            if sum(found["counts"].values()) == count:
+                return [Damage(**one) for one in found["damage"]]
+        return read_job_log(self.job, self._store).damage
 
     def _read_logs(self) -> list[LogLine]:
         """Return the output of the ranks. It is read again only after another generation has ended."""
