@@ -143,6 +143,8 @@ class _Reader:
                 break
             except _Corrupt:
                 continue
+        else:
+            raise DataError(f"all {len(self._dataset)} samples are corrupt; fix: repair them")
         if self.read_now is not None and worker is not None:
             struct.pack_into("q", self.read_now, 8 * worker, _NOTHING)
         return found

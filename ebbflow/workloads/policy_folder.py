@@ -109,7 +109,9 @@ class FolderModels:
 
 
 def _last_of(ends: Any) -> int | None:
-    return ends[-1] if isinstance(ends, list) and ends else ends
+    if isinstance(ends, list):
+        return int(ends[-1]) if ends else None
+    return ends
 
 
 def _identify(folder: ModelFolder) -> list[Any]:

@@ -83,6 +83,14 @@ class Broken(Noisy):
         return f"{index}.jpg"
 
 
+class AllBroken:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise ValueError("no image")
+
+
 PARENT = os.getpid()
 
 
@@ -168,6 +176,9 @@ def test_corrupt_samples_are_replaced_within_their_budget(capfd: pytest.CaptureF
         with pytest.raises(DataError, match=r"3 corrupt samples of 20 are more than .*corrupt_samples 2; fix: repair"):
             for number in range(8):
                 read.load(Cursor(number * BATCH, BATCH))
+    alone = SampleLoader(AllBroken(), default_collate, seed=3, batch_size=2, corrupt_samples=9)
+    with pytest.raises(DataError, match="all 2 samples are corrupt; fix: repair them"):
+        alone.load(Cursor(0, 2))
     with pytest.raises(RuntimeError, match=r"\(\d+.jpg\): OSError: image file is truncated"):
         for number in range(8):
             loader(Broken(), 0).load(Cursor(number * BATCH, BATCH))
