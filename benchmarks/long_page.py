@@ -89,11 +89,8 @@ def measure_page(store: str) -> dict[str, float]:
     page = LivePage(_JOB, store, launcher=_LAUNCHER)
     while len(content := page.render()) < 100_000 or b"waiting for the job" in content:
         time.sleep(0.1)
-    again = time.monotonic()
-    time.sleep(page.pause_seconds)
-    page.render()
     return {
-        "seconds": again - began,
+        "seconds": time.monotonic() - began,
         "cpu_seconds": time.process_time() - cpu,
         "page_bytes": len(content),
         "mib_before": before / 1024,
@@ -118,7 +115,7 @@ def main(arguments: list[str]) -> int:
         again = [sys.executable, "-m", "benchmarks", "page", "--measure", "--store", str(store)]
         found = json.loads(subprocess.check_output(again, env=os.environ, text=True))
     print(
-        f"first page after {found['seconds']:.1f} s ({found['cpu_seconds']:.1f} s of CPU with the second), "
+        f"first page after {found['seconds']:.1f} s ({found['cpu_seconds']:.1f} s of CPU), "
         f"{found['mib']:.0f} MiB (imports alone {found['mib_before']:.0f}), page of {found['page_bytes']:,} bytes"
     )
     return 0

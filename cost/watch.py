@@ -139,14 +139,16 @@ class LivePage:
         """
         with self._lock:
             if last or not self._built or time.monotonic() >= self._due:
-                began = time.monotonic()
+                began, first = time.monotonic(), not self._built  # only the first look reads the whole log
                 try:
                     self._refresh(last)
                 except (CostError, InfraError) as error:
                     self._problem = one_line(error)
                 if not self._built or (self._follower is None or not self._follower.events):
                     self._built = render_waiting(self.job, self._problem)
-                self._due = time.monotonic() + max(_PAUSE_SECONDS, _IDLE_SHARE * (time.monotonic() - began))
+                self._due = time.monotonic() + max(
+                    _PAUSE_SECONDS, 0.0 if first else _IDLE_SHARE * (time.monotonic() - began)
+                )
             return self._built
 
     @property
