@@ -144,17 +144,16 @@ class FolderJob(AttachedJob):
     def _capture(self, step: int) -> dict[str, Any]:
         folder = self._folder
         paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
-        base = folder.parent
         if not paths:
             raise AttachError(f"{folder}: rank {self._gang.rank} sees no files; fix: let all ranks write to one folder")
         shared = {}
         for path in paths:
             if size := path.stat().st_size:
-                name = f"{_PREFIX}{path.relative_to(base)}"
+                name = f"{_PREFIX}{path.relative_to(folder.parent)}"
                 shared[name] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         self._saver.further = FurtherState({}, shared)
         self._saved_step = step
-        empty = [str(path.relative_to(base)) for path in paths if not path.stat().st_size]
+        empty = [str(path.relative_to(folder.parent)) for path in paths if not path.stat().st_size]
         return {"folder": {"name": folder.name, "empty": empty}}
 
     def _restore(self) -> None:
@@ -176,8 +175,7 @@ class FolderJob(AttachedJob):
             path.unlink(missing_ok=True)  # left by a damaged commit that was tried before
             return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
 
-        restored = super()._read_commit(place_file)
-        if restored is None:
+        if (restored := super()._read_commit(place_file)) is None:
             return None
         if (known := restored.extra.get("folder")) is None:
             raise AttachError(f"{restored.key} is no folder of a framework; fix: give this job another name")

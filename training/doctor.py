@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from ebbflow.infra.process import die_with_parent
@@ -135,11 +136,10 @@ def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int,
     found = [
         (kind, name) for name, (kind, state) in before["objects"].items() if first["objects"].get(name) != [kind, state]
     ]
-    for name, value in before["counters"].items():
-        values = [one["counters"][name] for one in whole if name in one["counters"]]
-        counts = values == sorted(values) and len(set(values)) > 2
-        if counts and first["counters"].get(name) != value:
-            found.append(("counter", name))
+    seen = {name: [one["counters"][name] for one in whole if name in one["counters"]] for name in before["counters"]}
+    lost = [name for name, value in before["counters"].items() if first["counters"].get(name) != value]
+    lost = [name for name in lost if len(set(seen[name])) > 2]
+    found += [("counter", name) for name in lost if seen[name] == sorted(seen[name])]
     found += [("buffers", "")] if before.get("buffers") != first.get("buffers") else []
     pairs = list(zip(whole[at:], resumed, strict=False))
     if all(one["params"] == other["params"] for one, other in pairs):
@@ -149,10 +149,7 @@ def compare(whole: list[Record], resumed: list[Record], kill: int) -> tuple[int,
     if before.get("rng") != first.get("rng"):
         used = [name for name in before["rng"] if len({one["rng"].get(name) for one in whole[:-1]}) > 1]
         found += [("random", name) for name in used if first["rng"].get(name) != before["rng"][name]]
-    if not found:  # such as the index of enumerate, by which some scripts accumulate gradients
-        varied = {name for name in before["counters"] if len({one["counters"].get(name) for one in whole[:-1]}) > 2}
-        counters = resumed[0]["counters"]
-        found = [("index", name) for name in varied & counters.keys() if counters[name] != before["counters"][name]]
+    found = found or [("index", name) for name in lost]  # such as that of enumerate, for accumulated gradients
     return at, found or [("unknown", "")]
 
 
@@ -177,12 +174,13 @@ def _explain(name: str, source: str, kind: str, variable: str) -> list[str]:
     called = [node.func for node in nodes if isinstance(node, ast.Call)]
     calls = [(one.attr, one.lineno) for one in called if isinstance(one, ast.Attribute)]
     save, load = (next((line for name, line in calls if name == wanted), "?") for wanted in ("save", "load"))
-    stored = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    line = next((node.lineno for node in stored if node.id == variable), save)
+    stored = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store))
+    last = variable.rpartition(".")[2]
+    line = next((one.lineno for one in stored if last == (one.id if isinstance(one, ast.Name) else one.attr)), save)
     if kind not in _LOST:  # an object with a state
         what = f"{variable} ({kind}): its state is not restored"
-        patch = [f"line {save} saves:  {variable!r}: {variable}.state_dict()"]
-        patch.append(f"line {load} loads:  {variable}.load_state_dict(checkpoint[{variable!r}])")
+        patch = [f"line {save} saves:  {last!r}: {variable}.state_dict()"]
+        patch.append(f"line {load} loads:  {variable}.load_state_dict(checkpoint[{last!r}])")
     else:
         text, fix = _LOST[kind]
         what, patch = f"{variable}: {text}" if variable else text, [f"line {save}: {fix}"]
@@ -272,7 +270,7 @@ class _Tracer:
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.startswith(self._folder):
-                for name, value in list(frame.f_locals.items()):
+                for name, value in self._variables(frame):
                     if type(value) is int:
                         counters.setdefault(name, value)
                     elif id(value) not in seen and not isinstance(value, type) and not self._is_trained(value):
@@ -281,6 +279,14 @@ class _Tracer:
                             objects.setdefault(name, (type(value).__name__, _digest(state)))
             frame = frame.f_back
         return {"params": _digest([group["params"] for group in groups]), "objects": objects, "counters": counters}
+
+    def _variables(self, frame: FrameType) -> Iterator[tuple[str, Any]]:
+        """Yield the variables of a frame, and the attributes of those that are objects of the script's own classes."""
+        for name, value in list(frame.f_locals.items()):
+            yield name, value
+            path = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+            if path.startswith(self._folder) and not hasattr(value, "state_dict"):
+                yield from ((f"{name}.{one}", inner) for one, inner in list(getattr(value, "__dict__", {}).items()))
 
     def _is_trained(self, value: Any) -> bool:
         """Return whether a value is a module that the optimizer trains, or a module without parameters."""

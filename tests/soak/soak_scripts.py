@@ -103,6 +103,26 @@ def test_the_doctor_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     assert code == 1 and PLANTED[name][2] in text, text
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("", "", "resumes exactly, bit for bit"),
+        (
+            'in ("model", "optimizer", "scheduler"):',
+            'in ("model", "scheduler"):',
+            "self.optimizer (Adam): its state is",
+        ),
+        ("self.epoch, self.step = state", "_, self.step = state", "self.epoch: the count starts anew"),
+    ],
+)
+def test_the_doctor_looks_into_the_classes_of_a_script(tmp_path: Path, old: str, new: str, says: str) -> None:
+    text = (SCRIPTS / "own_trainer.py").read_text()
+    assert not old or text.count(old) == 1
+    (tmp_path / "train.py").write_text(text.replace(old, new) if old else text)
+    code, text = _doctor(tmp_path / "train.py")
+    assert code == int(bool(old)) and says in text, text
+
+
 @pytest.mark.parametrize("name", ["resumable", "plain", "nano_gpt", "resnet", "accelerated"])
 def test_the_doctor_raises_no_false_alarm(name: str, tmp_path: Path) -> None:
     if name in ("resumable", "plain"):

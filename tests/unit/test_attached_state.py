@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ebbflow.training.attached_state import (
     restore_frozen,
     split_state,
 )
-from ebbflow.training.doctor import compare
+from ebbflow.training.doctor import _Tracer, compare
 from ebbflow.training.errors import AttachError
 
 
@@ -150,6 +151,22 @@ def test_the_doctor_names_an_index_by_which_a_script_accumulates() -> None:
     whole = run([0, 1, 2, 3, 0, 1, 2, 3], "abcdefgh")
     assert compare(whole, run([0, 1, 2], "cDE"), 4) == (2, [("index", "i")])
     assert compare(whole, run([2, 3, 0], "cde"), 4) == (2, [])
+
+
+class Loop:
+    """A class of a script, as its author keeps the optimizer."""
+
+    def __init__(self) -> None:
+        self.optimizer, self.step = torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), 3
+
+
+def test_the_doctor_sees_the_attributes_of_a_scripts_own_classes(tmp_path: Path) -> None:
+    loop, others = Loop(), Counter("ab")
+    tracer = _Tracer(str(tmp_path / "trace"), 1, Path(__file__).parent)
+    found = dict(tracer._variables(sys._getframe()))
+    assert found["loop"] is loop and found["others"] is others
+    assert found["loop.optimizer"] is loop.optimizer and found["loop.step"] == 3
+    assert all("." not in name for name in found if not name.startswith("loop"))
 
 
 def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:
