@@ -529,7 +529,7 @@ def is_terminal() -> bool:
 
 
 def show_run(view: RunView, flow_class: type) -> bool:
-    """Send this process's Metaflow log to the view. Return False if this Metaflow release lacks the hooks."""
+    """Send Metaflow's own log lines to the terminal view. Return False if this Metaflow release has no way to do it."""
     from metaflow.parameters import flow_context
 
     with flow_context(flow_class):  # else the command line lacks the options of its decorators, such as --branch

@@ -319,7 +319,7 @@ def serve(agent: int, channel: int) -> None:
 
 
 class _Desk:
-    """Main loop of the keeper: it starts programs on request and reports ended children."""
+    """Event loop of the keeper, which starts programs on request and reports child processes that exited."""
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
         self._agent, self._channel, self._woken = agent, channel, woken

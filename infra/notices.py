@@ -300,7 +300,7 @@ class EffectiveTime:
         self._ends_at = 0.0
 
     def of(self, moment: object) -> float:
-        """Convert an ISO 8601 time. If it cannot be parsed, return the time 30 s from now."""
+        """Convert an ISO 8601 time to this machine's monotonic clock. One that cannot be parsed is 30 s from now."""
         moment_text = str(moment)
         if moment_text != self._text:
             seconds = _UNSAID_SECONDS

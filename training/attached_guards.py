@@ -1,8 +1,8 @@
-"""Guards, rehearsed faults and the promise of an attached job. The promise says how exactly the job resumes.
+"""Guards, injected faults and the promise of an attached job: whether a resume is bit-exact.
 
-A script's optimizer has taken a step before the job sees its loss. So a bad step cannot be skipped. The job must go
-back to a commit. Losses are judged at syncs (steps at which all ranks agree whether to save), before a save. So no
-commit has weights that a bad loss has spoiled.
+A script's optimizer has taken a step before the job sees its loss, so a bad step cannot be skipped: the job returns to
+a commit. Losses are checked at syncs (steps at which all ranks agree whether to save), before a save. Therefore no
+commit holds weights after a bad loss.
 """
 
 from __future__ import annotations

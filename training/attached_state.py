@@ -1,7 +1,6 @@
 """The state of a user's script besides model and optimizer, and the order in which the script reads its data.
 
-`split_state` splits a state dict into a form, which is JSON that refers to tensors by path, and these tensors.
-`join_state` is its inverse.
+`split_state` separates a state dict into JSON, in which paths stand for tensors, and tensors; `join_state` joins them.
 """
 
 from __future__ import annotations

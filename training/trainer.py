@@ -181,7 +181,7 @@ class Trainer:
             self.device_exchange.begin_own()
 
     def end_own(self) -> None:
-        """Count the rest of this micro-batch's backward pass as waiting for other ranks."""
+        """Mark the end of this rank's own backward computation. The rest counts as waiting for other ranks."""
         self.reporter.clock.end_own()
         if self.device_exchange is not None:
             self.device_exchange.end_own()

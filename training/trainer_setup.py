@@ -99,7 +99,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 
 
 def make_limits(spec: WorkerSpec, gang: Gang, config: RunConfig, clock: Clock) -> Limits:
-    """Return the limits of this rank, which watch SIGTERM from now on."""
+    """Return when this rank must stop (budget, deadline, notice, SIGTERM). Install its signal handlers."""
     limits = Limits(
         Terms.from_json(spec.terms) if spec.terms else None,
         world_size=gang.world_size,

@@ -178,7 +178,7 @@ def _with_move(
 def _spot_or_on_demand(
     config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
 ) -> _Choice:
-    """Choose Spot while a Spot start is safe, else on-demand.
+    """Choose Spot if on-demand capacity could still finish the job in time and budget afterwards, else on-demand.
 
     If there is no on-demand pool or no deadline, always choose Spot, provided that there is a Spot pool.
     """

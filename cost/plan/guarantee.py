@@ -154,10 +154,9 @@ def refuse_unguaranteed(
     hours_left: float,
     usd_left: float,
 ) -> dict[str, Any] | None:
-    """Return why a new job must not start, as the fields of a `PlanRefusal`; None if it may start.
+    """Return why on-demand capacity cannot keep a new job's deadline or budget, as `PlanRefusal` fields, or None.
 
-    A job without on-demand pools is never refused here: with `cluster.market: spot`, or Spot queues only, nothing is
-    guaranteed.
+    A job without on-demand pools (`cluster.market: spot`, or only Spot queues) has no guarantee and is not refused.
 
     Args:
         hours_left: Hours until the deadline.

@@ -305,9 +305,9 @@ def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
 
 
 def _distance(rejection: Rejection) -> tuple[int, float]:
-    """Return a sort key that puts the rejected pools closest to running the job first.
+    """Return a sort key that puts the pools first that are closest to being usable.
 
-    Pools without a queue or a price come first, then pools with too little memory, then all others.
+    These are pools without a queue or a price, then pools with too little memory, then all others.
     """
     wanting = (NO_QUEUE, HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
     return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess

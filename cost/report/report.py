@@ -25,6 +25,7 @@ from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.report.charts import build_charts, compute_progress, find_kept_steps
 from ebbflow.cost.report.figures import STEP_COLUMNS, compute_actual_figures, compute_money_figures, list_step_figures
+from ebbflow.infra.bundle import redact
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
@@ -252,8 +253,9 @@ def _find_stack(failure: dict[str, Any], output: Sequence[LogLine]) -> dict[str,
     starts = [at for at, text in enumerate(texts) if text.startswith(_TRACEBACK)]
     while len(starts) > 1 and any(" exception" in text for text in texts[max(0, starts[-1] - 3) : starts[-1]]):
         starts.pop()  # this exception followed from the one before it
-    shown = texts[starts[-1] :] if starts else texts[-_FEW_LINES:]
-    return {"rank": rank, "lines": [text[:_LONGEST_LINE] for text in shown[-_MOST_LINES:]]} if shown else None
+    shown = "\n".join((texts[starts[-1] :] if starts else texts[-_FEW_LINES:])[-_MOST_LINES:])
+    lines = [text[:_LONGEST_LINE] for text in redact(shown)[0].split("\n")]  # reports are passed on
+    return {"rank": rank, "lines": lines} if shown else None
 
 
 def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> dict[str, Any] | None:

@@ -61,7 +61,7 @@ def wrap_command(command: list[str]) -> list[str]:
 
 
 def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
-    """Wrap the commands of a SubmitJob request in place. The AWS SDK calls this before it sends each request."""
+    """Let each command of a SubmitJob request run under the signal-passing shell. The AWS SDK calls this."""
     nodes = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     for overrides in [params.get("containerOverrides"), *(node.get("containerOverrides") for node in nodes)]:
         if command := (overrides or {}).get("command"):

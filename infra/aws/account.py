@@ -190,7 +190,7 @@ def ecr_region(image: str) -> str | None:
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
     """Return whether an image exists in ECR. client: botocore client for "ecr" in the image's region.
 
-    Raises CloudError, or ValueError if the name is not that of an image in ECR.
+    Raises CloudError, or ValueError if the name does not have the form of an ECR image.
     """
     match = _ECR.fullmatch(image)
     if match is None:

@@ -35,7 +35,7 @@ class Rules(list[Rule]):
     """List of rules, in the order in which they are checked."""
 
     def about(self, *keys: str) -> Callable[[Check], Check]:
-        """Return a decorator that adds a check of these keys. Pass the key that is most likely wrong first."""
+        """Return a decorator that adds a check of these keys to the rules. First comes the key that is likely wrong."""
 
         def add(check: Check) -> Check:
             self.append(Rule(keys, check))

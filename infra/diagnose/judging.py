@@ -158,7 +158,7 @@ def _level(found: Seen) -> int:
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
-    """Return the first failure, or the nearby symptom that causes it according to its rule's `follows`."""
+    """Return the first failure, or a nearby symptom that its rule lists under `follows`, as one that causes it."""
     first = _first_failure(suspects, series)
     if first is None:
         return None

@@ -70,7 +70,7 @@ class SymptomRule:
     others: tuple[str, ...] = ()
 
     def matches(self, text: str) -> bool:
-        """Return whether a `look` matches in the text and no `unless` does."""
+        """Return whether any `look` pattern and no `unless` pattern matches the text."""
         found = any(re.search(one, text, re.IGNORECASE) for one in self.look)
         return found and not any(re.search(one, text, re.IGNORECASE) for one in self.unless)
 

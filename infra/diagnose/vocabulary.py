@@ -71,7 +71,7 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
 
 
 def confidence_of(margin: float) -> float:
-    """Return the confidence in a guessed cause: 0.5 if it leads the second-best by `MARGIN`, at most 0.7 beyond."""
+    """Return the confidence in a guess: 0.5 if its score exceeds the next by `MARGIN`, at most 0.7 for more."""
     return 0.5 + 0.2 * (1 - math.exp(-(margin - MARGIN) / 3))
 
 

@@ -16,10 +16,10 @@ _END_SECONDS = 20.0  # the process ends its last requests within a shorter time
 
 
 class TrackingProcess:
-    """The process that feeds the trackers and the notifications of one job.
+    """Process that sends a job's metrics to the trackers, and its notifications.
 
-    A thread of its own starts the process, because the launcher waits for the children of its main thread. If the
-    launcher is killed, the process sends the remaining metrics and ends.
+    A separate thread starts it, because the launcher waits for the children of its main thread. If the launcher is
+    killed, the process sends the remaining metrics and exits.
     """
 
     def __init__(self, job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None]) -> None:

@@ -237,6 +237,7 @@ def test_the_stack_of_the_failed_rank_and_the_path_of_its_log_are_on_the_page() 
         "",
     ]
     texts = [first, "ValueError: handled", "step 3", f"{first}:", *cause, f"{first}:", "ValueError: <b>no such\x1b[31m"]
+    texts[4] += ", token=hunter2hunter2"  # a secret
     common = {"t": "2027-01-15T08:00:00.000Z", "job": "demo", "node": 0, "step": 3, "phase": None}
     lines = [
         LogLine(text=text, start=at, end=at + 1, generation=generation, rank=rank, **common)
@@ -245,7 +246,8 @@ def test_the_stack_of_the_failed_rank_and_the_path_of_its_log_are_on_the_page() 
         if rank == 1 or ("ValueError" not in text and first not in text)
     ]
     report = build_report(interrupted_job(completed=False), logs=lambda: lines)
-    assert report.events["stack"] == {"rank": 1, "lines": texts[3:]}
+    safe = [text.replace("hunter2hunter2", "[redacted: named secret]") for text in texts[3:]]
+    assert report.events["stack"] == {"rank": 1, "lines": safe} and "hunter2" not in render(report)
     page = render(report)
     assert "(runs/demo/logs/000002-*/rank-1.log)" in page and "KeyError: &#x27;x&#x27;" in page
     assert "ValueError: &lt;b&gt;no such</pre>" in page and "ValueError: handled" not in page

@@ -111,10 +111,10 @@ class Uploader:
         return self._store
 
     def _save_in_room(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
-        """Upload and commit a checkpoint. If the store is full, try again later, and then after deleting commits.
+        """Upload and commit a checkpoint. If the store is full, delete old commits and try again.
 
-        All ranks find the store full at the same time. Rank 0 does not wait, and rank n waits n × 2 s, so that usually
-        a single rank deletes commits for all.
+        All ranks find the store full at the same time. Rank n first waits n × 2 s and tries again, so that usually
+        rank 0 alone deletes commits, for all ranks.
         """
         waited, made_room = self._rank == 0, False
         while True:

@@ -250,7 +250,7 @@ class Guards:
         self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`, and schedule a comparison of the weights."""
+        """Return the guards' fields for the commit of `step`. The next sync compares the weights of all replicas."""
         self.saved_step = step
         scale = {"loss_scale": self.loss_scale.to_json()} if self.loss_scale else {}
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample} | scale}

@@ -122,9 +122,9 @@ class LoneCall:
 
 
 def _all_wait_for_good(evidence: Sequence[WorkerFailure]) -> bool:
-    """Return whether each rank waits for others, and none of them for its device or within a backward pass.
+    """Return whether the gang is deadlocked: each rank waits for other ranks, outside of a backward pass.
 
-    A device may only be slow, and within its backward pass a healthy rank also waits for ranks that compute.
+    Waits for a device do not count, since it may just be slow, nor waits in a backward pass for slower ranks.
     """
     places = (one.where for one in evidence if one.waiting and not has_queued_calls(one.calls))
     return sum(not place.startswith("training/engine.py") for place in places) == len(evidence)

@@ -52,7 +52,7 @@ def in_jobset() -> bool:
 
 
 def replacements_of(config: Mapping[str, Any]) -> int:
-    """Return how many lost nodes the scheduler of this process replaces within an attempt."""
+    """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a JobSet."""
     return int((config.get("kubernetes") or {}).get("node_replacements") or 0) if in_jobset() else 0
 
 

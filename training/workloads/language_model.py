@@ -103,10 +103,10 @@ _LOW_TURNS, _HIGH_TURNS = 1.0, 4.0  # low_freq_factor and high_freq_factor of al
 
 
 class Rotation(nn.Module):
-    """Rotary positions (RoPE; Su et al. 2021, section 3.4.2), for halves of a head as in transformers' Llama.
+    """Rotary position embedding (RoPE; Su et al. 2021, section 3.4.2) in the rotate-half layout of Llama.
 
-    With a `rope_factor`, frequencies of less than one turn in `rope_original_length` tokens are divided by it, those of
-    more than four turns stay, and those between are blended (Llama 3.1).
+    With `rope_factor`, frequencies of less than one turn in `rope_original_length` tokens are divided by the factor,
+    those of more than four turns are unchanged, and those between are interpolated (Llama 3.1).
     """
 
     cos: Tensor  # [sequence length, head width], float32
