@@ -30,7 +30,7 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.store.s3 import split_uri
 from ebbflow.training.errors import DataError
 
-_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _REQUEST_SECONDS, _ALL_SECONDS = 30.0, 120.0  # for one request, and with its retries
 _AHEAD_BYTES = 256 * 1024  # read at once from a bucket when a file is read in order
 
@@ -132,6 +132,11 @@ def find_files(path: str | Path, suffixes: Sequence[str]) -> list[DataFile]:
     return sorted(found, key=lambda one: PurePosixPath(one.path))
 
 
+def locate(root: Path, given: str) -> str | Path:
+    """Return an address in a bucket (s3://…) as it is, and any other path below `root`, unless it is absolute."""
+    return given.rstrip("/") if given.startswith("s3://") else root / Path(given).expanduser()
+
+
 def _find_here(path: Path) -> list[DataFile]:
     pattern = path / "**" if path.is_dir() else path
     found = [one for one in map(Path, glob.glob(str(pattern), recursive=True)) if one.is_file()]
@@ -163,7 +168,7 @@ class ImageFolder:
     def __init__(
         self, path: str | Path, transform: Callable[[Any], Any], *, keep: Callable[[str], bool] = lambda name: True
     ) -> None:
-        files, self._transform = find_files(path, _IMAGES), transform
+        files, self._transform = find_files(path, IMAGE_SUFFIXES), transform
         self.classes = sorted({PurePosixPath(one.path).parent.name for one in files})
         number = {name: at for at, name in enumerate(self.classes)}
         self._files = [one for one in files if keep(one.name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from ebbflow.training.attached_state import random_numbers_of
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
-from ebbflow.workloads.readers import ImageFolder
+from ebbflow.workloads.readers import ImageFolder, locate
 from ebbflow.workloads.vision import ImageWorkload
 
 try:
@@ -39,7 +38,7 @@ class ImageModel(ImageWorkload):
         if not timm.is_model(self._name):
             close = ", ".join(timm.list_models(f"*{self._name}*")[:5]) or "python -c 'import timm; timm.list_models()'"
             raise WorkloadError(f"workload_options.model: timm has no {self._name!r}; fix: one of {close}")
-        self._root = context.project_root / Path(str(options.get("dataset", "."))).expanduser()
+        self._root = locate(context.project_root, str(options.get("dataset", ".")))
         super().__init__(context)
 
     def dataset(self, train: bool) -> ImageFolder | None:

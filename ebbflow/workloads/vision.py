@@ -26,7 +26,7 @@ from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.workloads.datasets import DatasetWorkload, Samples
 from ebbflow.workloads.options import read_options, refuse_option
-from ebbflow.workloads.readers import ImageFolder
+from ebbflow.workloads.readers import IMAGE_SUFFIXES, ImageFolder, find_files, locate
 
 _HELD_OUT = ("val", "validation", "test")
 _KINDS = ("disc", "square", "cross", "ring")
@@ -82,12 +82,17 @@ class ImageWorkload(DatasetWorkload):
         """Return a new model, on torch's default device."""
         raise NotImplementedError
 
-    def open_folder(self, root: Path, train: bool, transform: Callable[[Any], Any]) -> ImageFolder | None:
-        """Open the images of a folder to train on or, with `train` False, those to evaluate on; None if there is none.
+    def open_folder(self, root: str | Path, train: bool, transform: Callable[[Any], Any]) -> ImageFolder | None:
+        """Open the images of a folder or a bucket to train on or, with `train` False, to evaluate on; None if none.
 
         Subfolders `train` and `val` split the images; otherwise a hash of their names does. Raises DataError.
         """
-        parts = {name: root / name for name in ("train", *_HELD_OUT) if (root / name).is_dir()}
+        names = ["train", *_HELD_OUT]
+        if isinstance(root, Path):
+            found_here = {name for name in names if (root / name).is_dir()}
+        else:
+            found_here = {one.name.partition("/")[0] for one in find_files(root, IMAGE_SUFFIXES)}
+        parts = {name: f"{root}/{name}" for name in names if name in found_here}
         own = [folder for name, folder in parts.items() if (name == "train") == train]
         if parts and not own and train:
             raise DataError(f"{root}: there is {', '.join(parts)} but no train; fix: a subfolder train")
@@ -117,7 +122,7 @@ class ImageClassifier(ImageWorkload):
 
     def __init__(self, context: WorkloadContext) -> None:
         self._options = read_options(VisionOptions, context.options)
-        self._root = Path(context.project_root, self._options.dataset).expanduser() if self._options.dataset else None
+        self._root = locate(context.project_root, self._options.dataset) if self._options.dataset else None
         self.size = self._options.size
         self._confusion: Tensor | None = None  # [classes, classes] counts; row: true class, column: predicted class
         super().__init__(context)
@@ -135,7 +140,7 @@ class ImageClassifier(ImageWorkload):
         change = _Change(options.size, augment=options.augment and train)
         if root is None:
             found: Any = DrawnShapes(options.size, 0 if train else _DRAWN, _DRAWN if train else _DRAWN_HELD_OUT, change)
-        elif root.suffix == ".npz":
+        elif isinstance(root, Path) and root.suffix == ".npz":
             found = ImageArrays(root, train, self.context.config.data.held_out_fraction, change)
         else:
             found = self.open_folder(root, train, change.of_picture)

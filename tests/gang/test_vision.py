@@ -24,6 +24,9 @@ from ebbflow.training.workloads.trial import try_workload
 from ebbflow.workloads.vision import ImageClassifier, SyncNorm, draw_confusion
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
+from tests.support.s3.fixture import FailingServer, failing_s3
+
+__all__ = ["failing_s3"]
 
 OPTIONS = {"size": 12, "width": 8, "layers": 3, "workers": 0}
 
@@ -164,3 +167,29 @@ def test_arrays_that_do_not_fit_are_refused_with_their_shapes(tmp_path: Path) ->
         np.savez(tmp_path / "bad.npz", **arrays)
         with pytest.raises(DataError, match=says):
             ImageClassifier(context_of(config_of(tmp_path, {"dataset": str(tmp_path / "bad.npz")})))
+
+
+def test_images_in_a_bucket_are_those_of_the_folder(
+    tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    server = failing_s3
+    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
+    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    bucket = failing_s3.new_bucket()
+    store, here = Store.open(f"s3://{bucket}/pictures"), tmp_path / "pictures"
+    for number in range(12):
+        path = here / ("val" if number > 7 else "train") / ("cats" if number % 2 else "dogs") / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (16, 16), (number, 0, 0)).save(path)
+        store.put(path.relative_to(here).as_posix(), path.read_bytes())
+    found = []
+    for dataset in (str(here), f"s3://{bucket}/pictures/"):
+        workload = ImageClassifier(context_of(config_of(tmp_path, {"dataset": dataset, "augment": False})))
+        for train in (True, False):
+            images = workload.dataset(train)
+            found.append([images.classes, *((pixels.tolist(), label) for pixels, label in images)])
+    assert found[:2] == found[2:] and [len(one) for one in found[:2]] == [9, 5]
+    with pytest.raises(DataError, match=r"pictures/train/cats/none: no file that ends in"):
+        ImageClassifier(context_of(config_of(tmp_path, {"dataset": f"s3://{bucket}/pictures/train/cats/none"})))
