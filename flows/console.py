@@ -260,8 +260,7 @@ class RunView:
             return None
 
     def _follow_events(self) -> None:
-        store = self._store()
-        if store is None:
+        if (store := self._store()) is None:
             return
         pause = shortest = _LOOK_SECONDS[store.local_path("events") is not None]
         while not self._done.wait(pause):
@@ -270,15 +269,16 @@ class RunView:
             pause = max(shortest, 20 * (time.monotonic() - looked))  # a long job has many segments
 
     def _show_events(self) -> None:
-        with contextlib.suppress(InfraError):  # the next look may succeed
-            with self._looking:
-                if self._follower is None and (store := self._store()) is not None:
-                    self._follower = LogFollower(store, wanted=_is_shown)
-                news = [] if self._follower is None else [*self._follower.read_new()]
-            for event in sorted((event for new in news for event in new), key=lambda event: event.t_wall):
-                with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
-                    if event.t_wall >= self._since:
-                        self._happened(event)
+        found: list[Event] = []
+        with contextlib.suppress(InfraError), self._looking:  # the next look may read what this one cannot
+            if self._follower is None and (store := self._store()) is not None:
+                self._follower = LogFollower(store, wanted=_is_shown)
+            for new in () if self._follower is None else self._follower.read_new():
+                found += new
+        for event in sorted(found, key=lambda event: event.t_wall):
+            with self._lock, contextlib.suppress(InfraError, KeyError, TypeError, ValueError):  # of another version
+                if event.t_wall >= self._since:
+                    self._happened(event)
 
     def _happened(self, event: Event) -> None:
         data, at = event.data, "" if event.step is None else f" at step {event.step:,}"

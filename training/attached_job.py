@@ -545,7 +545,10 @@ class AttachedJob:
         self._end(Outcome.COMPLETED, "", self._digest())
 
     def _digest(self) -> str | None:
-        return None if self._by_library else weights_sha256(getattr(self._model, "module", self._model))
+        model = getattr(self._model, "module", self._model)
+        if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
+            model = nn.ModuleDict({name: getattr(one, "module", one) for name, one in model.items()})
+        return None if self._by_library else weights_sha256(model)
 
     def _fail(self, error: BaseException) -> None:
         if self._spec.agent_pid is None and self._gang.rank == 0:

@@ -189,21 +189,21 @@ class SaveController:
             else:
                 self.save(at, deadline_seconds=max(min(left, limit), 1.0))
         elif last or sync.renew:
-            self.save(at, deadline_seconds=limit)
+            self.save(at, least_seconds=limit)
         elif sync.save_due and sync.saving and self.config.when_busy == "skip":
             self._skip(at, f"the previous save is still in flight on rank {', '.join(map(str, sync.saving[:5]))}")
         elif sync.save_due:
-            self.save(at, deadline_seconds=limit)
+            self.save(at, least_seconds=limit)
 
-    def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
-        """Copy the state into staging buffers. The upload then continues in the background."""
+    def save(self, at: Position, **limits: float) -> None:
+        """Copy the state into staging buffers; `limits` are those of `Checkpointer.save`. The upload is concurrent."""
         self.reporter.enter("checkpoint", at.step)
         extra = self.extra | self.carried(at.step)
         extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
         if self.save_schedule is not None:
             extra["exposed_seconds"] = self.save_schedule.exposed_seconds
         module = self.spread.module
-        stall = self.saver.save(at.step, module, self.optimizer, extra, deadline_seconds=deadline_seconds)
+        stall = self.saver.save(at.step, module, self.optimizer, extra, **limits)
         self.spread.reset_compression()  # its state is not part of a commit
         if self.save_schedule is not None:
             self.save_schedule.saved(at.step, stall)

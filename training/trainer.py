@@ -212,7 +212,8 @@ class Trainer:
         Return which module made the first non-finite output, as text. Return "" if no module did, since the loss itself
         or its gradient is not finite, or if the optimizer changed the weights before the host read the step sync.
         """
-        if self.device_exchange is not None and not skip_if_non_finite(self.optimizer, 0.0):
+        drawn = getattr(self.workload, "batch_phase", "data") != "data"  # rollouts cost too much to draw them again
+        if drawn or (self.device_exchange is not None and not skip_if_non_finite(self.optimizer, 0.0)):
             return ""
         module, found = self.spread.module, list[int]()
 
@@ -232,8 +233,7 @@ class Trainer:
         rows = self.gang.gather_numbers([float(found[0] if found else 0)])
         rank, number = next(((rank, int(row[0])) for rank, row in enumerate(rows) if row[0]), (0, 0))
         name, part = list(module.named_modules())[number]
-        kind = type(part).__name__
-        return f"; the first such output is that of {name} ({kind}) on rank {rank}" if number else ""
+        return f"; the first such output is that of {name} ({type(part).__name__}) on rank {rank}" if number else ""
 
     def share(self, at: Position) -> Cursor:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)

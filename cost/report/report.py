@@ -197,6 +197,7 @@ def build_report(
     charts = build_charts(ordered, generations, ledger)
     failures = list_failures(ordered, generations)
     output = list(logs()) if failures else []
+    kept = find_kept_steps(ordered, generations)  # all ranks record the same loss
     return RunReport(
         job=ordered[0].job,
         outcome=None if running else _infer_outcome(ordered, generations),
@@ -204,12 +205,7 @@ def build_report(
         failures=sum(generation.user_code for generation in unplanned),
         redone_steps=ledger.redone_steps,
         weights_sha256=None if final is None else final.data.get("weights_sha256"),
-        # All ranks record the same loss.
-        loss_curve=[
-            (one.step or 0, without_nan(one.data["loss"]))
-            for one in find_kept_steps(ordered, generations)
-            if "loss" in one.data
-        ],
+        loss_curve=[(one.step or 0, without_nan(one.data["loss"])) for one in kept if "loss" in one.data],
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,

@@ -7,6 +7,7 @@ a checkpoint fits only the number of ranks that wrote it.
 from __future__ import annotations
 
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,22 @@ class Job(FolderJob):
         inner = getattr(self._engine, "basic_optimizer", None)
         if not isinstance(inner, Optimizer):
             raise AttachError("attach: the engine has no torch optimizer; fix: deepspeed.initialize(optimizer=…)")
-        self.restored, self._into, self._pending = None, _FOLDER, None
+        self.restored, self._into, self._pending = None, _FOLDER / spec.job, None
         AttachedJob.__init__(self, spec, gang, model, inner, states)
 
     def _capture(self, step: int) -> dict[str, Any]:
-        self._folder = _FOLDER / f"step-{step}"
-        self._remove(self._folder)
+        self._saver.further = FurtherState()  # the files of the last save, which are removed but still mapped
+        self._remove(self._into)  # also what a killed attempt left
+        self._folder = self._into / f"step-{step}"
         self._engine.save_checkpoint(str(self._folder), tag=_TAG)
         self._wait_for_all()
         extra = super()._capture(step)
         files = self._saver.further.shared
+        seen = zlib.crc32("\n".join(f"{name} {one.numel()}" for name, one in sorted(files.items())).encode())
+        if len({row for (row,) in self._gang.gather_numbers([float(seen)])}) > 1:
+            raise AttachError(
+                f"{self._folder}: the ranks see different files; fix: start in a folder that all nodes share"
+            )
         self._remove(self._folder)  # mapped files remain readable
         extra |= AttachedJob._capture(self, step)
         loop = self._saver.further

@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 import re
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,17 +77,30 @@ class StepProfiler:
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
                 self._profile = profile(activities=activities, record_shapes=not self._on_gpu)
                 self._profile.start()
-                self._reporter.on_close(self._end)  # if training ends before
+                self._reporter.on_close(self._close)  # if training ends before
             self._steps.append(step)
+
+    def _close(self) -> None:
+        if sys.exc_info()[0] is not None:  # training failed: its error counts, and its GPU may not answer
+            self._profile = None
+        self._end()
 
     def _end(self) -> None:
         if self._profile is None:
             return
         over = self._reporter.enter_temporarily("store")
+        try:
+            self._write(self._profile)
+        except Exception as error:  # such as a full disk; a profile must not end the job
+            self._reporter.emit(NOTICE, message=f"the profile is lost: {type(error).__name__}: {error}")
+        finally:
+            self._profile = None
+            over()
+
+    def _write(self, found: profile) -> None:
         first, last = self._steps[0], self._steps[-1]
         if self._on_gpu:
             torch.cuda.synchronize()
-        found, self._profile = self._profile, None
         found.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"rank-{self._rank}-steps-{first}-{last}.json.gz")
@@ -100,7 +114,6 @@ class StepProfiler:
             trace = f"lost: {error}"
         lines = {"profile": f"steps {first} to {last} of each rank: {trace}", **format_lines(tables, last - first + 1)}
         self._reporter.emit(PROFILE, step=last, first=first, last=last, trace=trace, lines=lines, **tables)
-        over()
 
 
 def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:

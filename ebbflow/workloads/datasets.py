@@ -151,8 +151,6 @@ class _Reader:
 
     def _read_index(self, number: int, index: int) -> Any:
         """Return a sample, with the random numbers of its number. Raises _Corrupt if the budget allows another."""
-        if self._corrupt is not None and self._corrupt[index]:
-            raise _Corrupt
         seed_all(derive_seed(self._seed, "sample" if self._shuffled else "held out", number))
         try:
             return self._dataset[index]
@@ -164,13 +162,15 @@ class _Reader:
             problem = f"{about}: {type(error).__name__}: {' '.join(str(error).split())}"
             if self._corrupt is None or not _is_corrupt(error):
                 raise RuntimeError(problem) from error
+            known = self._corrupt[index]  # it is read again, because it may fail with some random numbers only
             self._corrupt[index] = 1
             if (count := self.corrupt_count) > self._budget:
                 raise DataError(
                     f"{problem}; {count} corrupt samples of {len(self._dataset)} are more than "
                     f"workload_options.corrupt_samples {self._budget}; fix: repair them, or allow more"
                 ) from error
-            print(f"{problem}; replaced by the next one ({count} of at most {self._budget} corrupt)", flush=True)
+            if not known:
+                print(f"{problem}; replaced by the next one ({count} of at most {self._budget} corrupt)", flush=True)
             raise _Corrupt from error
 
     @property

@@ -121,6 +121,8 @@ class VllmEngine:
                     f"{self._options.sequence}; fix: start it with --max-model-len {self._options.sequence}"
                 )
             self._model = str(served["id"])
+            if self._options.enable_engine_sleep and self._leads:  # a killed attempt may have left the server asleep
+                self._asleep = bool(self._ask("GET", "/is_sleeping").get("is_sleeping"))
         if self._asleep and self._leads:
             self._ask("POST", "/wake_up?tags=weights")
 
@@ -158,10 +160,11 @@ class VllmEngine:
             )
         fresh = self._folder / "model.safetensors.new"
         save_file(weights, fresh, metadata={"format": "pt"})
+        target = self._folder / "model.safetensors"
+        os.replace(fresh, target)  # first: a server that starts meanwhile finds weights
         for old in self._folder.glob(_OTHERS):
-            if old != fresh:
+            if old != target:
                 old.unlink()
-        os.replace(fresh, self._folder / "model.safetensors")
 
     def _ask(self, method: str, path: str, body: Any = None, *, seconds: float = _ASK_SECONDS) -> Any:
         data = None if body is None else json.dumps(body).encode()

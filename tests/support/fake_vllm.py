@@ -57,6 +57,8 @@ class FakeVllm:
                 return 500, {"error": "already sleeping"}
             self.awake = set()
             return 200, None
+        if path == "/is_sleeping":
+            return 200, {"is_sleeping": not self.awake}
         if path == "/wake_up":
             self.awake |= set(query.get("tags", ["weights", "kv_cache"]))
             return 200, None

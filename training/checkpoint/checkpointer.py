@@ -150,6 +150,7 @@ class Checkpointer:
         extra: dict[str, Any],
         *,
         deadline_seconds: float | None = None,
+        least_seconds: float = 0.0,
     ) -> float:
         """Copy the state after `step` into a staging buffer, hand it to the uploader, and return the stall in seconds.
 
@@ -159,7 +160,7 @@ class Checkpointer:
 
         Args:
             extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's data is stored.
-            deadline_seconds: deadline of this save; default: `limit_seconds`.
+            deadline_seconds: deadline of this save; default: `limit_seconds`, but at least `least_seconds`.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -172,9 +173,7 @@ class Checkpointer:
             raise CheckpointError(f"step {step} after {self._last_step}: a rewind needs a new generation")
         self.before_step()
         common = self._common(model, optimizer, extra) if self._rank == 0 else None
-        own = capture_rng(self._rank) | {
-            rng_name(self._rank, name): tensor for name, tensor in self.further.own.items()
-        }
+        own = capture_rng(self._rank) | {rng_name(self._rank, name): one for name, one in self.further.own.items()}
         sources = self._planner.plan(model, optimizer, own, self.further.shared)
         staged = self._stage.stage(sources, self._planner.layout, self._planner.settled)
         self._emit(STAGED, step=step, bytes=staged.layout.length)
@@ -185,7 +184,7 @@ class Checkpointer:
         flight = InflightSave(
             save=save,
             began=began,
-            deadline=Deadline(self.limit_seconds if deadline_seconds is None else deadline_seconds),
+            deadline=Deadline(max(self.limit_seconds, least_seconds) if deadline_seconds is None else deadline_seconds),
             size=staged.layout.length,
             stall_seconds=time.monotonic() - began,
         )

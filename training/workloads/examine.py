@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import signal
@@ -164,14 +165,15 @@ def main(arguments: list[str]) -> int:
 
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
     from ebbflow.training.gang import Gang
-    from ebbflow.training.workloads.loader import find_workload, has_prepare, prepare_data, workload_context
+    from ebbflow.training.workloads.loader import find_workload, has_prepare, prepare_data, user_code, workload_context
     from ebbflow.training.workloads.trial import try_workload
 
     door = find_workload(config)
     if has_prepare(door) and not prepare:
         text = f"{config.workload or 'text'}: loaded; it is tried once its data are prepared"
-        if check := getattr(door, "check", None):
-            text += f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"
+        if inspect.ismethod(check := getattr(door, "check", None)):  # a class method, no method of the same name
+            with user_code("check"):
+                text += f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"
         return {"text": text, "shape": None, "prepared": None}
     context = workload_context(config, Gang(), store=Store.open(config.store))
     prepared = prepare_data(config, context)
