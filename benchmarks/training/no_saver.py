@@ -39,6 +39,7 @@ class NoSaver(Checkpointer):
         extra: dict,
         *,
         deadline_seconds: float | None = None,
+        least_seconds: float = 0.0,
     ) -> float:
         self.steps.append(step)
         return 0.0

@@ -108,8 +108,8 @@ class Saver:
     def before_step(self) -> None:
         self.asked.append("before_step")
 
-    def save(self, step: int, *_: Any, deadline_seconds: float | None = None) -> float:
-        self.asked.append((step, deadline_seconds))
+    def save(self, step: int, *_: Any, **limits: float) -> float:
+        self.asked.append((step, *limits.values()))
         return 0.25
 
     def hurry(self) -> None:
