@@ -98,8 +98,8 @@ class _Reader:
     """Reads and collates the samples of a cursor. A worker process has a copy of it.
 
     Args:
-        corrupt_samples: number of samples that may be corrupt. Each is replaced by the next index that is not, which
-            depends on the data alone.
+        corrupt_samples: number of samples that may be corrupt. Each is replaced by the next index that can be read with
+            the sample's random numbers, so the replacement does not depend on ranks or restarts.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ from ebbflow.training.data.tokenizer import BYTES, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Loss, WorkloadContext
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
-from ebbflow.workloads.chat import ChatTemplate
-from ebbflow.workloads.model_folder import ModelFolder, find_folder, flops_per_token, list_blocks
+from ebbflow.workloads.model_folder import ChatTemplate, ModelFolder, find_folder, flops_per_token, list_blocks
 from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_questions
 
 _OPTIONS = {

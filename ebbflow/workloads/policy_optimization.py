@@ -512,8 +512,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 def _codec_of(context: WorkloadContext, options: PolicyOptions, models: PolicyModels) -> Codec:
     wrap = None
     if options.chat:
-        from ebbflow.workloads.chat import ChatTemplate
-        from ebbflow.workloads.model_folder import find_folder
+        from ebbflow.workloads.model_folder import ChatTemplate, find_folder
 
         wrap = ChatTemplate(find_folder(context.project_root, options.model)).as_user
     return Codec(models.config.data, context.project_root, stop=models.stop, wrap=wrap)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ebbflow.training.errors import WorkloadError
-from ebbflow.workloads.chat import ChatTemplate
-from ebbflow.workloads.model_folder import find_folder
+from ebbflow.workloads.model_folder import ChatTemplate, find_folder
 
 try:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
