@@ -56,7 +56,7 @@ class Job(FolderJob):
             raise AttachError(
                 f"{self._folder}: the ranks see different files; fix: start in a folder that all nodes share"
             )
-        self._remove(self._folder)  # mapped files remain readable
+        self._remove(self._into)  # mapped files remain readable
         extra |= AttachedJob._capture(self, step)
         loop = self._saver.further
         self._saver.further = FurtherState(loop.own, loop.shared | files)
