@@ -1,7 +1,6 @@
 """Profile some steps of each rank: a trace for Perfetto, and tables by kind of kernel and by collective.
 
-Kernels are those of the GPU. Without a GPU, the operators of the CPU take their place, and the spans that gloo records
-take that of NCCL's kernels.
+Kernels are those of the GPU. Without a GPU, the operators of the CPU and the collectives of gloo are counted instead.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Span = Mapping[str, Any]
 
 
 class StepProfiler:
-    """Profiler of one rank. It records the configured steps, and reports them when the last one is over."""
+    """Profiler of one rank. It records the configured steps, and reports them after the last one."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
         training, generation = config.training, generation_name(spec.generation, spec.generation_id)
@@ -69,7 +68,7 @@ class StepProfiler:
             reporter.emit(NOTICE, message=f"training.profile_from {self._first}: {fix}")
 
     def reach(self, step: int) -> None:
-        """Begin or end the profile if it is time for it. Call it before each step."""
+        """Start the profile at its first step, and end it after its last. Call this before each step."""
         if step > self._last:
             self._end()
         elif step >= self._first:

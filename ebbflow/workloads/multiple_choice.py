@@ -95,7 +95,7 @@ class ChoiceTest:
                 self._items.append(_Item(tokens, max(1, min(begin, len(tokens) - 1)), len(choice.encode())))
 
     def evaluate(self, logits_of: Callable[[Tensor], Tensor], context: WorkloadContext, batch: int) -> dict[str, float]:
-        """Return the shares of questions whose right choice is the likeliest, as a whole and per byte. Collective."""
+        """Return two accuracies: by the log-probability of a choice, and by that per byte. Collective."""
         count = len(self._items)
         share = -(-count // context.world_size)
         mine = [self._items[min(context.rank * share + place, count - 1)] for place in range(share)]

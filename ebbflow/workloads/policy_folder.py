@@ -23,7 +23,7 @@ from ebbflow.workloads.policy_options import PolicyOptions, refuse_option
 
 
 class FolderPolicy(nn.Module):
-    """A model of transformers, with a value head for PPO and the record of the training."""
+    """A model of transformers, with a value head for PPO."""
 
     def __init__(self, model: PreTrainedModel, *, values: bool = False, record: Record | None = None) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class RewardModel:
             return float(self._model(input_ids=tokens.to(self._device)).logits[0, 0])
 
     def load(self) -> None:
-        """Read the weights, unless that is done."""
+        """Read the weights on the first call."""
         if self._model is None:
             found = AutoModelForSequenceClassification.from_pretrained(
                 self._folder, local_files_only=True, dtype=torch.float32

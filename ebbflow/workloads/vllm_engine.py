@@ -32,14 +32,14 @@ _OTHERS = "*.safetensors*"  # files of the folder that an update replaces
 
 
 class VllmEngine:
-    """An engine whose tokens vLLM draws. A rollout's seed is a function of its draws, and the numbers are vLLM's own.
+    """An engine whose tokens vLLM draws. Each request has a seed of its own; the random numbers are vLLM's.
 
     Args:
         options: `engine_url` has the servers, separated by commas. Rank r asks the server r % servers.
         stop: the token that ends a completion, also used as padding.
         batch: requests that a rank has under way; halved if the server runs out of memory.
         dtype: of the weights' file.
-        gather: collective, to wait for each other.
+        gather: a collective call, at which ranks wait for each other.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class VllmEngine:
         self._asleep, self.version = True, -1
 
     def wake(self) -> None:
-        """Give the weights memory; keys and values get theirs after `update_weights`. Checks the server first."""
+        """Give the weights memory; the cache gets its own after `update_weights`. The first call checks the server."""
         if not self._model:
             served = self._ask("GET", "/v1/models")["data"][0]
             longest = served.get("max_model_len")
