@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
-from ebbflow.cost.errors import CostError, ReportError, run_command
+from ebbflow.cost.errors import CostError, ReportError
 from ebbflow.cost.job_list import add_command as add_jobs
 from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job_log
 from ebbflow.cost.prices.source import add_commands
@@ -29,8 +29,8 @@ from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.watch import add_command as add_watch
-from ebbflow.infra.errors import InfraError, Outcome, describe_error
-from ebbflow.infra.process import run_benchmarks
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.process import run_benchmarks, run_command
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -90,14 +90,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.prices.source import open_prices
     from ebbflow.infra.batch import limit_to_queue_region, queues_to_plan
     from ebbflow.infra.config.load import load_config
-    from ebbflow.infra.config.problems import ConfigError
     from ebbflow.infra.footprint import causal_lm_shape
 
-    try:
-        loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
-    except ConfigError as error:
-        print(describe_error(error), file=sys.stderr)
-        return Outcome.CONFIG.exit_code
+    loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
     now, config, queues = time.time(), loaded.config, None
     if config.cluster.plan_for == "batch" and (config.batch.queues or config.cost.prices == "live"):
         config = limit_to_queue_region(config)
@@ -209,18 +204,13 @@ def _job_history(config: RunConfig) -> JobHistory:
 def _measured_shape(config: RunConfig) -> ModelShape | None:
     """Prepare the data of the user's own workload, measure its model and return the `ModelShape`.
 
-    Returns None for the built-in model. Exits the process if the workload is invalid.
+    Returns None for the built-in model.
     """
     if config.user_code is None:
         return None
-    from ebbflow.training.errors import TrainingError
     from ebbflow.training.workloads.examine import examine
 
-    try:
-        return examine(config, prepare=True).shape
-    except TrainingError as error:
-        print(describe_error(error), file=sys.stderr)
-        sys.exit(error.outcome.exit_code)
+    return examine(config, prepare=True).shape
 
 
 if __name__ == "__main__":

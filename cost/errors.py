@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
-from ebbflow.infra.errors import InfraError, Outcome, describe_error
-from ebbflow.infra.process import silence_stdout
+from ebbflow.infra.errors import EbbflowError, Outcome
 
 
-class CostError(Exception):
-    """Base class of all errors of the cost package. If such an error ends a job, the job's outcome is `outcome`."""
-
-    outcome = Outcome.FAILED
-
-    def __init_subclass__(cls, *, outcome: Outcome | None = None) -> None:
-        cls.outcome = outcome or cls.outcome
+class CostError(EbbflowError):
+    """Base class of all errors of the cost package."""
 
 
 class CatalogueError(CostError, outcome=Outcome.CONFIG):
@@ -56,16 +47,3 @@ class TeamError(CostError, outcome=Outcome.CONFIG):
 
 class ReplayError(CostError, outcome=Outcome.CONFIG):
     """A run cannot be replayed: the pool has no recorded price, or the run completed no step."""
-
-
-def run_command(command: Callable[[], int]) -> int:
-    """Run a command of the command line and return its exit code. An expected error becomes one line on stderr."""
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except (CostError, InfraError) as error:
-        print(describe_error(error), file=sys.stderr)
-        return error.outcome.exit_code
-    except BrokenPipeError:
-        return silence_stdout()

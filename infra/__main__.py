@@ -25,11 +25,11 @@ from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import schema_text
 from ebbflow.infra.config.load import render_sources, values_with_sources
 from ebbflow.infra.diagnose.command import add_diagnose_commands
-from ebbflow.infra.errors import Outcome, describe_error
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.kubernetes.checks import add_kubernetes_command
 from ebbflow.infra.observe.command import add_observe_command
 from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
-from ebbflow.infra.process import silence_stdout
+from ebbflow.infra.process import run_command
 from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
 from ebbflow.infra.rank_logs import add_logs_command
 from ebbflow.infra.untrusted_text import guard_terminal
@@ -41,12 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of `ebbflow` and return its exit code."""
     guard_terminal()
     options = _parser().parse_args(arguments)
-    try:
-        code = options.command(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        return silence_stdout()
+    return run_command(lambda: options.command(options))
 
 
 def preflight(options: argparse.Namespace) -> int:
@@ -62,10 +57,9 @@ def preflight(options: argparse.Namespace) -> int:
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
-        if options.json:
-            print(_document(Outcome.CONFIG, problems=[problem.to_json() for problem in error.problems]))
-        else:
-            print(describe_error(error), file=sys.stderr)
+        if not options.json:
+            raise
+        print(_document(Outcome.CONFIG, problems=[problem.to_json() for problem in error.problems]))
         return Outcome.CONFIG.exit_code
     results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick, target=None)
     outcome = Outcome.PREFLIGHT if failed_results(results) else None
@@ -74,12 +68,8 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every configuration value with its source. Return 0, or 2 if the configuration is unusable."""
-    try:
-        loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
-    except ConfigError as error:
-        print(describe_error(error), file=sys.stderr)
-        return Outcome.CONFIG.exit_code
+    """Print every configuration value with its source."""
+    loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     rows = values_with_sources(loaded.config.model_dump(mode="json"), loaded.sources)
     print(json.dumps(rows, indent=1) if options.json else render_sources(rows, defaults=not options.changed))
     return 0

@@ -26,7 +26,7 @@ from pathlib import Path
 from ebbflow import __version__
 from ebbflow.infra.diagnose.command import render
 from ebbflow.infra.diagnose.job import diagnose_job
-from ebbflow.infra.errors import InfraError, Outcome, StoreError, describe_error
+from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.events import Event, read_events
 from ebbflow.infra.rank_logs import JobPlace, LogLine, find_job, read_logs, unknown_job
 from ebbflow.infra.store import Store
@@ -166,17 +166,13 @@ def bundle(options: argparse.Namespace, project_root: Path) -> int:
     The exit code is 0 on success, 1 if the user declines or the archive cannot be written, and 2 if the job is unknown
     or the archive already exists.
     """
-    try:
-        place = find_job(options.job, options.store, project_root)
-        output = options.output or Path(f"ebbflow-{place.name}.zip")
-        if output.exists() and not options.list:
-            raise BundleError(f"{output} exists; fix: remove it, or name another file with --output")
-        files, notes = collect_files(place)
-        if len(files) <= len(_machine_files()[0]):
-            raise unknown_job(options.job, place, project_root)
-    except InfraError as error:
-        print(f"bundle: {describe_error(error)}", file=sys.stderr)
-        return error.outcome.exit_code
+    place = find_job(options.job, options.store, project_root)
+    output = options.output or Path(f"ebbflow-{place.name}.zip")
+    if output.exists() and not options.list:
+        raise BundleError(f"{output} exists; fix: remove it, or name another file with --output")
+    files, notes = collect_files(place)
+    if len(files) <= len(_machine_files()[0]):
+        raise unknown_job(options.job, place, project_root)
     archive, files = pack(files, LARGEST_BYTES)
     for note in notes:
         print(f"bundle: {note}", file=sys.stderr)

@@ -42,13 +42,17 @@ _EXIT_CODES = {
 }
 
 
-class InfraError(Exception):
-    """Base class of the exceptions of `ebbflow.infra`. If the exception ends a job, `outcome` is the job's outcome."""
+class EbbflowError(Exception):
+    """Base class of all packages' exceptions. If the exception ends a job, `outcome` is the job's outcome."""
 
-    outcome = Outcome.FAILED
+    outcome: Outcome = Outcome.FAILED
 
     def __init_subclass__(cls, *, outcome: Outcome | None = None) -> None:
         cls.outcome = outcome or cls.outcome
+
+
+class InfraError(EbbflowError):
+    """Base class of the exceptions of `ebbflow.infra`."""
 
 
 class LayoutError(InfraError, outcome=Outcome.CONFIG):
@@ -117,9 +121,9 @@ _SYMPTOMS = {
 }  # fmt: skip
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: EbbflowError) -> str:
     """Return an error's text, followed by the symptom that `ebbflow explain` prints."""
-    names = [each.__name__ for each in type(error).__mro__] + [getattr(error, "outcome", Outcome.FAILED)]
+    names = [*(each.__name__ for each in type(error).__mro__), error.outcome]
     symptom = next((_SYMPTOMS[name] for name in names if name in _SYMPTOMS), "O01")
     text = str(error).rstrip()
     return f"{text}{chr(10) if chr(10) in text else '; '}see: {symptom}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ebbflow.infra.errors import Outcome
+from ebbflow.infra.errors import EbbflowError, Outcome, describe_error
 from ebbflow.infra.program import IMPORT_ROOT, python_path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -289,6 +289,19 @@ class _LastingOutput(io.FileIO):
             os.dup2(nothing, self.fileno())
             os.close(nothing)
             return len(data)
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command of the command line and return its exit code. An expected error becomes a message on stderr."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except EbbflowError as error:
+        print(describe_error(error), file=sys.stderr)
+        return error.outcome.exit_code
+    except BrokenPipeError:
+        return silence_stdout()
 
 
 def silence_stdout() -> int:

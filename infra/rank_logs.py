@@ -27,9 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError, Outcome, StoreError, describe_error
+from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.layout import check_job_name, job_prefix, known_job, runs_folder
-from ebbflow.infra.process import silence_stdout
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import one_line, printable, strip_colours
 
@@ -347,23 +346,15 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     """
     numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
     wanted = LogFilter(around_step=options.around, **numbers)
-    try:
-        logs = find_logs(options.job, options.store, project_root)
-    except InfraError as error:
-        print(f"logs: {describe_error(error)}", file=sys.stderr)
-        return error.outcome.exit_code
+    logs = find_logs(options.job, options.store, project_root)
     for notice in logs.notices:
         print(f"logs: {notice}", file=sys.stderr)
     chosen = filter_lines(logs.lines, wanted)
     if not chosen:
         print(f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}", file=sys.stderr)
         return Outcome.FAILED.exit_code
-    try:
-        for line in chosen:
-            print(line.to_json() if options.json else line.render())
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        silence_stdout()
+    for line in chosen:
+        print(line.to_json() if options.json else line.render())
     return Outcome.COMPLETED.exit_code
 
 

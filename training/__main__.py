@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 
-from ebbflow.infra.process import die_with_parent, run_benchmarks
+from ebbflow.infra.process import die_with_parent, run_benchmarks, run_command
 from ebbflow.infra.program import begin_program
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> None:
     if command in _COMMANDS or command in _BENCHMARKS:  # ranks keep the raw bytes in their logs
         guard_terminal()
     if command in _COMMANDS:
-        sys.exit(importlib.import_module(_COMMANDS[command]).main(arguments[1:]))
+        module = importlib.import_module(_COMMANDS[command])
+        sys.exit(run_command(lambda: module.main(arguments[1:])))
     if command in _BENCHMARKS:
         run_benchmarks([_BENCHMARKS[command], *arguments[1:]])
     gc.disable()  # saves a quarter of the time of a rank's imports, whose objects are never freed

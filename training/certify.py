@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import RESTORE, STEP, read_events
 from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
@@ -330,7 +330,7 @@ def _sha256(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 if the certificate holds, 1 if it does not, or the exit code of the error."""
+    """Run the command. Return 0 if the certificate holds, 1 if it does not."""
     parser = argparse.ArgumentParser(
         prog="ebbflow certify",
         description="Run a job small, with and without interruptions, and compare losses, samples and weights.",
@@ -349,17 +349,13 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--steps {given.steps}: at least {_FEWEST_STEPS}, so that a commit precedes each interruption")
     if given.config is None and given.resolved is None:
         parser.error("CONFIG is missing")
-    try:
-        if given.resolved is not None:
-            die_with_parent()
-            config = RunConfig.model_validate_json(given.resolved.read_text())
-        else:
-            config = load_config(str(given.config), given.set, project_root=PROJECT_ROOT).config
-        only = given.only or tuple(INTERRUPTIONS)
-        found = certify(config, steps=given.steps, parent=given.folder, interruptions=only)
-    except (InfraError, TrainingError) as error:
-        print(error, file=sys.stderr)
-        return error.outcome.exit_code
+    if given.resolved is not None:
+        die_with_parent()
+        config = RunConfig.model_validate_json(given.resolved.read_text())
+    else:
+        config = load_config(str(given.config), given.set, project_root=PROJECT_ROOT).config
+    only = given.only or tuple(INTERRUPTIONS)
+    found = certify(config, steps=given.steps, parent=given.folder, interruptions=only)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(format_certificate(found), flush=True)

@@ -20,14 +20,12 @@ from typing import Any
 from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import COMMIT, NODE_HEARTBEAT, PHASE, RESTORE, STEP, Event, LedgerClass, read_events
 from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.certify import local_spec, run_to_end, small_config
-from ebbflow.training.errors import TrainingError
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 
 MODES = ("ddp", "fsdp2", "hsdp")
@@ -169,7 +167,7 @@ def format_comparison(found: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0, or the exit code of the error."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="ebbflow compare", description="Measure one's own model in each parallel mode, on this machine."
     )
@@ -185,12 +183,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--modes {given.modes}: {unknown[0]!r} is none of {', '.join(MODES)}")
     if given.steps < 2 * _WARM_UP_STEPS or given.rounds < 1:
         parser.error(f"at least --steps {2 * _WARM_UP_STEPS}, of which {_WARM_UP_STEPS} are warm-up, and --rounds 1")
-    try:
-        config = load_config(given.config, given.set, project_root=PROJECT_ROOT).config
-        found = compare_modes(config, modes, steps=given.steps, rounds=given.rounds)
-    except (InfraError, TrainingError) as error:
-        print(error, file=sys.stderr)
-        return error.outcome.exit_code
+    config = load_config(given.config, given.set, project_root=PROJECT_ROOT).config
+    found = compare_modes(config, modes, steps=given.steps, rounds=given.rounds)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(format_comparison(found), flush=True)

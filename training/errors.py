@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from ebbflow.infra.errors import Outcome
+from ebbflow.infra.errors import EbbflowError, Outcome
 from ebbflow.infra.events import EndReason
 
 # Limits for an exception's text and its traceback, in characters. A control message can have 16 MiB.
@@ -12,17 +12,17 @@ LONGEST_MESSAGE = 32 * 1024
 LONGEST_TRACEBACK = 256 * 1024
 
 
-class TrainingError(Exception):
+class TrainingError(EbbflowError):
     """Base class of the errors of training."""
 
-    outcome: Outcome = Outcome.FAILED  # the outcome of a job that ends with this error
     curable: bool = True  # whether a new attempt may succeed. If False, the next start would fail in the same way
     end_reason: EndReason = EndReason.RANK_FAILED  # the reason recorded for the end of the gang
 
     def __init_subclass__(
         cls, *, outcome: Outcome | None = None, curable: bool | None = None, end_reason: EndReason | None = None
     ) -> None:
-        cls.outcome, cls.end_reason = outcome or cls.outcome, end_reason or cls.end_reason
+        super().__init_subclass__(outcome=outcome)
+        cls.end_reason = end_reason or cls.end_reason
         cls.curable = cls.curable if curable is None else curable
 
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from ebbflow.infra.config.load import load_config, values_with_sources
-from ebbflow.infra.errors import InfraError, Outcome, describe_error
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.infra.launchers import claim_job
@@ -78,14 +78,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting")
     parser.add_argument("--rehearse", default=None, metavar="FAULT", help="inject a fault, such as rank-kill@step:100")
     given = parser.parse_args(own)
-    try:
-        return _run(given, arguments)
-    except (InfraError, TrainingError) as error:
-        print(f"ebbflow: {describe_error(error)}", file=sys.stderr)
-        return error.outcome.exit_code
-
-
-def _run(given: argparse.Namespace, arguments: list[str]) -> int:
     script = Path(given.script)
     if not script.is_file():
         raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")

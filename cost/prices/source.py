@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,9 +14,7 @@ from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_
 from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, format_short_age, is_zone_of
 from ebbflow.cost.prices.recorded import RecordedPrices, Recording, SpotRecord, read_recording, write_recording
 from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import CostConfig, RunConfig
-from ebbflow.infra.errors import Outcome
 from ebbflow.infra.program import DEFAULT_CONFIG
 from ebbflow.infra.untrusted_text import one_line
 
@@ -174,12 +171,7 @@ def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any]
 
 def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
     """Print one line per price of the configured types, regions and zones, cheapest first."""
-    path = arguments.config or DEFAULT_CONFIG
-    try:
-        config = load_config(path, arguments.set, project_root=project_root).config
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return Outcome.CONFIG.exit_code
+    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.set, project_root=project_root).config
     now, cost = time.time(), config.cost
     prices = open_prices(config, now, project_root=project_root)
     kinds = load_catalogue().matching(config.cluster.instance_types)

@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 import yaml
 
 from ebbflow import __version__
-from ebbflow.cost.errors import run_command
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.source import open_prices
-from ebbflow.infra.config import ConfigError, load_config
+from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.layout import check_job_name, plain_name
+from ebbflow.infra.process import run_command
 from ebbflow.infra.program import IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -59,11 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    try:
-        config = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT).config
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return Outcome.CONFIG.exit_code
+    config = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT).config
     path, job = Path(arguments.config).resolve(), arguments.job or plain_name(Path(arguments.config).stem)
     check_job_name(job)
     if refusal := refusal_reason(config, path):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbflow.cost.amounts import format_usd
-from ebbflow.cost.errors import CostError, ReportError, run_command
+from ebbflow.cost.errors import CostError, ReportError
 from ebbflow.cost.jobs import find_job_uri, find_running_launcher
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.report import RunReport, build_report
@@ -45,6 +45,7 @@ from ebbflow.infra.events import (
     Event,
 )
 from ebbflow.infra.layout import TRACKED_KEY, job_prefix, runs_folder
+from ebbflow.infra.process import run_command
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store

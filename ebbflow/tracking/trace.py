@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.errors import ReportError, run_command
+from ebbflow.cost.errors import ReportError
 from ebbflow.cost.jobs import read_job
 from ebbflow.infra.events import (
     COMMIT,
@@ -44,6 +44,7 @@ from ebbflow.infra.events import (
     Event,
     LedgerClass,
 )
+from ebbflow.infra.process import run_command
 from ebbflow.infra.untrusted_text import guard_terminal, one_line
 
 _MARKS = frozenset({COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE})

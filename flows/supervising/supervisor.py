@@ -30,11 +30,10 @@ from ebbflow.flows.supervising.record import (
     read_record,
     waited_seconds,
 )
-from ebbflow.infra.config import ConfigError
-from ebbflow.infra.errors import InfraError, Outcome, StoreError, StoreUnavailable, describe_error
+from ebbflow.infra.errors import Outcome, StoreError, StoreUnavailable
 from ebbflow.infra.events import OUTCOME, SUPERVISED
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
-from ebbflow.infra.process import ignore_lost_readers
+from ebbflow.infra.process import ignore_lost_readers, run_command
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
@@ -267,15 +266,7 @@ def _counted(count: int, noun: str) -> str:
 def main(arguments: list[str]) -> int:
     ignore_lost_readers()
     guard_terminal()
-    try:
-        options = read_options(arguments, project_root=PROJECT_ROOT)
-        return Supervisor(options, _say).supervise()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return Outcome.CONFIG.exit_code
-    except InfraError as error:
-        print(f"supervise: {describe_error(error)}", file=sys.stderr)
-        return error.outcome.exit_code
+    return run_command(lambda: Supervisor(read_options(arguments, project_root=PROJECT_ROOT), _say).supervise())
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,7 @@ from ebbflow.infra.aws.account import CONTAINERS, LOCATIONS, metaflow_settings, 
 from ebbflow.infra.aws.calls import RequestDeadline, call_aws, paginate
 from ebbflow.infra.batch import QueueState, batch_client, describe_queues
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES
-from ebbflow.infra.errors import CloudError, InfraError, Outcome
+from ebbflow.infra.errors import CloudError, Outcome
 
 T = TypeVar("T")
 
@@ -326,10 +326,7 @@ def adopt(options: argparse.Namespace) -> int:
         return _refuse(f"{', '.join(there)} exists; fix: choose another --out, or --force")
     if options.store and not options.store.startswith("s3://"):
         return _refuse(f"--store {options.store} is not s3://bucket/prefix, the only store that containers reach")
-    try:
-        setup = _Setup(_Account(options.region), metaflow_settings(), store=options.store, stack=options.stack)
-    except InfraError as error:
-        return _refuse(str(error), error.outcome)
+    setup = _Setup(_Account(options.region), metaflow_settings(), store=options.store, stack=options.stack)
     day = time.strftime("%Y-%m-%d", time.gmtime())
     texts = (setup.configuration(day), setup.settings(day))
     if not files:

@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 import shlex
-import sys
 import textwrap
 import uuid
 from collections import Counter
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
-from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, InfraError, Outcome
+from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a request, in bytes.
@@ -380,23 +379,19 @@ def deploy(options: argparse.Namespace) -> int:
     The exit code is 0 on success, 2 for invalid options or a request that AWS rejects as invalid, and 1 for any other
     failure.
     """
-    try:
-        if not _STACK_NAME.fullmatch(options.stack):
-            raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
-        if options.env is not None and not options.env.absolute().parent.is_dir():
-            raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
-        body = TEMPLATE.read_text(encoding="utf-8")
-        template = read_template(body)
-        given = _given_parameters(options.parameter, template)
-        client = aws_client("cloudformation", options.region)
-        stack = Stack(client, options.stack, print)
-        if options.dry_run:
-            _dry_run(stack, client, body, template, given)
-        else:
-            _apply(stack, client, body, given, options)
-    except InfraError as error:
-        print(error, file=sys.stderr)
-        return error.outcome.exit_code
+    if not _STACK_NAME.fullmatch(options.stack):
+        raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
+    if options.env is not None and not options.env.absolute().parent.is_dir():
+        raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
+    body = TEMPLATE.read_text(encoding="utf-8")
+    template = read_template(body)
+    given = _given_parameters(options.parameter, template)
+    client = aws_client("cloudformation", options.region)
+    stack = Stack(client, options.stack, print)
+    if options.dry_run:
+        _dry_run(stack, client, body, template, given)
+    else:
+        _apply(stack, client, body, given, options)
     return Outcome.COMPLETED.exit_code
 
 

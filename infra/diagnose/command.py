@@ -15,7 +15,7 @@ from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.diagnose.judging import Diagnosis, Finding, diagnose_files, shorten
 from ebbflow.infra.diagnose.reading import log_files
 from ebbflow.infra.diagnose.rules import load_rules
-from ebbflow.infra.errors import InfraError, Outcome, describe_error
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import read_events
 from ebbflow.infra.rank_logs import find_job, find_logs, read_logs, unknown_job
 
@@ -51,12 +51,8 @@ def diagnose(options: argparse.Namespace, project_root: Path) -> int:
     if options.against is not None and (len(options.targets) != 1 or "/" in options.targets[0]):
         print("diagnose: --against compares two jobs: name one job, and the sound one", file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    try:
-        comparison = None if options.against is None else _compare(options, project_root)
-        diagnosis = _diagnose(options.targets, options.store, project_root)
-    except InfraError as error:
-        print(f"diagnose: {describe_error(error)}", file=sys.stderr)
-        return error.outcome.exit_code
+    comparison = None if options.against is None else _compare(options, project_root)
+    diagnosis = _diagnose(options.targets, options.store, project_root)
     refused = [scan for scan in diagnosis.scans if scan.refused]
     for scan in refused:
         print(f"diagnose: {scan.file}: not read: {scan.refused}", file=sys.stderr)

@@ -142,15 +142,11 @@ def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from ebbflow.infra.config import ConfigError, load_config
+    from ebbflow.infra.config import load_config
     from ebbflow.infra.preflight import failed_results, run_checks
     from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 
-    try:
-        loaded = load_config(options.config or DEFAULT_CONFIG, options.set, project_root=PROJECT_ROOT)
-    except ConfigError as error:
-        print(error)
-        return Outcome.CONFIG.exit_code
+    loaded = load_config(options.config or DEFAULT_CONFIG, options.set, project_root=PROJECT_ROOT)
     context = PreflightContext(config=loaded.config, project_root=PROJECT_ROOT, target="kubernetes")
     results = run_checks(CHECKS, context)
     print(render_results(results))

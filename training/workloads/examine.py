@@ -153,8 +153,7 @@ def main(arguments: list[str]) -> int:
             found = _examine_here(config, prepare=given.prepare)
     except (TrainingError, InfraError) as error:
         if not given.output:
-            print(error, file=sys.stderr)
-            return error.outcome.exit_code
+            raise
         found = {"problem": str(error)}
     if given.output:
         Path(given.output).write_text(json.dumps(found))
