@@ -1,5 +1,8 @@
 """Five kinds of users' scripts, each with its commits in a bucket: killed, told to leave, and with a lost node.
 
+Each script records the samples of each optimizer step. The history that survives, of the last process that trained each
+step, must have the samples of an undisturbed run, each as often.
+
 pytest -n 0 -s tests/soak/soak_script_matrix.py
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,13 +24,13 @@ from tests.support.swift import Swift
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
 _TRAINER = ("accelerate", "peft", "transformers.trainer")
-# script: (file, arguments, libraries, steps on one rank)
+# script: (file, arguments, libraries, steps on one rank, epochs; 0: samples are drawn with replacement)
 SCRIPTS = {
-    "nanoGPT-style": ("nano_gpt", [], (), 24),
-    "ResNet with BatchNorm": ("resnet", [], (), 24),
-    "HF Trainer": ("hugging_face", [], _TRAINER, 24),
-    "HF Trainer with LoRA": ("hugging_face", ["--lora"], _TRAINER, 24),
-    "Lightning": ("lightning_mlp", [], ("lightning.pytorch",), 30),
+    "nanoGPT-style": ("nano_gpt", [], (), 24, 0),
+    "ResNet with BatchNorm": ("resnet", [], (), 24, 4),
+    "HF Trainer": ("hugging_face", [], _TRAINER, 24, 3),
+    "HF Trainer with LoRA": ("hugging_face", ["--lora"], _TRAINER, 24, 3),
+    "Lightning": ("lightning_mlp", [], ("lightning.pytorch",), 30, 3),
 }
 _DDP = 'torch.distributed.init_process_group("gloo")\n{0}model = nn.parallel.DistributedDataParallel(model)\n{0}'
 # What a script needs for two ranks, and that only rank 0 writes the final weights.
@@ -52,6 +56,84 @@ TWO_RANKS = {
     ],
 }
 
+# How a script tells the samples that it trains on. None of it changes a weight.
+SAMPLES = {
+    "nano_gpt": [("(batch_size,)).tolist()\n", "(batch_size,)).tolist()\n    model.training and record(starts)\n")],
+    "resnet": [
+        ("self.labels[index]", "self.labels[index] + 4 * index"),
+        ("labels in loader:\n", "labels in loader:\n            labels = record(labels // 4) or labels % 4\n"),
+    ],
+    "hugging_face": [
+        # the loss skips the first label
+        ("        return {", "        labels = torch.cat([torch.tensor([index]), ids[1:]])\n        return {"),
+        ('"labels": ids', '"labels": labels'),
+        (
+            "args = T",
+            "model.register_forward_pre_hook(lambda _, __, named: record(named['labels'][:, 0]), with_kwargs=True)\n"
+            "args = T",
+        ),
+    ],
+    "lightning_mlp": [
+        ("keepdim=True)", "keepdim=True), torch.arange(80)"),
+        ("        features, targets = batch", "        features, targets, samples = batch\n        record(samples)"),
+    ],
+}  # fmt: skip
+_RECORD = """
+def record(samples):
+    pending.extend(map(int, samples))
+
+
+def write_samples(*_):
+    import ebbflow.training.attached_job as attached, json, os, time
+    if pending:
+        rank, step = int(os.environ.get("RANK", 0)), attached.current.step + 1
+        with open({folder!r} + f"/{{os.getpid()}}.jsonl", "a") as file:
+            file.write(json.dumps([time.time(), os.getpid(), rank, step, pending]) + "\\n")
+        pending.clear()
+
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+pending = []
+register_optimizer_step_post_hook(write_samples)
+"""
+
+
+def _recorded(script: Path, name: str, folder: Path) -> Path:
+    """Let a script write the samples of each step to a file of its process in `folder`."""
+    folder.mkdir(exist_ok=True)
+    text = script.read_text()
+    for before, after in [*SAMPLES[name], ("import torch\n", "import torch\n" + _RECORD.format(folder=str(folder)))]:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    script.write_text(text)
+    return script
+
+
+def _history(folder: Path) -> tuple[dict[tuple[int, int], list[int]], int]:
+    """Return the samples of each rank and step that survive, and how many were trained in vain."""
+    lines = sorted(json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines())
+    survives: dict[tuple[int, int], list[int]] = {}
+    begun: set[int] = set()
+    for _, process, rank, step, samples in lines:
+        if process not in begun:  # what it resumes from has the steps before, and no later one
+            begun.add(process)
+            survives = {key: value for key, value in survives.items() if key[0] != rank or key[1] < step}
+        assert (rank, step) not in survives, f"rank {rank} trained step {step} twice in one history"
+        survives[rank, step] = samples
+    return survives, sum(len(line[-1]) for line in lines) - sum(map(len, survives.values()))
+
+
+def _compare_samples(quiet: Path, disturbed: Path, epochs: int) -> str:
+    """Check the samples of a disturbed run, and return their number as cells of a table."""
+    (expected, none), (found, again) = _history(quiet), _history(disturbed)
+    assert none == 0 and expected and found.keys() == expected.keys(), sorted(expected.keys() ^ found.keys())
+    counts, wanted = (Counter(one for samples in each.values() for one in samples) for each in (found, expected))
+    lost, twice = (wanted - counts).total(), (counts - wanted).total()
+    assert found == expected and not lost and not twice, (lost, twice)
+    assert not epochs or set(counts.values()) == {epochs}, "each sample once in each epoch"
+    return f"{counts.total()} samples of {len(counts)}, {lost} lost, {twice} twice, {again} redone"
+
 
 def _weights(script: Path) -> object:
     """Return the tensors that the script has saved at its end, or the digest of those of its job."""
@@ -65,8 +147,10 @@ def _weights(script: Path) -> object:
 def test_a_signal_and_an_empty_disk(
     kind: str, fault: str, tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, words, libraries, steps = SCRIPTS[kind]
-    whole, stopped, fresh = (attached(tmp_path / one, name) for one in ("whole", "stopped", "fresh"))
+    name, words, libraries, steps, epochs = SCRIPTS[kind]
+    quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
+    whole = _recorded(attached(tmp_path / "whole", name), name, quiet)
+    stopped, fresh = (_recorded(attached(tmp_path / one, name), name, disturbed) for one in ("stopped", "fresh"))
     finish(start(whole, "0", *words, libraries=libraries), whole)
     expected = _weights(whole)
     for variable, value in {**swift.environment(), "EBBFLOW__STORE": f"s3://{swift.new_bucket()}/p"}.items():
@@ -82,13 +166,16 @@ def test_a_signal_and_an_empty_disk(
     assert {event.step for event in events} == set(range(1, steps + 1)) and "goes on from step" in output(fresh)
     assert _weights(fresh) == expected
     assert fault == "SIGKILL" or len(events) == steps, "a script that was told to leave saves its last step"
-    print(f"\n| {kind} | {fault}, empty disk | goes on from step {before} of {steps} | bit-equal |")
+    samples = _compare_samples(quiet, disturbed, epochs)
+    print(f"\n| {kind} | {fault}, empty disk | goes on from step {before} of {steps} | bit-equal | {samples} |")
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_lost_node_of_two(kind: str, tmp_path: Path, swift: Swift) -> None:
-    name, words, libraries, _ = SCRIPTS[kind]
-    whole, lost = attached(tmp_path / "whole", name), attached(tmp_path / "lost", name)
+    name, words, libraries, _, epochs = SCRIPTS[kind]
+    quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
+    whole = _recorded(attached(tmp_path / "whole", name), name, quiet)
+    lost = _recorded(attached(tmp_path / "lost", name), name, disturbed)
     for script in (whole, lost):
         for before, after in TWO_RANKS[name]:
             assert script.read_text().count(before) == 1
@@ -106,4 +193,5 @@ def test_a_lost_node_of_two(kind: str, tmp_path: Path, swift: Swift) -> None:
     final = runner.folder / "final.pt"
     found = _weights(final.with_name("script.py")) if final.exists() else report["weights_sha256"]
     assert found == _weights(whole)
-    print(f"\n| {kind} | node loss, 2 ranks | {report['redone_steps']} redone steps | bit-equal |")
+    samples = _compare_samples(quiet, disturbed, epochs)
+    print(f"\n| {kind} | node loss, 2 ranks | {report['redone_steps']} redone steps | bit-equal | {samples} |")
