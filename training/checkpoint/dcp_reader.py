@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
 from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, WantedRange, read_manifest
 from ebbflow.training.errors import CorruptCommit
@@ -79,7 +82,11 @@ class CommitReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of a load plan. Read each chunk once, and directly into contiguous tensors."""
         targets = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-        self._read((item.storage_index.fqn, self._piece(item), item, target) for item, target in targets)
+        pieces = [self._piece(item) for item in plan.items]
+        self._read(
+            (item.storage_index.fqn, piece, item.storage_offsets, item.lengths, target)
+            for (item, target), piece in zip(targets, pieces, strict=True)
+        )
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -87,22 +94,29 @@ class CommitReader(StorageReader):
         return future
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill the given tensors completely. Their names, shapes and dtypes must be those of the commit."""
+        """Fill the parts of the given tensors that this rank holds.
+
+        Names, whole shapes and dtypes of the tensors must be those of the commit.
+        """
         requests = []
         for name, target in targets.items():
-            for piece in self.manifest.tensors[name].pieces:
-                box = target
-                for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-                    box = box.narrow(dimension, offset, size)
-                requests.append((name, piece, None, box))
+            for box, piece in itertools.product(own_boxes(target), self.manifest.tensors[name].pieces):
+                starts = list(map(max, box.offsets, piece.offsets))
+                ends = map(min, *(map(sum, zip(one.offsets, one.sizes, strict=True)) for one in (box, piece)))
+                sizes = list(map(operator.sub, ends, starts))
+                if all(size > 0 for size in sizes):
+                    part = box.local
+                    for dimension, (start, at) in enumerate(zip(starts, box.offsets, strict=True)):
+                        part = part.narrow(dimension, start - at, sizes[dimension])
+                    requests.append((name, piece, list(map(operator.sub, starts, piece.offsets)), sizes, part))
         self._read(requests)
 
-    def _read(self, requests: Iterable[tuple[str, TensorPiece, ReadItem | None, torch.Tensor]]) -> None:
+    def _read(self, requests: Iterable[tuple[str, TensorPiece, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
         """Read pieces of tensors.
 
-        A request is (tensor name, piece, part of the piece to read or None for all, tensor to fill). If the stored
-        bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first. Requests
-        are read in groups, to limit the memory of temporary tensors.
+        A request is (tensor name, piece, offsets and sizes of the part of the piece to read, tensor to fill). If the
+        stored bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first.
+        Requests are read in groups, to limit the memory of temporary tensors.
         """
         wanted: list[WantedRange] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -117,14 +131,15 @@ class CommitReader(StorageReader):
             self._progress()
 
         # In the order of the stored bytes, so that groups have few chunks in common, which are read twice.
-        for name, piece, item, target in sorted(requests, key=lambda request: (request[1].rank, request[1].start)):
+        for name, piece, part_offsets, part_sizes, target in sorted(
+            requests, key=lambda request: (request[1].rank, request[1].start)
+        ):
             entry = self.manifest.tensors[name]
             dtype = getattr(torch, entry.dtype)
             sizes = piece.sizes or (1,)  # a scalar is a row of one element
             if math.prod(sizes) * dtype.itemsize != piece.length:
                 raise CorruptCommit(f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes")
-            offsets, lengths = ((0,) * len(sizes), sizes) if item is None else (item.storage_offsets, item.lengths)
-            offsets, lengths = tuple(offsets) or (0,), tuple(lengths) or (1,)
+            offsets, lengths = tuple(part_offsets) or (0,), tuple(part_sizes) or (1,)
             if math.prod(lengths) == 0:
                 continue
             start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
 from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
@@ -287,11 +286,8 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
     for name, entry in reader.manifest.tensors.items():
         if name.startswith(SHARED_PREFIX) and (target := own.place(name, entry)) is not None:
             shared[name] = target
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({**targets, **rng, **shared}, reader.read_metadata(), True)
-    plan = planner.finish_plan(planner.create_local_plan())
     began = time.monotonic()
-    reader.read_data(plan, planner).wait()
+    reader.read_into({**targets, **rng, **shared})
     return _Loaded(reader, rng, shared, manifest_seconds, time.monotonic() - began)
 
 

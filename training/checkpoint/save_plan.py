@@ -3,9 +3,8 @@
 Every rank computes the same assignment without communication. A piece of a DTensor is written by the rank that holds
 it; if several ranks hold replicas of the piece (HSDP), one of these ranks writes it. A plain tensor, which all ranks
 hold, is written by one rank. The largest tensors are assigned first, each to the rank with the fewest bytes so far. The
-planner of torch's distributed checkpointing (DCP) gives the position of a DTensor's piece in the whole tensor. Its
-global plan, which gathers the plans of all ranks, is not used: without a collective, a save cannot deadlock with
-training.
+global plan of torch's distributed checkpointing (DCP), which gathers the plans of all ranks, is not used: without a
+collective, a save cannot deadlock with training.
 
 The plan is reused as long as model and optimizer hold the same tensors in the same memory: planning takes milliseconds,
 comparing the tensors microseconds.
@@ -14,17 +13,16 @@ comparing the tensors microseconds.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.manifest import ALIGNMENT, IndexEntry
 from ebbflow.training.checkpoint.state import named_state
 
@@ -56,17 +54,11 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
     for name, tensor in plain.items():
         if writers[name] == rank:
             shards.append(TensorShard.of_whole(name, tensor))
-    ours = _written_replicas(sharded)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(ours, None, True)
-    for item in planner.create_local_plan().items:
-        assert item.tensor_data is not None  # only tensors were given
-        chunk, tensor = item.tensor_data.chunk, ours[item.index.fqn]
-        if math.prod(chunk.sizes) or not tensor.numel():
-            local = tensor.to_local()
-            shards.append(
-                TensorShard(item.index.fqn, local, tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
-            )
+    for name, tensor in _written_replicas(sharded).items():
+        shape, boxes = tuple(tensor.shape), own_boxes(tensor)
+        shards += [TensorShard(name, box.local, shape, box.offsets, box.sizes) for box in boxes]
+        if not tensor.numel():
+            shards.append(TensorShard.of_whole(name, tensor.to_local()))
     return sorted(shards, key=lambda shard: (shard.name, shard.offsets))
 
 
@@ -130,7 +122,6 @@ class SavePlanner:
         self._known: list[Tensor] = []
         self._memory: list[int] = []  # addresses: a parameter keeps its identity when its data is replaced
         self._shards: list[TensorShard] = []
-        self._wholes: list[Tensor] = []  # the shards' whole tensors, in the same order
         self._shapes: list[tuple[Any, ...]] = []
         # Whether only the optimizer changes a source, by its position. Those of further tensors are left out.
         self.settled: list[bool] = []
@@ -147,27 +138,24 @@ class SavePlanner:
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
             self._shards = assign_shards(state, self._rank, self._world_size)
-            self._wholes = [state[shard.name] for shard in self._shards]
             # Read after `named_state`, which may bring a module's parameters back into their sharded form.
             self._known = _tensors(model, optimizer)
             self._memory = [_address(tensor) for tensor in self._known]
             buffers = {_address(buffer) for buffer in model.buffers()}
             stepped = set(self._memory) - buffers
-            self.settled = [_address(whole) in stepped for whole in self._wholes]
+            self.settled = [_address(state[shard.name]) in stepped for shard in self._shards]
             self._owner = (model, optimizer)
-        sources = [whole.to_local() if isinstance(whole, DTensor) else whole for whole in self._wholes]
         further = assign_shards(shared, self._rank, self._world_size) if shared else []
         shards = self._shards + assign_shards(own, 0, 1) + further
-        sources += [shard.local for shard in shards[len(self._shards) :]]
         shapes = [(shard.name, shard.offsets, shard.sizes, shard.local.dtype) for shard in shards]
         if shapes != self._shapes:
             self._shapes = shapes
             self.layout = lay_out(self.layout.number + 1, shards)
-        return sources
+        return [shard.local for shard in shards]
 
     def forget(self) -> None:
         """Release the references to tensors. The next call of `plan` computes a new plan."""
-        self._owner, self._known, self._wholes, self._shards = None, [], [], []
+        self._owner, self._known, self._shards = None, [], []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
         """Estimate the bytes of this rank's part of a save, erring on the high side."""

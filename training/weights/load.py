@@ -7,7 +7,6 @@ must match those of the model. Otherwise a weight could stay random unnoticed, w
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, find_weights, open_weights
 
@@ -183,12 +182,12 @@ def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None
 
 
 def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
-    """Return the first row and the number of rows that this rank holds of a tensor sharded by rows, otherwise None."""
+    """Return the first row and the number of rows of which this rank holds parts; None if the tensor is not sharded."""
     if not isinstance(target, DTensor) or target.dim() == 0:
         return None
-    rest = tuple(target.shape[1:])
-    (offsets, sizes), *more = _own_boxes(target) or [((0,), (0, *rest))]
-    return None if more or sizes[1:] != rest else (offsets[0], sizes[0])
+    rows = [box.slices[0] for box in own_boxes(target)]
+    first = min((one.start for one in rows), default=0)
+    return first, max((one.stop for one in rows), default=0) - first
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -211,17 +210,14 @@ def materialise(module: nn.Module, device: torch.device | str) -> None:
 
 
 def _copy_own_part(target: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        if isinstance(value, _Rows):
-            assert isinstance(target, DTensor)
-            target.to_local().copy_(value.own)
-        elif isinstance(target, DTensor):
-            # Every rank has the whole value and cuts out its own part.
-            mesh, placements = target.device_mesh, target.placements
-            own = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
-            target.to_local().copy_(own.to_local())
+    """Copy the part of a tensor that this rank holds from the whole value, or from the rows that it needs."""
+    rows, first = (value.own, value.first) if isinstance(value, _Rows) else (value.detach(), 0)
+    for box in own_boxes(target):
+        if box.offsets:
+            rows_here = rows.narrow(0, box.offsets[0] - first, box.sizes[0])
+            box.local.copy_(rows_here[(slice(None), *box.slices[1:])])
         else:
-            target.copy_(value)
+            box.local.copy_(rows)
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
@@ -292,18 +288,8 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
     """Copy the part of a tensor that this rank holds from the file, reading only that part."""
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
-        return
-    for offsets, sizes in _own_boxes(target):
-        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        target.to_local().copy_(file.get_slice(name)[box])
-
-
-def _own_boxes(target: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return offsets and sizes of the parts of a tensor that this rank holds, without empty ones."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({"tensor": target}, None, True)
-    chunks = [item.tensor_data.chunk for item in planner.create_local_plan().items if item.tensor_data is not None]
-    return [(tuple(one.offsets), tuple(one.sizes)) for one in chunks if math.prod(one.sizes)]
+    for box in own_boxes(target) if isinstance(target, DTensor) else ():
+        box.local.copy_(file.get_slice(name)[box.slices])
 
 
 def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda: None) -> str:
