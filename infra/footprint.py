@@ -27,6 +27,7 @@ class ModelShape:
     tokens_per_sample: float  # sequence length; with a workload of the user, the weight of a sample in `weight_unit`
     units: int  # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
     backward_bytes_per_sample: int = 0  # gradients of activations inside one unit; 0: included, or unknown
+    frozen_parameters: int = 0  # parameters that are not trained, such as all but LoRA's matrices
     # of a rank, beside the model: such as a reference model, or an inference engine's copy of the weights
     other_bytes: int = 0
     optimizer_in_host_memory: bool = False
@@ -38,6 +39,10 @@ class ModelShape:
     kind: str = "computed"  # "computed" from the formulas below, "measured", or "unknown" (of a script)
     steps: int = 0  # steps of a script; 0: training.max_steps
     samples_per_step: int = 0  # of a script on all ranks; 0: training.batch_size
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.parameters - self.frozen_parameters
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,7 +183,7 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     if not stays_gathered(shape.parameters):
         return 3 * compute_bytes * shape.largest_unit_parameters
     waits = config.training.gradient_accumulation_steps > 1
-    waiting_bytes = reduced_bytes_per_parameter(config) * shape.parameters if waits else 0
+    waiting_bytes = reduced_bytes_per_parameter(config) * shape.trained_parameters if waits else 0
     return compute_bytes * (shape.parameters + shape.largest_unit_parameters) + waiting_bytes
 
 
@@ -212,7 +217,8 @@ def rank_bytes(
     The peak is at one of three moments: at the loss (all activations and the logits), in the backward pass of the last
     block (all activations but no logits), or at the end of the backward pass (all gradients, one block's activations).
     Between two of these moments, one kind of tensor shrinks evenly while another grows. Parameters, gradients and
-    AdamW's two moments are float32, with 4, 4 and 8 bytes per parameter; `training.ema` adds 4.
+    AdamW's two moments are float32, with 4, 4 and 8 bytes per parameter; `training.ema` adds 4. Frozen parameters have
+    no gradients, moments or averages.
 
     Args:
         samples: number of samples of one rank in one micro-batch.
@@ -220,10 +226,11 @@ def rank_bytes(
         fused_norms: whether each norm is a single kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
-    state = -(-shape.parameters // min(ranks, shard_ranks(config, ranks, ranks_per_node)))
+    parts = min(ranks, shard_ranks(config, ranks, ranks_per_node))
+    state, trained = -(-shape.parameters // parts), -(-shape.trained_parameters // parts)
     if config.fsdp.cpu_offload and mode != "ddp":
-        state = 0
-    gradients = FLOAT32_BYTES * state
+        state = trained = 0
+    gradients = FLOAT32_BYTES * trained
     buckets = mode == "ddp" and ranks > 1
     early = gradients if buckets or several else 0  # allocated before backward ends
     unsharded = gathered_bytes(config, shape, ranks)
@@ -231,7 +238,7 @@ def rank_bytes(
         # With gradient_as_bucket_view gradients are views of the buckets that are all-reduced.
         apart = buckets and not config.ddp.gradient_as_bucket_view
         copies = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else 0
-        unsharded = (FLOAT32_BYTES * apart + copies) * shape.parameters
+        unsharded = FLOAT32_BYTES * apart * shape.trained_parameters + copies * shape.parameters
     whole = _activation_bytes(config, shape, fused_norms=fused_norms)
     backward = shape.backward_bytes_per_sample * (1.0 if mode == "ddp" else _compute_share(config))
     blocks = max(1, shape.units - 2) if shape.kind == "computed" else shape.units
@@ -255,7 +262,7 @@ def rank_bytes(
     return RankBytes(
         parameters=FLOAT32_BYTES * state,
         gradients=held,
-        optimizer=(commit_bytes_per_parameter(config) - FLOAT32_BYTES) * state * (not shape.optimizer_in_host_memory),
+        optimizer=(commit_bytes_per_parameter(config) - FLOAT32_BYTES) * trained * (not shape.optimizer_in_host_memory),
         unsharded=unsharded + shape.other_bytes,
         activations=int(activations),
         logits=int(logits_held),
@@ -288,14 +295,15 @@ def commit_bytes_per_parameter(config: RunConfig) -> int:
     return FLOAT32_BYTES * (3 if config.training.ema is None else 4)
 
 
-def commit_bytes(config: RunConfig) -> int:
+def commit_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of one commit: weights and optimizer state of the whole model, for any number of ranks."""
-    return commit_bytes_per_parameter(config) * causal_lm_shape(config.model).parameters
+    optimizer = commit_bytes_per_parameter(config) - FLOAT32_BYTES
+    return FLOAT32_BYTES * shape.parameters + optimizer * shape.trained_parameters
 
 
 def staging_bytes(config: RunConfig) -> int:
     """Return the bytes of all ranks' staging buffers, two per rank. They may exceed the size of /dev/shm."""
-    return STAGING_SLABS * commit_bytes(config)
+    return STAGING_SLABS * commit_bytes(config, causal_lm_shape(config.model))
 
 
 def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
@@ -321,16 +329,13 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
     token files into memory and has no worker processes. Data workers of other workloads are not counted, because their
     memory is unknown.
     """
-    here = gang.processes_per_node
-    stored = commit_bytes_per_parameter(config)
-    staged = STAGING_SLABS * stored * shape.parameters * here // gang.ranks
+    here, stored = gang.processes_per_node, commit_bytes(config, shape)
+    staged = STAGING_SLABS * stored * here // gang.ranks
     processes = NODE_PROCESSES_BYTES + here * (CUDA_PROCESS_BYTES + UPLOADER_BYTES)
-    state = stored - FLOAT32_BYTES if shape.optimizer_in_host_memory else 0  # bytes of a parameter
+    state = stored - FLOAT32_BYTES * shape.parameters if shape.optimizer_in_host_memory else 0
     if config.fsdp.cpu_offload and config.parallel.mode != "ddp":
-        state = stored + GRADIENT_BYTES_PER_PARAMETER
-    return (
-        processes + staged + state * shape.parameters * here // min(gang.ranks, shard_ranks(config, gang.ranks, here))
-    )
+        state = stored + GRADIENT_BYTES_PER_PARAMETER * shape.trained_parameters
+    return processes + staged + state * here // min(gang.ranks, shard_ranks(config, gang.ranks, here))
 
 
 def open_files_per_rank(gang: HostGang) -> int:

@@ -96,7 +96,8 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
 
     The maximum includes the commits that retention keeps, one that is about to be deleted, and one being written.
     """
-    checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
+    checkpoint, steps = config.checkpoint, config.training.max_steps
+    one = commit_bytes(config, causal_lm_shape(config.model))
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
     rules["best"] = checkpoint.keep_best.count

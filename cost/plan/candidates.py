@@ -41,7 +41,7 @@ from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN, STEP, Event
-from ebbflow.infra.footprint import ModelShape, commit_bytes_per_parameter, shard_ranks
+from ebbflow.infra.footprint import ModelShape, commit_bytes, shard_ranks
 from ebbflow.infra.reliability import daly_interval_seconds
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ def _estimate_work(
         speed=speed,
         save_seconds=save_seconds(config, shape, pool.ranks),
         carry_seconds=_carry_seconds(config, shape, kind, pool),
-        commit_bytes=commit_bytes_per_parameter(config) * shape.parameters,
+        commit_bytes=commit_bytes(config, shape),
         token_bytes=_token_bytes(config, shape, steps),
         restores_first=progress.done_steps > 0,
     )
@@ -378,7 +378,7 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
     rate = min(TRANSFER_BYTES_PER_SECOND, network)
     if config.checkpoint.upload_mib_per_second is not None:
         rate = min(rate, config.checkpoint.upload_mib_per_second * 2**20)
-    return commit_bytes_per_parameter(config) * shape.parameters / pool.ranks / rate
+    return commit_bytes(config, shape) / pool.ranks / rate
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:

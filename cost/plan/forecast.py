@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.job_history import WAIT_HOURS
 from ebbflow.cost.plan.throughput import MemoryFit, Throughput
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import ModelShape, commit_bytes_per_parameter
+from ebbflow.infra.footprint import ModelShape, commit_bytes
 from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class ExpectedRun:
 
 
 def save_seconds(config: RunConfig, shape: ModelShape, ranks: int) -> float:
-    staged = commit_bytes_per_parameter(config) * shape.parameters / ranks
+    staged = commit_bytes(config, shape) / ranks
     return SAVE_OVERHEAD_SECONDS + staged / STAGING_BYTES_PER_SECOND
 
 

@@ -347,15 +347,15 @@ def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_e
     if config.parallel.mode == "ddp":
         moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES
         all_reductions = _micro_steps(config) if config.ddp.static_graph else 1
-        return 2 * all_reductions * moved * (members - 1) / members * shape.parameters
+        return 2 * all_reductions * moved * (members - 1) / members * shape.trained_parameters
     gathered = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
     reduced = reduced_bytes_per_parameter(config)
     per_copy = max(1, shard // ranks_each)
-    within = _gatherings(config, shape) * gathered + _reductions(config, shape) * reduced
+    within = _gatherings(config, shape) * gathered * shape.parameters
+    within += _reductions(config, shape) * reduced * shape.trained_parameters
     within *= (per_copy - 1) / per_copy
     copies_apart = members / per_copy
-    between = 2 * reduced / per_copy * (copies_apart - 1) / copies_apart
-    return (within + between) * shape.parameters
+    return within + 2 * reduced / per_copy * (copies_apart - 1) / copies_apart * shape.trained_parameters
 
 
 def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
@@ -369,4 +369,5 @@ def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node
         return 0.0
     shard = shard_ranks(config, ranks, ranks_per_node)
     downs = _reductions(config, shape) if shard == ranks else 1
-    return (_gatherings(config, shape) + downs) * FLOAT32_BYTES * shape.parameters / shard
+    moved = _gatherings(config, shape) * shape.parameters + downs * shape.trained_parameters
+    return FLOAT32_BYTES * moved / shard

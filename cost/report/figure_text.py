@@ -111,6 +111,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "network": describe_network(network, network["before"]) if (network := actual.get("network")) else NONE,
         **{one_line(name): one_line(text) for name, text in (actual.get("profile") or {}).items()},
         **_quality(report),
+        "per 1,000 rollouts": NONE if is_unpriced(report) else format_usd(actual.get("usd_per_1000_rollouts")),
         "final loss": format_number(get_final_loss(report)),
         "commits": format_count(actual.get("commits", 0), "commit"),
         "saves": _saves(actual.get("saves") or {}),

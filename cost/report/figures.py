@@ -58,6 +58,7 @@ def compute_actual_figures(
           unigram_entropy_nats; below 1, the model beats the best guess without context.
         - mfu: Model FLOPs per second, divided by the measured matrix product peak of the gang's machines; at most 1.
         - metrics: Metrics of the last evaluation, by name.
+        - usd_per_1000_rollouts: The ledger's dollars per 1,000 rollouts that the last evaluation counted.
         - goodput: Share of the paid rank-seconds that was spent in useful steps.
         - learning_rate: The highest learning rate of all steps.
     """
@@ -66,6 +67,7 @@ def compute_actual_figures(
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
     entropy = read_number(prepared.get("unigram_entropy_nats"))
     metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION]
+    rollouts = read_number((metrics[0] if metrics else {}).get("rollouts"))
     held_out = next((read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
     times = [event.t_wall for event in events if event.name != PRICES] or [0.0]  # prices may be recorded much later
     useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
@@ -81,6 +83,7 @@ def compute_actual_figures(
         "train_tokens": prepared.get("train_tokens"),
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
         "metrics": {str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()},
+        "usd_per_1000_rollouts": float(ledger.total_usd) * 1000 / rollouts if rollouts else None,
         "network": _compare_networks(events),
         "profile": next((one.data["lines"] for one in events[::-1] if (one.name, one.rank) == (PROFILE, 0)), None),
         "commits": len({event.data.get("key", event.step) for event in events if event.name == COMMIT}),

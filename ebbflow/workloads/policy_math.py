@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 ESTIMATORS = ("grpo", "cpgd", "reinforce++", "rloo", "ppo")
+COMPARING = ("grpo", "cpgd", "rloo")  # they compare the rollouts of a prompt
 KL_ESTIMATES = ("k1", "k2", "k3")
 # The estimators that subtract the KL divergence from the rewards; the others add it to the loss.
 KL_IN_REWARD = ("reinforce++", "rloo", "ppo")
@@ -82,6 +83,12 @@ def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:
     if scaled:
         apart = apart / (groups.std(dim=1, keepdim=True) + _EPSILON)
     return apart.flatten()
+
+
+def accepted(rewards: Tensor, group: int) -> Tensor:
+    """Return whether a group's rewards differ, for each of its rollouts. If they are equal, none has an advantage."""
+    groups = rewards.view(-1, group)
+    return (groups.amax(dim=1) > groups.amin(dim=1)).repeat_interleave(group)
 
 
 def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:

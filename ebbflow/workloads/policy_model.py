@@ -40,7 +40,7 @@ _WARM_UP_STEPS = 20
 _LOOKED_AT = 256  # prompts of such a look
 COLUMNS = ("old", "reference", "advantages", "values", "returns")  # of the rollouts that a commit keeps
 # Sums over the rollouts since the last step that was a multiple of training.evaluation_interval_steps.
-MEANS = ("rollouts", "reward", "kl", "entropy", "length")
+MEANS = ("rollouts", "reward", "kl", "entropy", "length", "accept_rate")
 
 
 class Record(nn.Module):

@@ -30,7 +30,7 @@ from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.workloads import policy_math as math_of
 from ebbflow.workloads.offloaded_adam import make_offloaded
 from ebbflow.workloads.point_data import seeded
-from ebbflow.workloads.policy_math import KL_IN_REWARD, RunningMoments
+from ebbflow.workloads.policy_math import COMPARING, KL_IN_REWARD, RunningMoments
 from ebbflow.workloads.policy_model import (
     COLUMNS,
     MEANS,
@@ -446,6 +446,7 @@ class PolicyOptimization:
         after |= {f"reward_{name}": value for name, value in asdict(moments).items()}
         per_token = inside.sum() / lengths.sum()
         means = {"rollouts": torch.ones_like(drawn), "reward": drawn, "kl": inside / lengths, "length": lengths}
+        means["accept_rate"] = math_of.accepted(drawn, group) if kind in COMPARING else (advantages * mask).any(dim=1)
         means["entropy"] = -(old * mask).sum(dim=1) / lengths  # E[-log p] is the entropy
         after |= {name: sums[name] + float(value.double().sum()) for name, value in means.items()}
         if options.kl_target:

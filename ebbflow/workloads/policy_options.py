@@ -8,7 +8,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.workloads.options import read_options, refuse_option
-from ebbflow.workloads.policy_math import ESTIMATORS, KL_ESTIMATES, KL_IN_REWARD
+from ebbflow.workloads.policy_math import COMPARING, ESTIMATORS, KL_ESTIMATES, KL_IN_REWARD
 
 _CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": ("", *KL_ESTIMATES), "engine": ("torch", "vllm")}
 _MAY_BE_ZERO = (
@@ -106,7 +106,7 @@ class PolicyOptions:
             )
         if self.kl_target and not self.init_kl_coef:
             refuse_option("kl_target: there is no reference with init_kl_coef 0; fix: init_kl_coef: 0.001")
-        if self.n_samples_per_prompt < 2 and self.advantage_estimator in ("grpo", "cpgd", "rloo"):
+        if self.n_samples_per_prompt < 2 and self.advantage_estimator in COMPARING:
             refuse_option(
                 f"n_samples_per_prompt: {self.n_samples_per_prompt}: {self.advantage_estimator} compares the rollouts "
                 "of a prompt; fix: at least 2, or advantage_estimator: reinforce++"

@@ -68,7 +68,9 @@ def numbers_of(config: RunConfig, job: str) -> list[float]:
     events = read_events(Store.open(config.store).sub(job_prefix(job)))
     steps = {event.step or 0: event.data for event in events if event.name == "step" and event.rank == 0}
     metrics = [event.data["metrics"] for event in events if event.name == "evaluation"][-1]
-    kept = [metrics[name] for name in ("held_out_reward", "reward", "kl", "entropy", "length", "rollouts")]
+    kept = [
+        metrics[name] for name in ("held_out_reward", "reward", "kl", "entropy", "length", "accept_rate", "rollouts")
+    ]
     return [number for step in sorted(steps) for number in (steps[step]["loss"], steps[step]["gradient_norm"])] + kept
 
 
@@ -86,7 +88,7 @@ def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path:
         else:
             run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
         found[job] = numbers_of(config, job)
-    assert len(found["1"]) == len(found["resumed"]) == 46 and len(set(found["1"])) > 30
+    assert len(found["1"]) == len(found["resumed"]) == 47 and len(set(found["1"])) > 30
     for job in ("2", "4", "resumed"):
         assert found[job] == pytest.approx(found["1"], rel=1e-5, abs=1e-5), job
 

@@ -28,6 +28,7 @@ from ebbflow.infra.footprint import (
     HostGang,
     ModelShape,
     causal_lm_shape,
+    commit_bytes,
     gpu_host_bytes,
     host_memory_bytes,
 )
@@ -101,6 +102,26 @@ def test_ddp_keeps_everything_on_every_rank():
     apart = config("ddp")
     apart = apart.model_copy(update={"ddp": apart.ddp.model_copy(update={"gradient_as_bucket_view": False})})
     assert memory_fit(apart, 4, SHAPE).unsharded == 4 * 1_000_001
+
+
+def test_frozen_parameters_have_weights_only():
+    """LoRA's 1,001 parameters on a million frozen ones, by hand: sharded, ddp, a commit, the host, and the network."""
+    lora = replace(SHAPE, frozen_parameters=999_000)
+    fit, share = memory_fit(config(), 4, lora), 251
+    assert (fit.parameters, fit.gradients, fit.optimizer) == (4 * 250_001, 4 * share, 8 * share)
+    assert fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_001, "few gradients wait"
+    whole = memory_fit(config("ddp"), 4, lora)
+    assert whole.parameters + whole.gradients + whole.optimizer == 4 * 1_000_001 + 12 * 1_001
+    assert commit_bytes(config(), lora) == 4 * 1_000_001 + 8 * 1_001
+    gang = HostGang(nodes=1, processes_per_node=4)
+    less = gpu_host_bytes(config(), SHAPE, gang) - gpu_host_bytes(config(), lora, gang)
+    assert less == 2 * 8 * 999_000, "two staging buffers without the moments"
+    kind = load_catalogue()["g5.xlarge"]
+    rate = kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY
+    large = replace(SHAPE, parameters=10**9, frozen_parameters=9 * 10**8)
+    for mode, moved in (("ddp", 4 * 10**8), ("fsdp2", (4 * 4 * 10**9 + 2 * 4 * 10**8) / 2)):
+        speed = estimate_throughput(config(mode), large, kind, 2, 1)
+        assert (speed.bound, speed.step_seconds) == ("network", pytest.approx(moved / rate)), mode
 
 
 def changed(**sections: dict) -> RunConfig:

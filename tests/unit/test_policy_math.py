@@ -83,6 +83,7 @@ def test_group_advantages_of_grpo_and_cpgd() -> None:
         found = math_of.group_advantages(torch.tensor(rewards, dtype=torch.float64), GROUP, scaled=scaled)
         assert found.tolist() == pytest.approx(expected, abs=1e-4)
     assert math_of.group_advantages(torch.ones(6), GROUP, scaled=True).abs().max() == 0, "nothing to learn"
+    assert math_of.accepted(torch.tensor([0.1, 0.1, 0.1, 0.0, 0.1, 0.0]), GROUP).tolist() == [False] * 3 + [True] * 3
 
 
 def test_leave_one_out_advantages() -> None:

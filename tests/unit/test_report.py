@@ -98,6 +98,11 @@ def test_the_figures_of_an_interrupted_job():
     assert report.events["counts"]["step"] == 20
     (failure,) = report.events["failures"]
     assert failure["what"] == "generation 1: node_lost" and failure["seconds"] == 29.0
+    assert actual["usd_per_1000_rollouts"] is None and "per 1,000 rollouts" not in format_key_figures(report)
+    counted = build_report([*interrupted_job(), event(EVALUATION, 52.0, step=8, metrics={"rollouts": 34})])
+    assert counted.actual["usd_per_1000_rollouts"] == pytest.approx(0.068 / 34 * 1000)
+    assert format_key_figures(counted)["per 1,000 rollouts"] == "$2.0000"
+    assert "$2.0000" in render_text(counted) and "$2.0000" in render_html(counted)
 
 
 def test_a_failed_job_has_a_report_with_the_first_failure_first():

@@ -71,6 +71,7 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
     units = list(workload.units(model))
     shape = ModelShape(
         parameters=_numel(model),
+        frozen_parameters=sum(one.numel() for one in model.parameters() if not one.requires_grad),
         largest_unit_parameters=max([_numel(part) for part in units] + [_outside(model, units)]),
         activation_bytes_per_sample=saved.total,
         logits_bytes_per_sample=0,
