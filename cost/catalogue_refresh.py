@@ -78,8 +78,8 @@ def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> di
     )
     for text in listed:
         product = json.loads(text) if isinstance(text, str) else text
-        name, usd = product["product"]["attributes"]["instanceType"], _usd_per_hour(product)
-        if usd is not None and prices.setdefault(name, usd) != usd:
+        name, usd = product["product"]["attributes"]["instanceType"], next(_hourly(product), None)
+        if usd and prices.setdefault(name, usd) != usd:
             raise PriceError(f"price list of {region}: {name} costs {prices[name]} and {usd}, which is ambiguous")
     return prices
 
@@ -122,12 +122,8 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
     )
 
 
-def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
-    """Return the hourly price of a product in USD; None if it has no price or is a capacity block."""
-    return next(_hourly(product), None) or None  # a capacity block's is 0
-
-
 def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:
+    """Yield the hourly prices of a product in USD. That of a capacity block is 0."""
     for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
         for dimension in offer["priceDimensions"].values():
             if dimension.get("unit") in ("Hrs", "Hours"):
@@ -318,8 +314,10 @@ def refresh_catalogue(
         raise PriceError(f"nothing was written, because the price list has no GPU instance in {', '.join(empty)}")
     bands = None if arguments.no_advisor else advisor_bands(read_advisor)
     folder, today = arguments.output, datetime.now(UTC).date().isoformat()
+    folder.mkdir(parents=True, exist_ok=True)
     for table in (INSTANCES, GPUS, ON_DEMAND, ADVISOR):
-        _copy_if_missing(table, folder)
+        if not (folder / table.name).exists():
+            shutil.copy(table, folder / table.name)
     before = reread(folder)
     gpus = {line.split(",")[0] for line in (folder / GPUS.name).read_text(encoding="utf-8").splitlines()}
     found = [hardware[name] for name in sorted(hardware)]
@@ -330,12 +328,6 @@ def refresh_catalogue(
         _print_change(folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today))
     reread(folder)
     return 0
-
-
-def _copy_if_missing(table: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / table.name).exists():
-        shutil.copy(table, folder / table.name)
 
 
 def _print_change(path: Path, change: TableChange) -> None:

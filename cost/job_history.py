@@ -20,6 +20,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
+from ebbflow.cost.ledger.timeline import compute_rate
 from ebbflow.infra.errors import ObjectNotFound
 from ebbflow.infra.events import (
     FAULT_INJECTED,
@@ -30,7 +31,6 @@ from ebbflow.infra.events import (
     STEP,
     EndReason,
     Event,
-    LedgerClass,
 )
 from ebbflow.infra.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.infra.notices import RECLAIMS
@@ -160,7 +160,8 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
     fingerprint = plan.get("fingerprint")
     first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
     steps = [event for event in events if event.name == STEP and event.rank == first_rank]
-    speeds = [speed for speed in map(_tokens_per_second, steps[_WARM_UP_STEPS:]) if speed is not None]
+    rates = (compute_rate(event, "tokens") for event in steps[_WARM_UP_STEPS:])
+    speeds = [speed for speed in rates if speed is not None]
     if fingerprint is None or len(speeds) < 2 * _STRETCHES:
         return None
     chosen, size = plan["chosen"], len(speeds) // _STRETCHES
@@ -181,14 +182,6 @@ def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
     """Return the instance type that the first node reported. If it reported none, return the planned type."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
-
-
-def _tokens_per_second(event: Event) -> float | None:
-    """Return the tokens per second of one step, including the wait for data, without checkpoints and evaluations."""
-    seconds = event.data.get("seconds", {})
-    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
-    tokens = event.data.get("tokens")
-    return tokens / busy if tokens and busy > 0 else None
 
 
 def _started(events: Sequence[Event], key: str, planned: int) -> int:

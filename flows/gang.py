@@ -17,7 +17,6 @@ import struct
 import sys
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
@@ -28,7 +27,7 @@ from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
-from ebbflow.infra.process import StoppedProcesses, children
+from ebbflow.infra.process import StoppedProcesses, children, read_system_file
 
 if TYPE_CHECKING:
     from ebbflow.training.launch.messages import GangSpec
@@ -136,11 +135,8 @@ def end_stopped_tasks(
 
 
 def _is_local_task(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"step" in words and not {b"batch", b"kubernetes"} & set(words)
+    words = read_system_file(f"/proc/{pid}/cmdline").split("\0")
+    return "step" in words and not {"batch", "kubernetes"} & set(words)
 
 
 def initial_branch(flow: Any) -> str:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ebbflow.infra.process import read_system_file
+
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 MODE_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE"
 DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
@@ -49,7 +51,7 @@ def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = P
         return f"{DISABLED_VARIABLE} is true"
     if environment.get(ENDPOINT_VARIABLE) or any(environment.get(name) for name in _AWS_VARIABLES):
         return ""
-    vendor, xen = (_text(system / path) for path in ("sys/class/dmi/id/sys_vendor", "sys/hypervisor/uuid"))
+    vendor, xen = (read_system_file(system / path) for path in ("sys/class/dmi/id/sys_vendor", "sys/hypervisor/uuid"))
     return "" if "Amazon" in vendor or xen.lower().startswith("ec2") else "this machine is not on EC2"
 
 
@@ -103,13 +105,6 @@ class MetadataService:
 
 def _left(limit: float) -> float:
     return max(_SHORTEST_SECONDS, limit - time.monotonic())
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 # Variables that a pod's downward API or a job definition can set: {field: variable}.
@@ -224,15 +219,13 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
 
 def _firmware(system: Path) -> dict[str, Any]:
     """Read the instance id and type from a Nitro instance's DMI files; {} elsewhere. Not tested on a real instance."""
-    board = _text(system / "sys/class/dmi/id/board_asset_tag")
-    if not board.startswith("i-"):
-        return {}
-    return {"instance_id": board, "instance_type": _text(system / "sys/class/dmi/id/product_name") or None}
+    board, kind = (read_system_file(system / "sys/class/dmi/id" / name) for name in ("board_asset_tag", "product_name"))
+    return {"instance_id": board, "instance_type": kind or None} if board.startswith("i-") else {}
 
 
 def _uptime(system: Path) -> float | None:
     try:
-        return float(_text(system / "proc/uptime").split()[0])
+        return float(read_system_file(system / "proc/uptime").split()[0])
     except (ValueError, IndexError):
         return None
 
@@ -253,14 +246,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def _cpu_model() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        if line[:2] == ["model", "name"]:
-            return " ".join(line[2:]).removeprefix(":").strip()
+    for line in read_system_file("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return " ".join(line.partition(":")[2].split())
     return platform.processor() or platform.machine()
-
-
-def _lines(path: str) -> list[list[str]]:
-    try:
-        return [line.split() for line in Path(path).read_text().splitlines()]
-    except OSError:
-        return []

@@ -26,7 +26,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from ebbflow.infra.process import MessageReader, ProcessStat, descendants, die_with_parent, process_stat, zombie_status
+from ebbflow.infra.process import (
+    MessageReader,
+    ProcessStat,
+    descendants,
+    die_with_parent,
+    process_stat,
+    read_system_file,
+    zombie_status,
+)
 from ebbflow.infra.program import IMPORT_ROOT
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -42,7 +50,7 @@ _PROGRAM = (
     "serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
 # Helpers of Python and torch that release resources of killed processes (shared memory, semaphores), then exit.
-_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 # Signals that keep their default action: the keeper's own faults, and those that no process can handle.
 _NOT_IGNORED = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
@@ -286,10 +294,7 @@ def _send(send: Callable[[int, int], None], target: int, number: int) -> None:
 
 
 def _cleans_up(pid: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    command = read_system_file(f"/proc/{pid}/cmdline")
     return any(cleaner in command for cleaner in _CLEANERS)
 
 

@@ -22,12 +22,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.errors import InfraError, JobIsRunning, ObjectNotFound, StoreError
 from ebbflow.infra.layout import LAUNCHERS_PREFIX, launcher_key
-from ebbflow.infra.process import process_stat
+from ebbflow.infra.process import process_stat, read_system_file
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
 
@@ -354,12 +353,11 @@ def _read(job_store: Store, number: int) -> Launcher | None:
 
 def _here() -> tuple[str, str]:
     """Return (boot id, PID namespace) of this machine, each "" if it is unknown."""
-    boot_id = namespace = ""
-    with contextlib.suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError):
+    try:
         namespace = os.readlink("/proc/self/ns/pid")
-    return boot_id, namespace
+    except OSError:
+        namespace = ""
+    return read_system_file("/proc/sys/kernel/random/boot_id"), namespace
 
 
 def _new_launcher(number: int, command: str) -> Launcher:

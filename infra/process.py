@@ -84,6 +84,14 @@ class ProcessStat:
         return self.state not in ("Z", "X") or self.threads > 1
 
 
+def read_system_file(path: Path | str) -> str:
+    """Return the stripped text of a file in /proc or /sys; "" if it does not exist or cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def process_stat(pid: int) -> ProcessStat | None:
     """Read the status of a process. Return None if the process is gone or the system has no /proc."""
     try:
@@ -158,19 +166,14 @@ def zombie_status(pid: int, parent: int) -> int | None:
 
 def children(pid: int) -> list[int]:
     """Return the ids of the living children of `pid`'s main thread."""
-    try:
-        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
+    listed = read_system_file(f"/proc/{pid}/task/{pid}/children").split()
     return [int(child) for child in listed if process_state(int(child)) not in ("Z", "")]
 
 
 def available_bytes() -> int | None:
     """Return the machine's available memory in bytes (MemAvailable), or None if it is unknown."""
-    try:
-        return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
+    found = read_system_file("/proc/meminfo").partition("MemAvailable:")[2].split()
+    return int(found[0]) * 1024 if found else None
 
 
 def process_state(pid: int) -> str:

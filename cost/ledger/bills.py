@@ -220,7 +220,7 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():
-        intervals = _paid_intervals(mine)
+        intervals = [(start_micros(node), start_micros(node) + node.paid_micros) for node in mine]
         moments = sorted({moment for interval in intervals for moment in interval})
         alive = [(at, sum(start <= at < end for start, end in intervals)) for at in moments]
         for node, (start, end) in zip(mine, intervals, strict=True):
@@ -243,7 +243,3 @@ def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
         price, number = prices.get(at, price), numbers.get(at, number)
         changes.append((at, price / number))
     return PriceCurve(curve.first, tuple(changes))
-
-
-def _paid_intervals(nodes: Sequence[NodeTime]) -> list[tuple[int, int]]:
-    return [(start_micros(node), start_micros(node) + node.paid_micros) for node in nodes]

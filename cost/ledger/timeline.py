@@ -293,3 +293,10 @@ def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
 
 def _micros(seconds: float) -> int:
     return round(seconds * MICRO)
+
+
+def compute_rate(event: Event, key: str) -> float | None:
+    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if unknown."""
+    seconds, amount = event.data.get("seconds", {}), event.data.get(key)
+    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+    return amount / busy if amount and busy > 0 else None

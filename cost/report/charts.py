@@ -11,15 +11,15 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
-from ebbflow.cost.report.figures import compute_rate, find_peaks, read_number
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
+from ebbflow.cost.report.figures import find_peaks, read_number
 from ebbflow.infra.events import (
     COMMIT,
     CONFIGURED,
@@ -72,7 +72,8 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
     spent = _SpendCurve(ledger, origin)
     kept = find_kept_steps(events, generations)
     steps = [one.step for one in kept]
-    seconds = _rising(one.t_wall - origin for one in kept)
+    # Times may decrease because the clocks of machines differ.
+    seconds = list(accumulate((max(0.0, one.t_wall - origin) for one in kept), max))
 
     def place(at: float) -> dict[str, float]:
         before = bisect_right(seconds, at)
@@ -490,14 +491,6 @@ def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:
     if len(rows) <= largest:
         return rows
     return [rows[number * (len(rows) - 1) // (largest - 1)] for number in range(largest)]
-
-
-def _rising(values: Iterable[float]) -> list[float]:
-    """Raise each value to at least the previous one. Times may decrease because the clocks of machines differ."""
-    found: list[float] = []
-    for value in values:
-        found.append(max(value, found[-1]) if found else max(0.0, value))
-    return found
 
 
 def _short(value: Any) -> Any:

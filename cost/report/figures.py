@@ -15,7 +15,7 @@ from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, c
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
-from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
     BUDGET,
@@ -133,13 +133,6 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
         speed, kept = compute_rate(slowest, "tokens"), generations[generation].keeps(step)
         rows.append((step, seconds, speed, *known, mfu, usd, generation, kept))
     return rows
-
-
-def compute_rate(event: Event, key: str) -> float | None:
-    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if unknown."""
-    seconds, amount = event.data.get("seconds", {}), event.data.get(key)
-    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
-    return amount / busy if amount and busy > 0 else None
 
 
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:

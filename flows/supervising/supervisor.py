@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbflow.cost.amounts import format_count
 from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
 from ebbflow.flows.options import give_permits
@@ -71,7 +72,7 @@ class Supervisor:
         before = self._read(end_leftovers_too=False)  # before the claim, Batch jobs of another launcher may be running
         if before is None:
             return Outcome.INTERRUPTED.exit_code
-        runs = f", {_counted(len(before.runs), 'run')} so far" if before.runs else ""
+        runs = f", {format_count(len(before.runs), 'run')} so far" if before.runs else ""
         kind = f"goes on{runs}; {before.cost()}" if before.begun else "begins"
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
         if not before.finished or before.unsettled:
@@ -195,7 +196,7 @@ class Supervisor:
             words = "no capacity"
         elif verdict is RunVerdict.NOT_READY:
             count = count_in_a_row(record, verdict)
-            words = f"preflight refused {_counted(count, 'time')} in a row what it passed before"
+            words = f"preflight refused {format_count(count, 'time')} in a row what it passed before"
         else:
             words = f"interrupted (exit code {code}), {self._tally(record)}"
         self._say(f"{words}; {record.cost()}; {when}")
@@ -214,7 +215,7 @@ class Supervisor:
             report = record.report
             counts += [(report.interruptions, "interruption"), (report.failures, "failure")]
             counts += [(report.redone_steps, "redone step")]
-        return ", ".join(_counted(count, noun) for count, noun in counts)
+        return ", ".join(format_count(count, noun) for count, noun in counts)
 
     def _job_of(self, record: JobRecord) -> Job:
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
@@ -257,10 +258,6 @@ class Supervisor:
                     raise
                 self._say(f"the store does not answer, again in {_STORE_PAUSE_SECONDS:g} s: {error}")
                 self._child.pause(_STORE_PAUSE_SECONDS)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def main(arguments: list[str]) -> int:

@@ -168,29 +168,12 @@ def _same_environment(python: str) -> bool:
 
 # All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this list is complete.
 _OWN_VARIABLES = (
-    "EBBFLOW_STORE_REGION",
-    *(
-        "EBBFLOW_RUNS",
-        "EBBFLOW_PARENT_PID",
-        "EBBFLOW_SPEC",
-        "EBBFLOW_JOB",
-        "EBBFLOW_PROBE",
-        "EBBFLOW_STANDBY_OF",
-        "EBBFLOW_EXECUTION",
-    ),
-    *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE"),
-    "EBBFLOW_CLOUD",
-    *(
-        "EBBFLOW_LAUNCHER",
-        "EBBFLOW_LIVE_PAGE",
-        "EBBFLOW_PROJECT",
-        "EBBFLOW_RUN_CLAIM",
-        "EBBFLOW_SHIM_RULES",
-        "EBBFLOW_SHIM_FILES",
-        NAME_VARIABLE,
-        *MACHINE_VARIABLES.values(),
-    ),
-)
+    "EBBFLOW_STORE_REGION", "EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_JOB", "EBBFLOW_PROBE",
+    "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION", "EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS",
+    "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE", "EBBFLOW_CLOUD", "EBBFLOW_LAUNCHER", "EBBFLOW_LIVE_PAGE",
+    "EBBFLOW_PROJECT", "EBBFLOW_RUN_CLAIM", "EBBFLOW_SHIM_RULES", "EBBFLOW_SHIM_FILES",
+    NAME_VARIABLE, *MACHINE_VARIABLES.values(),
+)  # fmt: skip
 _ON = ("1", "true", "yes", "on", "y", "t")
 
 

@@ -27,6 +27,7 @@ from ebbflow.infra.footprint import (
 )
 from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
 from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.infra.process import available_bytes, read_system_file
 
 _ALL_ANSWERS_SECONDS = 1.8
 _TOKEN_TTL_SECONDS = 60
@@ -215,9 +216,9 @@ def check_memory(config: RunConfig, gang: HostGang) -> CheckFinding:
 def _cores() -> float:
     """Return the number of cores that this process may use, limited by its CPU affinity and its cgroup's quota."""
     available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
-    quota, period = (*_read("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
+    quota, period = (*read_system_file("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
     if not quota:
-        quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        quota, period = (read_system_file(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
     if quota.isdecimal() and period.isdecimal() and int(period):
         available = min(available, int(quota) / int(period))
     return available
@@ -226,26 +227,17 @@ def _cores() -> float:
 def _memory_limits() -> dict[str, int]:
     """Return this process's memory limits in bytes. Each key describes a limit, such as "available on this machine"."""
     limits = {}
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            limits["available on this machine"] = int(value.split()[0]) * 1024
-    for line in _read("/proc/self/cgroup").splitlines():
+    if (available := available_bytes()) is not None:
+        limits["available on this machine"] = available
+    for line in read_system_file("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         base, name = ("memory", "memory.limit_in_bytes") if controllers == "memory" else ("", "memory.max")
         for folder in (group, "/"):  # inside a container, its own group is mounted as the root
-            value = _read(f"/sys/fs/cgroup/{base}{folder}/{name}").strip()
+            value = read_system_file(f"/sys/fs/cgroup/{base}{folder}/{name}")
             if controllers in ("", "memory") and value.isdecimal() and int(value) < _NO_LIMIT:
                 limit = limits.get("is this container's limit", _NO_LIMIT)
                 limits["is this container's limit"] = min(limit, int(value))
     return limits
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 _NEAR = 4  # largest batch to suggest, as a multiple of the given one

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.process import available_bytes, children, process_stat, process_state
+from ebbflow.infra.process import available_bytes, children, process_stat, process_state, read_system_file
 from ebbflow.training.errors import bounded_text
 from ebbflow.training.launch.evidence import (
     PROVEN,
@@ -59,11 +59,8 @@ class MemoryKills:
 
 def resident_bytes(pid: int) -> int:
     """Return a process's resident bytes without mapped files, which the kernel can drop; 0 if the process has ended."""
-    try:
-        lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-        return sum(1024 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
-    except (OSError, ValueError, IndexError):
-        return 0
+    lines = (line.split() for line in read_system_file(f"/proc/{pid}/status").splitlines())
+    return sum(1024 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
 
 
 def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
@@ -94,12 +91,8 @@ def _counter_files(pid: int) -> Iterable[Path]:
     These are files of the process's cgroups or, if there are none, the file of the whole machine.
     """
     root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
     candidates = [root / "memory.events", root / "memory" / "memory.oom_control"]
-    for line in lines:
+    for line in read_system_file(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             candidates.append(root / path.lstrip("/") / "memory.events")
@@ -110,11 +103,8 @@ def _counter_files(pid: int) -> Iterable[Path]:
 
 
 def _kills(file: Path) -> int:
-    try:
-        fields = (line.split() for line in file.read_text().splitlines())
-        return next((int(words[1]) for words in fields if words[:1] == ["oom_kill"]), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
+    fields = (line.split() for line in read_system_file(file).splitlines())
+    return next((int(words[1]) for words in fields if words[:1] == ["oom_kill"]), 0)
 
 
 _LONGEST_PLACE = 500
