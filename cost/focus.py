@@ -15,6 +15,7 @@ from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import NodePrice, PriceCurve
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.infra.events import CONFIGURED, Event
+from ebbflow.infra.grouping import sum_by_key
 
 FOCUS_COLUMNS: tuple[str, ...] = (
     "BilledCost", "EffectiveCost", "ListCost", "BillingCurrency", "BillingPeriodStart", "BillingPeriodEnd",
@@ -144,11 +145,7 @@ def _iso(unix_time: float) -> str:
 
 
 def spent_by_month(rows: Iterable[dict[str, str]]) -> dict[str, Decimal]:
-    spent: dict[str, Decimal] = {}
-    for row in rows:
-        month = row["BillingPeriodStart"][:7]
-        spent[month] = spent.get(month, Decimal(0)) + Decimal(row["BilledCost"])
-    return spent
+    return sum_by_key((row["BillingPeriodStart"][:7], Decimal(row["BilledCost"])) for row in rows)
 
 
 def write_focus(path: Path, rows: Iterable[dict[str, str]]) -> int:

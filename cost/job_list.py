@@ -29,6 +29,7 @@ from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import PLAN, Event
+from ebbflow.infra.grouping import sum_by_key
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.untrusted_text import one_line
 
@@ -195,12 +196,12 @@ def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str]
 
     `key` is "job", "owner", "project" or "tag:NAME".
     """
-    found: dict[tuple[str, str], Decimal] = {}
-    for row in rows:
-        kind, _, tag = key.partition(":")
-        value = json.loads(row["Tags"]).get(tag, "") if kind == "tag" else row[f"x_{key.capitalize()}"]
-        place = row["BillingPeriodStart"][:7], value
-        found[place] = found.get(place, Decimal(0)) + Decimal(row["BilledCost"])
+    kind, _, tag = key.partition(":")
+
+    def value(row: dict[str, str]) -> str:
+        return json.loads(row["Tags"]).get(tag, "") if kind == "tag" else row[f"x_{key.capitalize()}"]
+
+    found = sum_by_key(((row["BillingPeriodStart"][:7], value(row)), Decimal(row["BilledCost"])) for row in rows)
     return dict(sorted(found.items()))
 
 

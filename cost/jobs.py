@@ -31,6 +31,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import ObjectNotFound, Outcome, StoreError
 from ebbflow.infra.events import PRICES, Event, LogContent, read_events, read_log
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.launchers import running_launcher
 from ebbflow.infra.layout import job_prefix, known_job, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
@@ -268,11 +269,11 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
 
     Each record is listed under its zone id and under its zone name, because plans may use either.
     """
-    pools: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
-    for record in history:
-        for zone in {record.zone_id, record.zone_name} - {""}:
-            place = (record.instance_type, record.region, zone)
-            pools.setdefault(place, []).append((record.at, f"{record.usd_per_hour:f}"))
+    pools = group_by_key(
+        ((record.instance_type, record.region, zone), (record.at, f"{record.usd_per_hour:f}"))
+        for record in history
+        for zone in {record.zone_id, record.zone_name} - {""}
+    )
     return [
         {"instance_type": kind, "market": "spot", "region": region, "zone": zone, "changes": changes}
         for (kind, region, zone), changes in pools.items()

@@ -33,6 +33,7 @@ from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.ledger.timeline import read_paid_nodes
 from ebbflow.infra.events import PLAN, Event
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.untrusted_text import one_line
 
 JOB_TAG = "ebbflow-job"
@@ -431,9 +432,7 @@ def _render_lines(found: Reconciliation) -> Iterator[str]:
     joined = f"{len(found.billed)} of {len(found.metered)} instances found"
     yield f"  billed    {dollars(found.billed_usd)}  ({joined})"
     yield f"  gap       {dollars(found.gap_usd)}  billed less metered on joined instances, of which"
-    amounts: dict[str, list[Decimal]] = {}
-    for part in found.parts:
-        amounts.setdefault(part.cause, []).append(part.usd)
+    amounts = group_by_key((part.cause, part.usd) for part in found.parts)
     for cause, parts in sorted(amounts.items()):
         instances = f"{len(parts)} instance{'s' if len(parts) > 1 else ''}"
         yield f"    {cause:<18} {dollars(sum(parts, Decimal(0))):>12}  ({instances})"

@@ -34,6 +34,7 @@ from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_poo
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.cost.report.figures import read_price_curves
 from ebbflow.infra.events import COMMIT, PLAN, STEP, Event, LedgerClass
+from ebbflow.infra.grouping import group_by_key
 
 _DRAWS = 200
 _SEED = 17
@@ -109,11 +110,8 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
 def _step_deviation(taken: Sequence[Event]) -> float:
     """Return the standard deviation of one rank's step times, measured within each generation, in seconds."""
     first = min(event.rank for event in taken)
-    seconds: dict[int, list[float]] = {}
-    for event in taken:
-        spent = event.data.get("seconds", {})
-        if event.rank == first:
-            seconds.setdefault(event.generation, []).append(sum(float(spent.get(kind, 0.0)) for kind in _STEPPING))
+    spent = ((event.generation, event.data.get("seconds", {})) for event in taken if event.rank == first)
+    seconds = group_by_key((number, sum(float(one.get(kind, 0.0)) for kind in _STEPPING)) for number, one in spent)
     return math.sqrt(sum(len(one) * pstdev(one) ** 2 for one in seconds.values()) / sum(map(len, seconds.values())))
 
 
@@ -143,10 +141,8 @@ def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: Rec
 def _measure_interval(events: Sequence[Event]) -> int | None:
     """Return the median number of steps from a start or commit to the next commit; None without commits."""
     gaps = []
-    by_generation: dict[int, set[int]] = {}
-    for event in events:
-        if event.name == COMMIT and event.step is not None:
-            by_generation.setdefault(event.generation, set()).add(event.step)
+    commits = (event for event in events if event.name == COMMIT)
+    by_generation = group_by_key((event.generation, event.step) for event in commits if event.step is not None)
     for number, committed in by_generation.items():
         mine = [event for event in events if event.name == STEP and event.generation == number]
         reached = [min((event.step or 1 for event in mine), default=1) - 1, *sorted(committed)]

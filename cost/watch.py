@@ -26,6 +26,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
 from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
+from ebbflow.infra.grouping import sum_by_key
 from ebbflow.infra.launchers import Launcher, RunningLauncher
 from ebbflow.infra.layout import job_prefix, runs_folder, write_atomically
 from ebbflow.infra.program import PROJECT_ROOT
@@ -78,11 +79,9 @@ def _merge(group: Sequence[Event]) -> Event:
     if len(group) == 1:
         return group[0]
     data: dict[str, Any] = {}
-    seconds: dict[str, float] = {}
     for event in group:
         data |= event.data
-        for kind, value in (event.data.get("seconds") or {}).items():
-            seconds[kind] = seconds.get(kind, 0.0) + value
+    seconds = sum_by_key(pair for event in group for pair in (event.data.get("seconds") or {}).items())
     data |= {"seconds": seconds, "merged": sum(event.data.get("merged", 1) for event in group)}
     for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
         if name in data:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ebbflow.infra.errors import EbbflowError, Outcome, describe_error
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.program import IMPORT_ROOT, python_path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -144,9 +145,7 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
 
 
 def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Collection[int]) -> list[ProcessStat]:
-    by_parent: dict[int, list[ProcessStat]] = {}
-    for stat in all_processes():
-        by_parent.setdefault(stat.parent, []).append(stat)
+    by_parent = group_by_key((stat.parent, stat) for stat in all_processes())
     found: list[ProcessStat] = []
     ahead = [root]
     while ahead:

@@ -21,6 +21,7 @@ from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, NODE_HEARTBEAT, PHASE, RESTORE, STEP, Event, LedgerClass, read_events
+from ebbflow.infra.grouping import sum_by_key
 from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.program import PROJECT_ROOT
@@ -106,9 +107,7 @@ def _measure(config: RunConfig, prepared: dict, folder: Path, steps: int) -> dic
 def _figures(events: Sequence[Event], steps: int) -> dict[str, float | None]:
     first = [event for event in events if event.name == STEP and (event.step or 0) <= steps]
     seconds = {event.step: sum(event.data["seconds"].values()) for event in first if event.rank == 0}
-    tokens: dict[int | None, float] = {}
-    for event in first:
-        tokens[event.step] = tokens.get(event.step, 0.0) + event.data["tokens"]
+    tokens = sum_by_key((event.step, event.data["tokens"]) for event in first)
     warm = [step for step in seconds if step is not None and step > _WARM_UP_STEPS]
     ranks = len({event.rank for event in first})
     beats = [event.data.get("resident_bytes") for event in events if event.name == NODE_HEARTBEAT]

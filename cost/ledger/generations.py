@@ -24,6 +24,7 @@ from ebbflow.infra.events import (
     EndReason,
     Event,
 )
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.layout import parse_commit_key
 
 # The job was done or stopped itself. Any other end is an interruption.
@@ -65,10 +66,7 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
         running: Whether the job is still running. If so, the newest generation does not count as interrupted if its end
             is not recorded, and its steps after the last commit do not count as discarded.
     """
-    by_number: dict[int, list[Event]] = {}
-    for event in events:
-        if proves_generation(event):
-            by_number.setdefault(event.generation, []).append(event)
+    by_number = group_by_key((event.generation, event) for event in events if proves_generation(event))
     numbers = sorted(by_number)
     kept = _find_kept_steps(by_number, running)
     return {

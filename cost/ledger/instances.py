@@ -27,6 +27,7 @@ from typing import Any
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
+from ebbflow.infra.grouping import group_by_key
 
 MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile` shows it if billed.
@@ -98,11 +99,8 @@ class BatchJob:
 
 def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
     """Group nodes by instance id, ordered by their start. Nodes without a known instance are left out."""
-    grouped: dict[str, list[NodeTime]] = {}
-    for node in sorted(nodes, key=lambda node: node.started_wall):
-        if node.instance_id:
-            grouped.setdefault(node.instance_id, []).append(node)
-    return grouped
+    ordered = sorted(nodes, key=lambda node: node.started_wall)
+    return group_by_key((node.instance_id, node) for node in ordered if node.instance_id)
 
 
 def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list[ExtraTime]:
@@ -183,9 +181,8 @@ def find_batch_extras(
     """
     found = []
     for job_id, nodes in reported.items():
-        by_index: dict[int, list[NodeTime]] = {}
-        for node in sorted(nodes, key=lambda node: (node.generation, node.start)):
-            by_index.setdefault(node.node, []).append(node)
+        ordered = sorted(nodes, key=lambda node: (node.generation, node.start))
+        by_index = group_by_key((node.node, node) for node in ordered)
         for _, mine in sorted(by_index.items()):
             found += _find_node_extras(jobs[job_id], mine, generations)
     return found

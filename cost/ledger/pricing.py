@@ -13,6 +13,7 @@ from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.infra.events import PLAN, PRICES, Event
+from ebbflow.infra.grouping import group_by_key
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"
@@ -99,11 +100,8 @@ class Pricing:
         Raises:
             LedgerError: An event has an invalid price.
         """
-        history: dict[PoolName, list[tuple[float, Decimal]]] = {}
-        for event in events:
-            if event.name == PRICES:
-                for pool, changes in _read_price_changes(event):
-                    history.setdefault(pool, []).extend(changes)
+        recorded = (pair for event in events if event.name == PRICES for pair in _read_price_changes(event))
+        history = group_by_key((pool, change) for pool, changes in recorded for change in changes)
         plans = tuple(event for event in events if event.name == PLAN and event.data.get("chosen"))
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 

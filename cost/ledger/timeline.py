@@ -14,6 +14,7 @@ from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event, LedgerClass
+from ebbflow.infra.grouping import group_by_key, sum_by_key
 
 MICRO = 1_000_000
 MACHINE_KEYS = (
@@ -93,13 +94,12 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     their last event. If `node_started` is missing, the start follows from the agent's other events, else from the first
     rank.
     """
-    grouped: dict[tuple[str, int, int, int], list[Event]] = {}
     numbers = {event.generation for event in events if proves_generation(event)}
-    for event in events:
-        if event.generation not in numbers:
-            continue
-        if event.rank >= 0 or event.name in (NODE_STARTED, NODE_HEARTBEAT, NODE_ENDED):
-            grouped.setdefault((event.run, event.attempt, event.generation, event.node), []).append(event)
+    grouped = group_by_key(
+        ((event.run, event.attempt, event.generation, event.node), event)
+        for event in events
+        if event.generation in numbers and (event.rank >= 0 or event.name in (NODE_STARTED, NODE_HEARTBEAT, NODE_ENDED))
+    )
     found = (_node(sorted(group, key=lambda event: event.t_mono)) for group in grouped.values())
     nodes = [node for node in found if node is not None]
     per_node = max((len(node.ranks) for node in nodes), default=0) or 1
@@ -121,10 +121,7 @@ def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[R
 
 
 def _node(events: list[Event]) -> NodeTime | None:
-    by_rank: dict[int, list[Event]] = {}
-    for event in events:
-        if event.rank >= 0:
-            by_rank.setdefault(event.rank, []).append(event)
+    by_rank = group_by_key((event.rank, event) for event in events if event.rank >= 0)
     started = next((event for event in events if event.name == NODE_STARTED), None)
     ended = next((event for event in reversed(events) if event.name == NODE_ENDED), None)
     start_times = _infer_start(events, by_rank) if started is None else (started.t_mono, started.t_wall)
@@ -205,10 +202,7 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
     after = node.end - clocks[-1].t_mono
     spans.insert(0, Span(0, before, {LedgerClass.STARTUP: before}))
     spans.append(Span(min(paid, paid - _micros(after)), paid, {tail_class: max(0, _micros(after))}))
-    classes: dict[LedgerClass, int] = {}
-    for span in spans:
-        for kind, spent in span.classes.items():
-            classes[kind] = classes.get(kind, 0) + spent
+    classes = sum_by_key(pair for span in spans for pair in span.classes.items())
     _balance(classes, paid, f"generation {node.generation}, node {node.node}, rank {rank}")
     estimated = frozenset() if node.measured or after <= 0 else frozenset({tail_class})
     return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))

@@ -11,6 +11,7 @@ priced as if it ran in the chosen pool (`simulated`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -282,7 +283,7 @@ def make_plan(
         notes=plan_notes(config, sources),
         ranked=tuple(ranked),
         rejected=rejected,
-        counts=_counts(len(ranked), rejected),
+        counts={RANKED: len(ranked), **Counter(one.kind for one in rejected)},
         refusal=find_refusal(config, sources, ranked, rejected),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         live=_live(config, sources, ranked),
@@ -355,13 +356,6 @@ def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> di
     kinds = sources.catalogue.matching(config.cluster.instance_types)
     quotes = {kind.name: sources.prices.on_demand(kind, region or "") for kind in kinds}
     return {name: f"{quote.usd_per_hour:f}" for name, quote in quotes.items() if quote is not None}
-
-
-def _counts(ranked: int, rejected: tuple[Rejection, ...]) -> dict[str, int]:
-    counts = {RANKED: ranked}
-    for one in rejected:
-        counts[one.kind] = counts.get(one.kind, 0) + 1
-    return counts
 
 
 def _interval_text(config: RunConfig) -> str:

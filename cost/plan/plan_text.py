@@ -15,9 +15,10 @@ from typing import Any
 from ebbflow.cost.amounts import format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.plan import RANKED, Plan
-from ebbflow.cost.plan.pools import Candidate, Rejection
+from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import format_short_age
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.untrusted_text import one_line, wrap_line
 
 WIDTH = 100
@@ -261,9 +262,7 @@ def _price_mark(candidate: Candidate) -> str:
 
 def _rejected(plan: Plan) -> list[str]:
     """Return one line per kind of rejection, most frequent first: count, and the pool closest to running the job."""
-    groups: dict[str, list[Rejection]] = {}
-    for one in plan.rejected:
-        groups.setdefault(one.kind, []).append(one)
+    groups = group_by_key((one.kind, one) for one in plan.rejected)
     counts = {kind: plan.counts.get(kind, len(group)) for kind, group in groups.items()}
     lines = [f"- {sum(counts.values())} pools rejected:"]
     for kind in sorted(groups, key=lambda kind: -counts[kind]):

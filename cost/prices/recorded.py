@@ -36,6 +36,7 @@ from ebbflow.cost.prices.quote import (
     is_zone_of,
     region_of,
 )
+from ebbflow.infra.grouping import group_by_key
 
 # Both names of the product whose price includes no software licence.
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
@@ -254,9 +255,7 @@ class RecordedPrices(ZonePrices):
         return f"in {self.path.name}"
 
     def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
-        times: dict[float | None, list[str]] = {}
-        for region in regions:
-            times.setdefault(self.observed(region), []).append(region)
+        times = group_by_key((self.observed(region), region) for region in regions)
         parts = [
             f"{', '.join(found)} {f'{format_time(at)}, {format_age(now_utc - at)} old' if at is not None else 'none'}"
             for at, found in times.items()

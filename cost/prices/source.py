@@ -15,6 +15,7 @@ from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, format_s
 from ebbflow.cost.prices.recorded import RecordedPrices, Recording, SpotRecord, read_recording, write_recording
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import CostConfig, RunConfig
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.program import DEFAULT_CONFIG
 from ebbflow.infra.untrusted_text import one_line
 
@@ -95,10 +96,8 @@ def _changes_by_zone(
     records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
 ) -> list[dict[str, Any]]:
     """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix times)."""
-    by_zone: dict[tuple[str, str], list[SpotRecord]] = {}
-    for record in records:
-        if record.instance_type == instance_type and record.at <= until:
-            by_zone.setdefault((record.region, record.zone), []).append(record)
+    wanted = (record for record in records if record.instance_type == instance_type and record.at <= until)
+    by_zone = group_by_key(((record.region, record.zone), record) for record in wanted)
     pools = []
     for (region, zone), found in sorted(by_zone.items()):
         found.sort(key=lambda record: record.at)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
 from ebbflow.cost.capacity.placement import read_attempts
-from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, count_machines
+from ebbflow.cost.ledger.bills import NodeBill, compute_bills, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
@@ -36,6 +36,7 @@ from ebbflow.infra.events import (
     Event,
     LedgerClass,
 )
+from ebbflow.infra.grouping import group_by_key, sum_by_key
 
 _WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
 _START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
@@ -172,10 +173,7 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     best: dict[tuple[str | int, str, int], float] = {}
     for node, ranks in peaks.items():
         best[keys[node]] = max(best.get(keys[node], 0.0), sum(ranks.values()))
-    found: dict[int, float] = {}
-    for node in peaks:
-        found[node[2]] = found.get(node[2], 0.0) + best[keys[node]]
-    return found
+    return sum_by_key((node[2], best[keys[node]]) for node in peaks)
 
 
 def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
@@ -290,10 +288,10 @@ def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
 
 def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
     """Count the nodes and sum the dollars by pool and kind of price. The dollars sum to the total of the ledger."""
-    grouped: dict[tuple[str, str], list[NodeBill | UnreportedBill]] = {}
-    for bill in (*ledger.nodes, *ledger.unreported):
-        pool = "" if bill.price.pool is None else str(bill.price.pool)
-        grouped.setdefault((pool, bill.price.kind), []).append(bill)
+    grouped = group_by_key(
+        (("" if bill.price.pool is None else str(bill.price.pool), bill.price.kind), bill)
+        for bill in (*ledger.nodes, *ledger.unreported)
+    )
     spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]
     return [
         {"pool": pool, "kind": kind, "nodes": len(bills), "usd": float(usd)}
@@ -310,10 +308,8 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
     gave.
     """
     last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
-    paid: dict[str, Decimal] = {}
-    for bill in (*ledger.nodes, *ledger.unreported):
-        if bill.job is not None:
-            paid[bill.job.job_id] = paid.get(bill.job.job_id, Decimal(0)) + bill.usd
+    bills = (*ledger.nodes, *ledger.unreported)
+    paid = sum_by_key((bill.job.job_id, bill.usd) for bill in bills if bill.job is not None)
     found = []
     for number, attempt in enumerate(read_attempts(events).attempts, start=1):
         placement = attempt.placement
@@ -457,11 +453,10 @@ def _add_quotes(
     The ledger uses the quotes of all plans too. If this function used only the newest plan's quotes, the higher prices
     of earlier plans would appear as regret.
     """
-    quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
-    for event in events:
-        if event.name == PLAN and event.data.get("chosen"):
-            for pool, usd in _read_quotes(event.data).items():
-                quoted.setdefault(pool, []).append((event.t_wall, usd))
+    plans = (event for event in events if event.name == PLAN and event.data.get("chosen"))
+    quoted = group_by_key(
+        (pool, (event.t_wall, usd)) for event in plans for pool, usd in _read_quotes(event.data).items()
+    )
     return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}
 
 

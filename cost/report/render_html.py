@@ -59,6 +59,7 @@ from ebbflow.cost.report.verdict import (
     reproduce_command,
 )
 from ebbflow.infra.events import LedgerClass, without_nan
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.rank_logs import escape_controls
 from ebbflow.infra.untrusted_text import one_line
 
@@ -397,9 +398,7 @@ def _money(report: RunReport) -> str:
     """Render one bar per cause of cost, divided by class of paid time. The ledger's table explains the colours."""
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
     ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
-    cells: dict[str, list[dict[str, Any]]] = {}
-    for cell in report.money.get("cells") or []:
-        cells.setdefault(str(cell["cause"]), []).append(cell)
+    cells = group_by_key((str(cell["cause"]), cell) for cell in report.money.get("cells") or [])
     rows, causes = format_cause_rows(report), report.money.get("causes") or []
     widest = max((cause["rank_seconds"] for cause in causes), default=0.0) or 1.0
     bars = []

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.layout import (
     TOMBSTONE_TAGS,
     data_prefix,
@@ -90,11 +91,9 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     sign = -1 if policy.best_mode == "max" else 1
     scored.sort(key=lambda pair: (sign * pair[0], -pair[1].step))
     best = [commit for _, commit in scored[: policy.keep_best]]
-    reasons: dict[str, list[str]] = {}
-    rules = (("pinned", [commit for commit in commits if commit.pinned]), ("last", last))
-    for reason, chosen in (*rules, ("best", best), (f"every {policy.keep_every_steps} steps", every)):
-        for commit in chosen:
-            reasons.setdefault(commit.sha256, []).append(reason)
+    pinned = [commit for commit in commits if commit.pinned]
+    rules = {"pinned": pinned, "last": last, "best": best, f"every {policy.keep_every_steps} steps": every}
+    reasons = group_by_key((commit.sha256, reason) for reason, chosen in rules.items() for commit in chosen)
     dropped = _beyond_cap(commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)])
     return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ebbflow.infra.grouping import group_by_key
 from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, find_weights, open_weights
@@ -278,9 +279,7 @@ def load_weights(
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Return the model's parameters and persistent buffers by name, and the list of all names of each tensor."""
     targets = dict(model.state_dict(keep_vars=True))
-    alike: dict[int, list[str]] = {}
-    for name, tensor in targets.items():
-        alike.setdefault(id(tensor), []).append(name)
+    alike = group_by_key((id(tensor), name) for name, tensor in targets.items())
     return targets, list(alike.values())
 
 

@@ -1,0 +1,27 @@
+"""Collect or sum values by key, in the order in which the keys first occur."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from decimal import Decimal
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+N = TypeVar("N", int, float, Decimal)
+
+
+def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key as a list, from pairs of (key, value)."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def sum_by_key(pairs: Iterable[tuple[K, N]]) -> dict[K, N]:
+    """Return the sum of the values of each key, from pairs of (key, number)."""
+    found: dict[K, N] = {}
+    for key, number in pairs:
+        found[key] = found[key] + number if key in found else number
+    return found
