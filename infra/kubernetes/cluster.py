@@ -7,6 +7,7 @@ ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` pa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+from ebbflow.infra.retry import retry
 
 JOBSET_GROUP, JOBSET_VERSION = "jobset.x-k8s.io", "v1alpha2"
 QUOTA, QUOTA_FIX = "exceeded quota", "end other jobs, or raise the namespace's ResourceQuota"
@@ -83,13 +85,21 @@ class Cluster:
         what: name of the request in error messages.
         """
         limit = time.monotonic() + self._seconds
-        while True:
-            try:
-                return self._ask(what, call, *args, **options)
-            except CloudUnavailable:
-                if time.monotonic() + _PAUSE_SECONDS > limit:
-                    raise
-            time.sleep(_PAUSE_SECONDS)
+        return retry(
+            lambda: self._ask(what, call, *args, **options),
+            left=lambda: limit - time.monotonic(),
+            curable=lambda error, _: isinstance(error, CloudUnavailable),
+            pauses=itertools.repeat(_PAUSE_SECONDS),
+        )
+
+    def _find(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any] | None:
+        """Send a request with `ask`. Return None if the object does not exist. Raises CloudError."""
+        try:
+            return self.ask(what, call, *args, **options)
+        except CloudRefused as error:
+            if error.code == "404":
+                return None
+            raise
 
     def _ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
         from kubernetes.client.exceptions import ApiException
@@ -110,12 +120,7 @@ class Cluster:
     def owner(self, job_id: str) -> dict[str, Any] | None:
         """Return the Job or JobSet of an attempt, or None if it no longer exists. Raises CloudError."""
         _, kind, name = job_id.split("/")
-        try:
-            return self.ask(f"get {kind} {name}", self._custom.get_namespaced_custom_object, *_path(job_id))
-        except CloudRefused as error:
-            if error.code == "404":
-                return None
-            raise
+        return self._find(f"get {kind} {name}", self._custom.get_namespaced_custom_object, *_path(job_id))
 
     def pods(self, job_id: str) -> tuple[list[PodState], str]:
         """Return the attempt's pods that currently exist, and the version of this list. Raises CloudError."""
@@ -146,11 +151,7 @@ class Cluster:
         """Delete the Job or JobSet. Its pods get SIGTERM and run at most for their grace period. Raises CloudError."""
         _, kind, name = job_id.split("/")
         call = self._custom.delete_namespaced_custom_object
-        try:
-            self.ask(f"delete {kind} {name}", call, *_path(job_id), propagation_policy="Foreground")
-        except CloudRefused as error:
-            if error.code != "404":
-                raise
+        self._find(f"delete {kind} {name}", call, *_path(job_id), propagation_policy="Foreground")
 
     def evict(self, job_id: str, pod: str) -> None:
         """Evict a pod. It gets SIGTERM, and may run until its grace period ends. Raises CloudError."""
@@ -190,14 +191,10 @@ class Cluster:
         return self._of_kueue("kueue.x-k8s.io", namespace(), queue) is not None
 
     def _of_kueue(self, group: str, space: str, name: str) -> dict[str, Any] | None:
-        for version in ("v1beta2", "v1beta1"):  # releases serve one or both
-            try:
-                call = self._custom.get_namespaced_custom_object
-                return self.ask(f"get localqueues {name}", call, group, version, space, "localqueues", name)
-            except CloudRefused as error:
-                if error.code != "404":
-                    raise
-        return None
+        what, call = f"get localqueues {name}", self._custom.get_namespaced_custom_object
+        versions = ("v1beta2", "v1beta1")  # releases serve one or both
+        answers = (self._find(what, call, group, version, space, "localqueues", name) for version in versions)
+        return next((answer for answer in answers if answer is not None), None)
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes of the cluster. Raises CloudError, for example if this account may not list nodes."""
@@ -206,9 +203,9 @@ class Cluster:
     def _node(self, name: str) -> dict[str, Any] | None:
         """Return the cluster's node `name`, {} if the request fails, or None if the node no longer exists."""
         try:
-            return self.ask(f"get node {name}", self._core.read_node, name)
-        except CloudError as error:
-            return None if isinstance(error, CloudRefused) and error.code == "404" else {}
+            return self._find(f"get node {name}", self._core.read_node, name)
+        except CloudError:
+            return {}
 
     def has_lost(self, name: str) -> bool:
         """Return whether a node is gone or its kubelet no longer reports. Return False if nodes cannot be read."""
