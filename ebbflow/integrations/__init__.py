@@ -1,6 +1,7 @@
 """Adapters to other programs. Each module has the name of its library; all but `skypilot` need it installed.
 
 `ebbflow run SCRIPT.py` calls `switch_on`, so that a script with one of these Trainers commits without a changed line.
+The trial before a plan does so too (`__main__`), and lets Lightning train with one rank on the CPU.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -19,16 +20,24 @@ _TRAINERS = {
 }
 
 
-def switch_on() -> None:
-    """Make Trainers that this process imports later add a CommitCallback and resume from the newest commit."""
-    sys.meta_path.insert(0, _AfterImport())
+# A trial has one rank on the CPU. Lightning would wait for as many ranks as its Trainer names.
+_TRIAL = {"lightning": {"accelerator": "cpu", "devices": 1, "num_nodes": 1}}
+
+
+def switch_on(*, trial: bool = False) -> None:
+    """Make Trainers that this process imports later add a CommitCallback and resume from the newest commit.
+
+    Args:
+        trial: whether this process is the only rank of a trial, without accelerators.
+    """
+    sys.meta_path.insert(0, _AfterImport(_TRIAL if trial else {}))
 
 
 class _AfterImport(MetaPathFinder):
     """Finder that lets the other finders import a module, and changes its Trainer afterwards."""
 
-    def __init__(self) -> None:
-        self._left = dict(_TRAINERS)
+    def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        self._left, self._settings = dict(_TRAINERS), settings
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if (known := self._left.pop(name, None)) is None:
@@ -39,11 +48,21 @@ class _AfterImport(MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                trainer, (_, method, _) = module.Trainer, known
+                trainer, (library, method, _) = module.Trainer, known
                 setattr(trainer, method, _committing(getattr(trainer, method), *known))
+                if settings := self._settings.get(library):
+                    trainer.__init__ = _constructing(trainer.__init__, settings)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _constructing(original: Callable[..., None], settings: Mapping[str, Any]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def construct(trainer: Any, *given: Any, **options: Any) -> None:
+        original(trainer, *given, **{**options, **settings})
+
+    return construct
 
 
 def _committing(original: Callable[..., Any], library: str, method: str, argument: str) -> Callable[..., Any]:

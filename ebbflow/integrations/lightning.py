@@ -106,7 +106,8 @@ class CommitCallback(Callback):
             job.log(loss=loss)
         updated, self._global_step = trainer.global_step != self._global_step, trainer.global_step
         # The code of an epoch's end has not run after its last batch, and Lightning would not run it after a resume.
-        if job.end_step(updated=updated and not trainer.is_last_batch):
+        samples = (getattr(trainer.train_dataloader, "batch_size", None) or 1) * trainer.world_size
+        if job.end_step(samples, updated=updated and not trainer.is_last_batch):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

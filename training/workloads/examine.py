@@ -95,7 +95,7 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
         own = {PROBE_VARIABLE: str(found), "EBBFLOW__STORE": folder, "EBBFLOW_JOB": "examined", "EBBFLOW_SPEC": ""}
         own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         own |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        output, command = "", [sys.executable, str(script), *config.script_args]
+        output, command = "", [sys.executable, "-m", "ebbflow.integrations", str(script), *config.script_args]
         try:
             output = _run(command, EXAMINE_SECONDS, f"script {script.name}", shown=False, environment=own)
             measured = json.loads(found.read_text())
