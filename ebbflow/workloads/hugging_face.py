@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import nn
 
@@ -21,8 +22,9 @@ from ebbflow.infra.config.schema import DataConfig
 from ebbflow.training.data.build import prepare_tokens
 from ebbflow.training.data.tokenizer import BYTES, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
-from ebbflow.training.workload import Loss, WorkloadContext
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.workloads.chat_data import AnswerMask, KeptOrder, MarkedText, prepare_chat
 from ebbflow.workloads.model_folder import ChatTemplate, ModelFolder, find_folder, flops_per_token, list_blocks
 from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_questions
 
@@ -31,6 +33,7 @@ _OPTIONS = {
     "dataset": "text file, folder or glob; .jsonl or .parquet; or a folder that `datasets` saved; default: data.path",
     "column": "name of the column with the text",
     "chat": "the column has lists of messages, which the folder's chat template makes texts of; default: false",
+    "assistant_only_loss": "with `chat`, only tokens of assistants count in the loss; default: true",
     "choices": ".jsonl file with questions of several choices, which evaluations answer",
     "lora_rank": "rank of LoRA's matrices; 0 trains all weights",
     "lora_alpha": "scale of LoRA's matrices; default: twice the rank",
@@ -41,8 +44,8 @@ _OPTIONS = {
 class HuggingFace(TextWorkload):
     """Next-token prediction on packed sequences of `model.sequence_length` tokens.
 
-    `workload_options`: `model`, `dataset`, `column` (text, or messages with `chat`), `choices`, `lora_rank` (0),
-    `lora_alpha`, `lora_targets`.
+    `workload_options`: `model`, `dataset`, `column` (text, or messages with `chat`), `assistant_only_loss` (true),
+    `choices`, `lora_rank` (0), `lora_alpha`, `lora_targets`.
     """
 
     def __init__(self, context: WorkloadContext) -> None:
@@ -64,6 +67,12 @@ class HuggingFace(TextWorkload):
                 "training.initial_weights"
             )
         self._flops = flops_per_token(self.model())
+        self._answers: AnswerMask | None = None
+        if AnswerMask.is_stored(self._tokens.about):
+            self._answers = AnswerMask(context.store, self._tokens.about, self._length)
+            self._order = KeptOrder(self._answers.windows("train"), context.config.training.seed)
+            kept = self._answers.windows("held_out")
+            self._held_out = kept[self._evenly_spaced(len(kept))]
         self._choices: ChoiceTest | None = None
         if choices := context.prepared.get("choices"):
             tokenizer = open_tokenizer(context.config.data, project_root=context.project_root)
@@ -88,9 +97,13 @@ class HuggingFace(TextWorkload):
             if path and data.suffixes == DataConfig().suffixes:  # the default is for source code
                 data = data.model_copy(update={"suffixes": [".txt", ".md"]})
             return prepare_tokens(data, context.store, project_root=root).to_json()
-        between = _separator(data, root)
         chat = ChatTemplate(_model_path(context)) if context.options.get("chat") else None
         column = str(context.options.get("column", "text" if chat is None else "messages"))
+        if chat is not None and _answers_only(context.options):
+            rows = _mark_rows(path, kind, column, chat)
+            tokenizer = open_tokenizer(data, project_root=root)
+            return prepare_chat(rows, tokenizer, data.held_out_fraction, context.store).to_json()
+        between = _separator(data, root)
         with tempfile.TemporaryDirectory(prefix="ebbflow-rows-") as folder:
             text = Path(folder, path.name)  # a single file, whose last part is held out
             with text.open("w", encoding="utf-8") as file:
@@ -110,6 +123,18 @@ class HuggingFace(TextWorkload):
         """Return the decoder's blocks. Embeddings and head, whose weights may be tied, stay outside."""
         return list_blocks(model)
 
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
+        batch = super().next_batch(model, cursor)
+        if self._answers is None or self._context.device.type != "cuda":  # `_batch` has marked it
+            return batch
+        return self._answers.mark(batch, "train", self._order.window(cursor.first, cursor.count))
+
+    def _batch(self, tokens: np.ndarray, windows: np.ndarray) -> TextBatch:
+        batch = super()._batch(tokens, windows)
+        if self._answers is None:
+            return batch
+        return self._answers.mark(batch, "train" if tokens is self._tokens.train else "held_out", windows)
+
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
         logits = model(input_ids=batch.inputs, use_cache=False).logits
         total = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
@@ -118,6 +143,8 @@ class HuggingFace(TextWorkload):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the held-out loss, and with `choices` the shares of questions that are answered rightly."""
         metrics = super().evaluate(model)
+        if self._answers is not None:
+            del metrics["held_out_bits_per_byte"]  # the bytes are those of all messages
         if self._choices is None:
             return metrics
         training, context = self._config.training, self._context
@@ -127,7 +154,7 @@ class HuggingFace(TextWorkload):
         )
 
     def flops(self, batch: TextBatch) -> float:
-        return self._flops * batch.weight
+        return self._flops * batch.inputs.numel()
 
 
 def _with_folder(context: WorkloadContext) -> WorkloadContext:
@@ -143,6 +170,10 @@ def _with_folder(context: WorkloadContext) -> WorkloadContext:
         changed["tokenizer"] = str(folder.parent if folder.is_file() else folder)
     data = data.model_copy(update=changed)
     return replace(context, config=context.config.model_copy(update={"data": data}))
+
+
+def _answers_only(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("chat")) and bool(options.get("assistant_only_loss", True))
 
 
 def _model_path(context: WorkloadContext) -> Path:
@@ -175,6 +206,21 @@ def _rows(path: Path, kind: str, column: str, chat: ChatTemplate | None) -> Iter
         yield text
     if not count:
         raise DataError(f"{path} has no rows; fix: another dataset")
+
+
+def _mark_rows(path: Path, kind: str, column: str, chat: ChatTemplate) -> Iterator[MarkedText]:
+    """Yield the texts of a dataset's conversations, with the spans that assistants write."""
+    for count, row in enumerate(_read_rows(path, kind, column), 1):
+        messages = row.get(column)
+        if not isinstance(messages, list):
+            raise DataError(
+                f"{path}, row {count}: {column!r} is no list of messages; fix: workload_options.column, or "
+                "workload_options.assistant_only_loss: false"
+            )
+        try:
+            yield chat.mark(messages)
+        except (DataError, AttributeError) as error:
+            raise DataError(f"{path}, row {count}: {error}") from error
 
 
 def _read_rows(path: Path, kind: str, column: str) -> Iterator[Mapping[str, Any]]:

@@ -184,6 +184,33 @@ class ChatTemplate:
                 "tokenizer_config.json"
             )
 
+    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[int]]]:
+        """Return the text of a conversation, and the spans of characters that assistants write. Raises DataError.
+
+        They are those between `{% generation %}` and `{% endgeneration %}`, if the template has these. Otherwise, a
+        span is the text that a message of an assistant adds after the beginning of an answer, with its end of turn.
+        """
+        text, spans = self.render(messages), []
+        if re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)):
+            found = self._tokenizer.apply_chat_template(
+                list(messages), return_dict=True, return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"return_offsets_mapping": True},
+            )  # fmt: skip
+            marked = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
+            return text, [list(place) for place, counted in marked if counted]
+        for number, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                begin, end = self.render(messages[:number], answer=True), self.render(messages[: number + 1])
+                if not end.startswith(begin) or not text.startswith(end):
+                    raise DataError(
+                        f"the chat template of {self._root} writes message {number + 1} differently when others follow "
+                        "or when it asks for an answer, so that the assistant's part is unknown; fix: "
+                        "{% generation %} … {% endgeneration %} around it in the template, or "
+                        "workload_options.assistant_only_loss: false"
+                    )
+                spans.append([len(begin), len(end)])
+        return text, spans
+
     def as_user(self, text: str) -> str:
         """Return the text of one message by a user, up to where the assistant's answer begins."""
         return self.render([{"role": "user", "content": text}], answer=True)

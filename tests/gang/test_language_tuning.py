@@ -17,13 +17,13 @@ from ebbflow.infra.store import Store
 from ebbflow.training.data import open_tokens
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
-from ebbflow.training.workload import WorkloadContext
+from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.training.workloads.loader import workload_context
 from ebbflow.training.workloads.trial import try_workload
 from ebbflow.workloads.hugging_face import HuggingFace
 from ebbflow.workloads.multiple_choice import ChoiceTest, Question
 from tests.gang.test_hugging_face import settings_for
-from tests.gang.test_policy_folders import make_folder
+from tests.gang.test_policy_folders import CHAT, make_folder
 
 QUESTIONS = [
     {"prompt": "the tide", "choices": [" comes in", " goes out", " sleeps", " number"], "answer": 1},
@@ -132,4 +132,59 @@ def test_conversations_become_text_by_the_folders_template(tmp_path: Path) -> No
     assert text.startswith("<user>tide?<assistant>comesin<|endoftext|><user>tide?")
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": [{"content": "x"}, "y"]}) + "\n")
     with pytest.raises(TrainingError, match=r"row 1: the chat template of .* refuses the messages: .*; fix: \["):
+        prepared(config)
+
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+FRESH_ONLY = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | length }}")
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED], ids=["plain", "generation"])
+def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None:
+    """Against labels that are made from the places of the answers in the decoded text."""
+    folder = make_folder(tmp_path, chat=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    answers = ["comes in", "and the tide goes out, number 12"]
+    talk = [{"role": role, "content": text} for text in answers for role in ("user", "assistant")]
+    talk[0]["content"], talk[2]["content"] = "tide? é", "and then the tide, which tide, the tide of number 300?"
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 60)
+    config = settings_for(folder, dataset=str(tmp_path / "talk.jsonl"), chat=True)
+    context = prepared(config)
+    workload, model = HuggingFace(context), AutoModelForCausalLM.from_pretrained(folder)
+    whole = "".join(f"<{one['role']}>{one['content']}" for one in talk)
+    counted = {at for text in answers for at in range(len(whole[: whole.rindex(text)].encode()), len(
+        whole[: whole.rindex(text) + len(text)].encode()))}  # bytes of the answers  # fmt: skip
+    ids, labels, at = tokenizer(whole)["input_ids"], [], 0
+    for token in ids:
+        size = len(tokenizer.convert_ids_to_tokens(token))  # byte-level: one character for each byte
+        labels.append(token if counted & set(range(at, at + size)) else -100)
+        at += size
+    assert at == len(whole.encode())
+    end = tokenizer.eos_token_id
+    ids, labels = [*ids, end] * 60, [*labels, end] * 60
+    expected = {}
+    for number in range((54 * len(ids) // 60 - 1) // 16):  # a tenth is held out
+        inputs, targets = ids[16 * number :][:16], labels[16 * number + 1 :][:16]
+        expected[tuple(inputs)] = targets
+    order = [workload.next_batch(model, Cursor(first, 4)) for first in range(0, 40, 4)]
+    for batch in order:
+        for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+            assert expected[tuple(inputs)] == targets and max(targets) >= 0
+        assert batch.weight == int((batch.targets >= 0).sum()) == sum(part.weight for part in batch.split(3))
+    batch = order[0]
+    loss, spread = workload.loss(model, batch), model(batch.inputs).logits.log_softmax(-1)
+    kept = batch.targets >= 0
+    theirs = -spread.gather(2, batch.targets.clamp(min=0)[..., None])[..., 0][kept].sum()
+    assert loss.weight == kept.sum() and loss.sum.item() == pytest.approx(float(theirs), rel=1e-5)
+    assert set(workload.evaluate(model)) == {"held_out_loss"}
+    again = config.model_copy(update={"workload_options": config.workload_options | {"assistant_only_loss": False}})
+    assert HuggingFace(prepared(again)).next_batch(model, Cursor(0, 4)).weight == 64
+    tokenizer.chat_template = FRESH_ONLY
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(TrainingError, match=r"the chat template of .* writes message 2 differently .*; fix: \{% g"):
         prepared(config)

@@ -34,7 +34,10 @@ from tests.gang.test_policy_training import numbers_of
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<it>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_folder(tmp_path: Path, settings: PreTrainedConfig = TIED, name: str = "model", *, chat: bool = False) -> Path:
@@ -143,7 +146,7 @@ def test_a_chat_template_wraps_prompts(tmp_path: Path) -> None:
     batch = workload.next_batch(start(workload), Cursor(0, 1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.decode(batch.tokens[0, : int(batch.prompt_lengths[0])]).replace(" ", "")
-    assert text.startswith("<user>tide") and text.endswith("<it>")
+    assert text.startswith("<user>tide") and text.endswith("<assistant>")
     bare = make_folder(tmp_path / "other")
     (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(TrainingError, match="has no chat template; fix: a model that was tuned to chat"):
