@@ -31,6 +31,7 @@ class ModelShape:
     # of a rank, beside the model: such as a reference model, or an inference engine's copy of the weights
     other_bytes: int = 0
     optimizer_in_host_memory: bool = False
+    hidden_parameters: int = 0  # those that training.optimizer: muon trains with one momentum instead of two moments
     weight_unit: str = "tokens"  # unit in which the weight of a sample is counted
     # Activations of a block, per token and unit of width: all that backward needs, and the part that
     # parallel.recompute: selective keeps. The defaults are those of architecture gpt.
@@ -103,6 +104,7 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
         backward_bytes_per_sample=4 * length * (2 * d + 3 * m if gated else 6 * d),
         block_floats=block_floats / d,
         product_floats=product_floats / d,
+        hidden_parameters=layers * matrices,
     )
 
 
@@ -227,6 +229,7 @@ def rank_bytes(
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
     parts = min(ranks, shard_ranks(config, ranks, ranks_per_node))
+    optimizer = 0 if shape.optimizer_in_host_memory else optimizer_bytes(config, shape)
     state, trained = -(-shape.parameters // parts), -(-shape.trained_parameters // parts)
     if config.fsdp.cpu_offload and mode != "ddp":
         state = trained = 0
@@ -262,7 +265,7 @@ def rank_bytes(
     return RankBytes(
         parameters=FLOAT32_BYTES * state,
         gradients=held,
-        optimizer=(commit_bytes_per_parameter(config) - FLOAT32_BYTES) * trained * (not shape.optimizer_in_host_memory),
+        optimizer=optimizer * trained // max(1, shape.trained_parameters),
         unsharded=unsharded + shape.other_bytes,
         activations=int(activations),
         logits=int(logits_held),
@@ -290,15 +293,18 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
     return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * shape.block_floats)
 
 
-def commit_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes of a float32 weight, of AdamW's two moments for it and, with `training.ema`, of its average."""
-    return FLOAT32_BYTES * (3 if config.training.ema is None else 4)
+def optimizer_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of the optimizer's state of the whole model, and of the averages with `training.ema`.
+
+    AdamW keeps two float32 moments of a trained parameter. Muon keeps one momentum of a hidden matrix.
+    """
+    spared = shape.hidden_parameters if config.training.optimizer == "muon" else 0
+    return FLOAT32_BYTES * ((2 if config.training.ema is None else 3) * shape.trained_parameters - spared)
 
 
 def commit_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of one commit: weights and optimizer state of the whole model, for any number of ranks."""
-    optimizer = commit_bytes_per_parameter(config) - FLOAT32_BYTES
-    return FLOAT32_BYTES * shape.parameters + optimizer * shape.trained_parameters
+    return FLOAT32_BYTES * shape.parameters + optimizer_bytes(config, shape)
 
 
 def staging_bytes(config: RunConfig) -> int:

@@ -16,8 +16,8 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import (
     causal_lm_shape,
     commit_bytes,
-    commit_bytes_per_parameter,
     local_gang,
+    optimizer_bytes,
     shard_ranks,
     size_text,
 )
@@ -79,11 +79,10 @@ def check_disk(context: PreflightContext) -> CheckFinding:
     there = nearest_existing(folder)
     needed, commits = commits_room(config)
     needed, free = needed + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
-    average = "" if config.training.ema is None else ", average 4"
+    kept = size_text(optimizer_bytes(config, causal_lm_shape(config.model)))
     arithmetic = (
-        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit "
-        f"({commit_bytes_per_parameter(config)} bytes per parameter: weights 4, AdamW moments 8{average}) + "
-        f"{size_text(text)} tokens"
+        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit ({kept} of it the "
+        f"optimizer's state) + {size_text(text)} tokens"
     )
     if free < needed:
         fix = "set store to a larger disk, or checkpoint.keep_last, keep_every_steps, keep_best or max_total_gib"

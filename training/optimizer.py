@@ -5,6 +5,7 @@ The learning rate depends on the step number alone, so a resumed run needs no sc
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ebbflow.infra.config.schema import TrainingConfig
 from ebbflow.training.checkpoint.state import AVERAGE
@@ -20,15 +21,117 @@ from ebbflow.training.checkpoint.state import AVERAGE
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """Return a fused AdamW optimizer with weight decay for matrices, but not for vectors such as norm weights."""
+def make_optimizer(
+    module: nn.Module, training: TrainingConfig, *, muon_dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """Return a fused AdamW optimizer, or Muon, as `training.optimizer` says. Only matrices have weight decay.
+
+    Muon orthogonalises in `muon_dtype`. With bfloat16, equal steps of different world sizes differ by its rounding.
+    """
     parameters = list(module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+    hidden = hidden_matrices(module) if training.optimizer == "muon" else []
+    others = {id(p) for p in parameters} - {id(p) for p in hidden}
+    matrices = [p for p in parameters if p.ndim >= 2 and id(p) in others]
+    groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": training.weight_decay, "muon_dtype": str(muon_dtype).partition(".")[2]},
+        {"params": matrices, "weight_decay": training.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
+    kind = Muon if hidden else torch.optim.AdamW
+    return kind(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices that Muon trains: weights of linear layers, without the last of them, the output layer.
+
+    A weight that is also an embedding table is not among them.
+    """
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    left_out = tables | {id(part.weight) for part in layers[-1:]}
+    return list({id(part.weight): part.weight for part in layers if id(part.weight) not in left_out}.values())
+
+
+_MOMENTUM = 0.95
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients and number of iterations of Keller Jordan's Muon
+_NEWTON_SCHULZ_ITERATIONS = 5
+_ADAMW_RMS = 0.2
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups with "muon_dtype", whose parameters are matrices [n, m]; AdamW for the other groups.
+
+    With gradient G, momentum M and weight decay λ, a step is
+
+        M ← 0.95 · M + 0.05 · G
+        W ← (1 - lr · λ) · W - lr · 0.2 · √max(n, m) · orthogonalise(0.95 · M + 0.05 · G)
+
+    Source: https://kellerjordan.github.io/posts/muon, with Nesterov momentum. The factor 0.2 · √max(n, m) gives updates
+    the RMS that AdamW's have, so that its learning rate and weight decay hold (Liu et al. 2025, Muon is Scalable for
+    LLM Training, section 2.2).
+
+    Of sharded matrices, one at a time is gathered. Each rank then computes the whole update, and applies its shard.
+    `torch.optim.Muon` knows no shards, has no `found_inf`, and always computes in bfloat16.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        groups = self.param_groups
+        for group in groups:
+            for parameter in group["params"] if "muon_dtype" in group else ():
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        self.param_groups = [group for group in groups if "muon_dtype" not in group]
+        try:
+            inspect.unwrap(torch.optim.AdamW.step)(self)  # the wrapper would call this optimizer's hooks again
+        finally:
+            self.param_groups = groups
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, skip = self.state[parameter], getattr(self, "found_inf", None)
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum, weight, gradient = (_local(one) for one in (state["momentum_buffer"], parameter, parameter.grad))
+        mean = momentum.lerp(gradient, 1 - _MOMENTUM)
+        whole = _gather(gradient.lerp(mean, _MOMENTUM).to(getattr(torch, group["muon_dtype"])), parameter)
+        update = _own_shard(orthogonalise(whole), parameter)
+        rate = group["lr"] * _ADAMW_RMS * math.sqrt(max(parameter.shape))
+        moved = (weight * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate)
+        for old, new in ((momentum, mean), (weight, moved)):
+            old.copy_(new if skip is None else torch.where(skip.to(old.device) > 0, old, new))
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Return about U·Vᵀ of the singular value decomposition U·S·Vᵀ, by Newton-Schulz iterations.
+
+    The singular values of the result are between about 0.7 and 1.2, apart from those that were almost zero.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(_NEWTON_SCHULZ_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole matrix on the device that computes, which is not the shard's with CPU offload. Collective."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh, layout = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(shard.to(mesh.device_type), mesh, parameter.placements, **layout).full_tensor()
+
+
+def _own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return the part of a matrix that this rank has of `parameter`, in its dtype and on its device."""
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.dtype)
+    mesh, own = parameter.device_mesh, parameter.to_local()
+    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim)
+    return copies.redistribute(placements=parameter.placements).to_local().to(own)
 
 
 _AVERAGED_STEPS = "ema_steps"
@@ -78,7 +181,7 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         swap()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

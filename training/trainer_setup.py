@@ -27,14 +27,14 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RejectedCommit, RestoreResult, RetentionPolicy, read_generation
 from ebbflow.training.checkpoint.hugging_face import check_settings
-from ebbflow.training.errors import DataError
+from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang, time_waits
 from ebbflow.training.guards.guards import apply_overrides, fit_micro_batch, make_guards
 from ebbflow.training.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, Position
-from ebbflow.training.optimizer import keep_average, make_optimizer
+from ebbflow.training.optimizer import Muon, keep_average, make_optimizer
 from ebbflow.training.parallel import DTYPES, report_compilation, spread_model
 from ebbflow.training.progress import Progress, live_metrics, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
@@ -234,9 +234,15 @@ def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, An
 def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     own = getattr(workload, "optimizer", None)
     if own is None:
-        return make_optimizer(module, config.training)
+        halves = config.fsdp.compute_dtype == "bfloat16"
+        return make_optimizer(module, config.training, muon_dtype=torch.bfloat16 if halves else torch.float32)
     with user_code(f"{config.workload}.optimizer"):
-        return own(module)
+        made = own(module)
+    if config.training.optimizer == "muon" and not isinstance(made, Muon):
+        raise WorkloadError(
+            f"training.optimizer muon: {config.workload}.optimizer makes {type(made).__name__}; fix: remove one of them"
+        )
+    return made
 
 
 def _progress(

@@ -137,6 +137,9 @@ class TrainingConfig(Section):
 
     batch_size: int = key(32, "sequences per step over all ranks", ge=1)
     learning_rate: float = key(1e-3, "peak learning rate", gt=0)
+    optimizer: Literal["adamw", "muon"] = key(
+        "adamw", "muon: weights of linear layers but the last by orthogonalised momentum, the others by AdamW"
+    )
     gradient_accumulation_steps: int = key(1, "micro-batches per step and rank", ge=1)
     max_steps: int = key(300, "optimizer steps of the job", ge=1)
     seed: int = key(1234, "seed of the initial weights and the data order", ge=0)
@@ -151,7 +154,7 @@ class TrainingConfig(Section):
     ema: float | None = key(
         None, "decay of an average of the weights, which is then evaluated and can be exported; null: none", gt=0, lt=1
     )
-    weight_decay: float = key(0.1, "AdamW weight decay on matrices", ge=0)
+    weight_decay: float = key(0.1, "weight decay on matrices", ge=0)
     initial_weights: str | None = key(
         None, "safetensors file or folder (Hugging Face layout) to start from; null: random from the seed"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
 from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.optimizer import learning_rate, make_optimizer, scale_and_clip
+from ebbflow.training.optimizer import (
+    hidden_matrices,
+    learning_rate,
+    make_optimizer,
+    scale_and_clip,
+    skip_if_non_finite,
+)
 from ebbflow.training.weights.load import initialise, weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM, KeyValues, generate
 from tests.support.gangs import run_ranks
@@ -155,6 +164,55 @@ def test_only_matrices_decay() -> None:
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert {parameter.ndim for parameter in matrices["params"]} == {2}
     assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def step_on_same_text(model: CausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    text = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(seed))
+    nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("config", [MODELS[0], MODELS[3].model_copy(update={"vocab_size": 256})])
+def test_muon(config: ModelConfig, tmp_path: Path) -> None:
+    """It moves hidden matrices alone as torch's does, skips a non-finite step, and resumes bit for bit."""
+    assert sum(p.numel() for p in hidden_matrices(meta_model(config))) == causal_lm_shape(config).hidden_parameters
+    settings = TrainingConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.3)
+    ours, theirs, resumed = CausalLM(config), CausalLM(config), CausalLM(config)
+    initialise(ours, meta_model(config), seed=1)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours, settings, muon_dtype=torch.bfloat16)
+    if hasattr(torch.optim, "Muon"):  # since torch 2.9
+        hidden = hidden_matrices(theirs)
+        muon = torch.optim.Muon(hidden, lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+        for seed in range(3):
+            ours.load_state_dict(theirs.state_dict())
+            step_on_same_text(ours, optimizer, seed)
+            step_on_same_text(theirs, muon, seed)
+            for one, other in zip(hidden_matrices(ours), hidden, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    store, taken = Store.open(str(tmp_path)).sub("jobs/one"), []
+    optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    with Checkpointer(store.uri, generation=open_generation(store, run="1", attempt=0)) as saver:
+        saver.save(1, ours, optimizer, {})
+        saver.wait()
+    step_on_same_text(ours, optimizer, 7)
+    again = make_optimizer(resumed, settings, muon_dtype=torch.bfloat16)
+    key = reachable_commits(store)[0].key
+    with Checkpointer(store.uri, generation=open_generation(store, run="2", attempt=0, parent=key)) as saver:
+        saver.restore([key], resumed, again)
+    step_on_same_text(resumed, again, 7)
+    assert weights_sha256(ours) == weights_sha256(resumed) and len(taken) == 1
+    for parameter in ours.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    skip_if_non_finite(optimizer, torch.tensor(torch.nan))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weights_sha256(ours) == weights_sha256(resumed)
+    del optimizer.found_inf  # type: ignore[attr-defined]
+    step_on_same_text(ours, optimizer, 8)
+    step_on_same_text(resumed, again, 8)
+    assert weights_sha256(ours) == weights_sha256(resumed), "the skipped step left its momentum"
 
 
 @pytest.mark.parametrize(

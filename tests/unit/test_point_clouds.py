@@ -299,7 +299,8 @@ def test_points_of_small_clouds_may_be_repeated(tmp_path: Path) -> None:
 def test_an_average_of_the_weights_counts_as_memory_and_in_commits() -> None:
     """Four bytes of each parameter, beside 4 of the weight and 8 of AdamW's moments."""
     plain, averaged = (RunConfig.model_validate({"training": {"ema": decay}}) for decay in (None, 0.999))
-    parameters = causal_lm_shape(plain.model).parameters
-    assert commit_bytes(averaged) - commit_bytes(plain) == 4 * parameters
-    held = [rank_bytes(config, causal_lm_shape(config.model), ranks=1, samples=1) for config in (averaged, plain)]
+    shape = causal_lm_shape(plain.model)
+    parameters = shape.parameters
+    assert commit_bytes(averaged, shape) - commit_bytes(plain, shape) == 4 * parameters
+    held = [rank_bytes(config, shape, ranks=1, samples=1) for config in (averaged, plain)]
     assert held[0].optimizer - held[1].optimizer == 4 * parameters

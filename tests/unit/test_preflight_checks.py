@@ -20,7 +20,7 @@ import pytest
 
 from ebbflow.infra.checks.environment import ADVICE
 from ebbflow.infra.config import RunConfig
-from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
+from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, size_text, staging_bytes
 from ebbflow.infra.preflight import failed_results, render_checks
 from ebbflow.infra.requirements import REQUIREMENTS
 from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
@@ -265,7 +265,7 @@ def test_the_disk_has_room_for_whatever_retention_keeps(checkpoint: dict, words:
     config = RunConfig.model_validate({"training": {"max_steps": 200}, "checkpoint": checkpoint})
     room, arithmetic = commits_room(config)
     assert words in arithmetic
-    one, policy = commit_bytes(config), retention_policy(config.checkpoint)
+    one, policy = commit_bytes(config, causal_lm_shape(config.model)), retention_policy(config.checkpoint)
     there: list[WholeCommit] = []
     every = config.checkpoint.interval_steps
     most = 0

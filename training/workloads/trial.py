@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import ModelShape
 from ebbflow.training.errors import WorkloadError
+from ebbflow.training.optimizer import hidden_matrices
 from ebbflow.training.weights.files import abbreviate, find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers, check_best_metric
@@ -80,6 +81,7 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
         units=len(units),
         other_bytes=int(getattr(workload, "other_bytes", int)()),
         optimizer_in_host_memory=bool(getattr(workload, "offloads_optimizer", False)),
+        hidden_parameters=sum(one.numel() for one in hidden_matrices(model) if one.requires_grad),
         weight_unit=_unit(workload),
         kind="measured",
     )
