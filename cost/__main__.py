@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,15 +191,11 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 
 def _job_history(config: RunConfig) -> JobHistory:
-    """Load the job history from the configured store. If that fails, print a note and return an empty history."""
-    from ebbflow.cost.job_history import JobHistory, load_job_history
+    from ebbflow.cost.job_history import load_job_history, load_or_use_priors
     from ebbflow.infra.store import Store
 
-    try:
-        return load_job_history(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS, create=False))
-    except InfraError as error:
-        print(f"job history unavailable; using priors for pools and throughput: {error}", file=sys.stderr)
-        return JobHistory()
+    store = partial(Store.open, config.store, request_timeout_seconds=_REQUEST_SECONDS, create=False)
+    return load_or_use_priors(lambda: load_job_history(store()), partial(print, file=sys.stderr))
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:

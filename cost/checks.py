@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError, TeamError
-from ebbflow.cost.job_history import JobHistory, load_job_history
+from ebbflow.cost.job_history import JobHistory, load_job_history, load_or_use_priors
 from ebbflow.cost.job_list import RUNNING, config_money, read_records
 from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.cost.plan.candidates import NO_SPOT_PRICE
@@ -154,10 +154,7 @@ def _job_history(context: PreflightContext) -> JobHistory:
         store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False)
         return load_job_history(store)
 
-    try:
-        return within(_STORE_SECONDS, load, "reading the job history")
-    except InfraError:
-        return JobHistory()
+    return load_or_use_priors(lambda: within(_STORE_SECONDS, load, "reading the job history"))
 
 
 # Deadline for the answers of all regions. The check itself has a little longer.

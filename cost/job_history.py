@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -21,7 +21,7 @@ from typing import Any
 
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.timeline import compute_rate
-from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.errors import InfraError, ObjectNotFound
 from ebbflow.infra.events import (
     FAULT_INJECTED,
     GENERATION_STARTED,
@@ -322,6 +322,15 @@ def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | N
     day = datetime.fromtimestamp(min(event.t_wall for event in events), UTC).strftime("%Y%m%d")
     root.put(job_history_key(day, found.job), json.dumps(found.to_json(), indent=1).encode())
     return found
+
+
+def load_or_use_priors(load: Callable[[], JobHistory], say: Callable[[str], object] = lambda text: None) -> JobHistory:
+    """Call `load` and return its job history. If the store does not answer, say so and return an empty history."""
+    try:
+        return load()
+    except InfraError as error:
+        say(f"job history unavailable; using priors for pools and throughput: {error}")
+        return JobHistory()
 
 
 def load_job_history(root: Store) -> JobHistory:

@@ -487,7 +487,7 @@ FLAGS = {
 
 def describe_flags() -> str:
     """Return the help of all flags that Ebbflow adds to Metaflow's `run` and `resume`."""
-    from ebbflow.flows.options import add_permits
+    from ebbflow.training.checkpoint.rollback import add_permits
 
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     for flag, text in FLAGS.items():

@@ -18,7 +18,7 @@ from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import check_before_launch
 from ebbflow.flows.job import RUNS
 from ebbflow.flows.remote import option_values, requested_backend
-from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
+from ebbflow.infra.config import LoadedConfig, load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
@@ -26,7 +26,7 @@ from ebbflow.infra.layout import KnownJob, check_job_name, job_prefix, known_job
 from ebbflow.infra.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.infra.script_folder import pack_script
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.rollback import PERMITS, record_permits
+from ebbflow.training.checkpoint.rollback import add_permits, record_permits, requested_permits
 from ebbflow.training.rehearse import Fault
 
 _REQUEST_SECONDS = 10.0
@@ -64,8 +64,6 @@ def check_run_options(options: list[str]) -> list[str]:
                 fault.check(max_steps=steps, nodes=nodes, world_size=nodes * processes)
         if known.job:
             check_job_name(known.job)
-    except ConfigError as error:
-        _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
     path = "" if known.config is None or known.config.startswith("{") else known.config
@@ -107,20 +105,6 @@ def parse_overrides(given: str) -> list[str]:
     if isinstance(value, dict):
         return [f"{key}={json.dumps(one)}" for key, one in value.items()]
     return [str(one) for one in value] if isinstance(value, list) else [value]
-
-
-def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that permit a job to continue although commits are lost. Only users may set these options."""
-    parser.add_argument(
-        "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
-    )
-    parser.add_argument(
-        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
-    )
-
-
-def requested_permits(known: argparse.Namespace) -> list[str]:
-    return [what for option, what in PERMITS.items() if getattr(known, option)]
 
 
 def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:

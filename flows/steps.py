@@ -22,7 +22,7 @@ from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import ClockReading, Job
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.config.load import values_with_sources
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import EbbflowError, InfraError, Outcome
 from ebbflow.infra.events import CERTIFICATE, CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
 from ebbflow.infra.footprint import ModelShape
 from ebbflow.infra.layout import PLAN_KEY
@@ -71,13 +71,9 @@ def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | No
 
 def read_job_history(job: Job) -> JobHistory:
     """Read the store's job history. If the store does not answer, print a message and return an empty history."""
-    from ebbflow.cost.job_history import JobHistory, load_job_history
+    from ebbflow.cost.job_history import load_job_history, load_or_use_priors
 
-    try:
-        return load_job_history(job.root_store)
-    except InfraError as error:
-        print(f"job history unavailable; using priors for pools and throughput: {error}", flush=True)
-        return JobHistory()
+    return load_or_use_priors(lambda: load_job_history(job.root_store), say)
 
 
 def read_progress(job: Job) -> JobProgress:
@@ -116,12 +112,9 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
     @functools.wraps(step)
     def tell(flow: Any) -> T:
-        from ebbflow.cost.errors import CostError
-        from ebbflow.training.errors import TrainingError
-
         try:
             return step(flow)
-        except (InfraError, CostError, TrainingError) as error:
+        except EbbflowError as error:
             record_outcome(flow, error.outcome, str(error))
             raise StepFailed(error.outcome, str(error)) from error
         except StepFailed:
@@ -262,13 +255,12 @@ def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
 
     Returns the report, and loss curve, ledger and throughput as pandas DataFrames for notebooks.
     """
-    from ebbflow.cost.errors import CostError
     from ebbflow.cost.report.report import ledger_frame, loss_frame, throughput_frame
     from ebbflow.flows.reporting import write_report as write
 
     try:
         report, events = write(current_job(flow))
-    except (InfraError, CostError) as error:  # the job keeps its outcome
+    except EbbflowError as error:  # the job keeps its outcome
         raise StepFailed(error.outcome, str(error)) from error
     return report, (loss_frame(report), ledger_frame(report), throughput_frame(events))
 

@@ -31,7 +31,7 @@ from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.attached_guards import CLOSE, EXACT
-from ebbflow.training.checkpoint.rollback import PERMITS
+from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.engine import train
 from ebbflow.training.errors import TrainingError, WorkloadError
@@ -78,18 +78,15 @@ def parse_arguments(arguments: list[str]) -> Request:
     parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_heads=8")
     parser.add_argument("--job", default="", help="a job's name; one that exists goes on from its last commit")
-    parser.add_argument("--from-scratch", action="store_true", help="begin anew if no commit of --job can be restored")
-    parser.add_argument(
-        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
-    )
+    add_permits(parser)
     parser.add_argument(
         "--take-over", action="store_true", help="end the launcher that runs the job now, and go on from its last save"
     )
     given = parser.parse_args(arguments)
     loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
     job = check_job_name(given.job) if given.job else ""
-    permits = tuple(what for option, what in PERMITS.items() if getattr(given, option))
-    return Request(loaded.config, job, loaded.sources, path=given.config, permits=permits, take_over=given.take_over)
+    permits, take_over = tuple(requested_permits(given)), given.take_over
+    return Request(loaded.config, job, loaded.sources, path=given.config, permits=permits, take_over=take_over)
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:

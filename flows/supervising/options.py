@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.flows.options import add_permits, requested_permits
 from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import check_job_name
+from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
 
 MAX_FAILURES = 3
 PAUSE_SECONDS = 10.0

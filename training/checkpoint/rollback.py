@@ -7,6 +7,7 @@ so a person decides. A permit covers only the generations that existed when it w
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,20 @@ from ebbflow.training.errors import RolledBack
 ROLLBACK = "rollback"
 # Option of the command line → what it permits.
 PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
+
+
+def add_permits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that permit a job to continue although commits are lost. Only users may set these options."""
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
+    )
+    parser.add_argument(
+        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
+    )
+
+
+def requested_permits(known: argparse.Namespace) -> list[str]:
+    return [what for option, what in PERMITS.items() if getattr(known, option)]
 
 
 @dataclass(frozen=True)
