@@ -10,7 +10,7 @@ from ebbflow.cost.amounts import format_duration, format_number, format_percent,
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.plan import Plan, with_outlook
 from ebbflow.cost.plan.pools import Candidate
-from ebbflow.cost.plan.refusal import change_config, needed_usd
+from ebbflow.cost.plan.refusal import needed_usd
 from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
 from ebbflow.cost.report.render_text import format_table
 from ebbflow.infra.config.schema import RunConfig
@@ -52,14 +52,14 @@ def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]
     Instance types, regions, zones and ranks per node are as configured. All markets, numbers of nodes and checkpoint
     intervals are tried. Budget and deadline are ignored.
     """
-    free = change_config(config, "cost", deadline_hours=None, budget_usd=None)
-    free = change_config(free, "cluster", nodes="auto", market="auto")
+    free = config.changed("cost", deadline_hours=None, budget_usd=None)
+    free = free.changed("cluster", nodes="auto", market="auto")
     intervals = {"as configured": {}, "auto": {"interval": "auto"}}
     intervals |= {format_duration(s): {"interval": "seconds", "interval_seconds": s} for s in _SECONDS}
     found = [
         (one, words)
         for words, values in intervals.items()
-        for one in feasible_pools(change_config(free, "checkpoint", **values), sources)
+        for one in feasible_pools(free.changed("checkpoint", **values), sources)
     ]
     found.sort(key=lambda pair: (pair[0].expected_hours, pair[0].expected_usd))
     front: list[FrontierPoint] = []

@@ -19,7 +19,7 @@ from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
 from ebbflow.infra.batch.queues import Market
-from ebbflow.infra.config.schema import KubernetesConfig, RunConfig
+from ebbflow.infra.config.schema import KubernetesConfig
 
 CAPACITY_TYPE = "karpenter.sh/capacity-type"
 _MARKET_LABELS = {
@@ -88,10 +88,6 @@ def pod_markets() -> dict[str, QueueState]:
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
     common: dict[str, Any] = {"arn": "", "instance_types": (), "multi_node": True, "usable": True, "problem": ""}
     return {name: QueueState(name=name, market=market, **common) for name, market in markets.items()}
-
-
-def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class ModelShape:
         if not self.steps:
             return config
         own = {"max_steps": self.steps, "batch_size": self.samples_per_step, "gradient_accumulation_steps": 1}
-        return config.model_copy(update={"training": config.training.model_copy(update=own)})
+        return config.changed("training", **own)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelShape:
@@ -316,7 +316,7 @@ def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
     """Estimate the peak main memory, in bytes, of a gang that trains on the CPUs of one machine."""
     shape = causal_lm_shape(config.model)
     parts = gang.ranks * config.training.gradient_accumulation_steps
-    here = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": False})})
+    here = config.changed("fsdp", cpu_offload=False)
     each = rank_bytes(
         here,
         shape,

@@ -50,7 +50,7 @@ class ScriptGuards:
         rules = config.guards
         changed: dict[str, Any] = {name: "rewind" for name in ("non_finite", "spike") if getattr(rules, name) == "skip"}
         changed["memory_growth"] = "off"
-        config = config.model_copy(update={"guards": rules.model_copy(update=changed)})
+        config = config.changed("guards", **changed)
         self._gang, self._reporter, self._promised = gang, reporter, {}
         self._guards: Guards = make_guards(spec, config, gang, copies=1, emit=reporter.emit)
         self._rehearsal = make_rehearsal(spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1)

@@ -67,7 +67,7 @@ def compare_modes(
         refused: dict[str, str] = {}
         for number in range(rounds):
             for mode in modes:
-                own = small.model_copy(update={"parallel": small.parallel.model_copy(update={"mode": mode})})
+                own = small.changed("parallel", mode=mode)
                 if mode not in refused and (why := _refusal(own)):
                     refused[mode] = why
                 if mode in refused:
@@ -98,8 +98,8 @@ def _measure(config: RunConfig, prepared: dict, folder: Path, steps: int) -> dic
     folder.mkdir()
     job = folder.name
     run_to_end(local_spec(config, prepared, job=job, logs=folder / "logs"), folder / "first")
-    longer = config.training.model_copy(update={"max_steps": steps + _MORE_STEPS})
-    again = local_spec(config.model_copy(update={"training": longer}), prepared, job=job, logs=folder / "logs")
+    longer = config.changed("training", max_steps=steps + _MORE_STEPS)
+    again = local_spec(longer, prepared, job=job, logs=folder / "logs")
     run_to_end(replace(again, attempt=8), folder / "again")
     return _figures(read_events(Store.open(config.store).sub(job_prefix(job))), steps)
 

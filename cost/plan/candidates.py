@@ -255,7 +255,7 @@ def _judge_reservation(
 
 def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
     """Yield one candidate per Capacity Block for sale that can run the job, at the price of the whole block."""
-    free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"plan_for": "batch"})})
+    free = config.changed("cluster", plan_for="batch")
     sale = replace(sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None)
     if sources.evidence.blocks:
         yield from (one for one in judge_pools(free, sale) if isinstance(one, Candidate) and one.reservation)

@@ -79,7 +79,7 @@ def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, nee
     for steps in (left - math.ceil(share * over / by_step) for share in _SHARES) if by_step else ():
         if steps <= 0:
             return hint
-        fewer = change_config(config, "training", max_steps=sources.progress.done_steps + steps)
+        fewer = config.changed("training", max_steps=sources.progress.done_steps + steps)
         if _usd_on(cheapest, fewer, sources) <= (config.cost.budget_usd or 0.0):
             return f"{hint}, or training.max_steps to {fewer.training.max_steps} or fewer"
     return hint
@@ -91,14 +91,14 @@ _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
     """Return the smallest sufficient budget for the pool's instance type and region; infinity if there is none."""
-    config = change_config(config, "cluster", instance_types=[pool.instance_type])
-    config = change_config(config, "cost", regions=[pool.region])
+    config = config.changed("cluster", instance_types=[pool.instance_type])
+    config = config.changed("cost", regions=[pool.region])
     return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
 
 
 def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
     """Return the pool that needs the smallest budget, ignoring the deadline; None if no pool can run the job."""
-    unlimited = feasible_pools(change_config(config, "cost", deadline_hours=None), sources)
+    unlimited = feasible_pools(config.changed("cost", deadline_hours=None), sources)
     return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
 
@@ -113,7 +113,7 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
         ValueError: No pool can run the job.
     """
     every = sorted(
-        feasible_pools(change_config(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
+        feasible_pools(config.changed("cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
     )
     borne, first_hours = split_by_budget(config, sources, every)[0], min(one.expected_hours for one in every)
     if config.cost.budget_usd is not None and needed_usd(config, sources, borne[0]) > config.cost.budget_usd:
@@ -129,7 +129,7 @@ def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) ->
     started = sources.progress.started_utc
     if started is not None:
         return pool.expected_hours + (sources.now_utc - started) / 3600
-    every = [] if sources.simulated else feasible_pools(change_config(config, "cost", deadline_hours=None), sources)
+    every = [] if sources.simulated else feasible_pools(config.changed("cost", deadline_hours=None), sources)
     return max(pool.expected_hours, guaranteed_hours(config, list(every), pool, sources.now_utc))
 
 
@@ -161,7 +161,7 @@ def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Reject
     for text, changed in _places(config):
         if any(feasible_pools(changed, sources)):
             return ", or ".join([", ".join(ways), text] if ways else [text])
-    if ways and any(feasible_pools(change_config(config, "cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
+    if ways and any(feasible_pools(config.changed("cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
         return ", or ".join(ways)  # the queues are in another region, which only lacks a price
     for text, changed in _changes(config):
         if any(feasible_pools(changed, sources)):
@@ -174,39 +174,39 @@ def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Reject
 def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     cost = config.cost
     if cost.zones:
-        yield "leave cost.zones empty", change_config(config, "cost", zones=[])
+        yield "leave cost.zones empty", config.changed("cost", zones=[])
     where_queues_are = config.cluster.plan_for == "batch" and config.batch.region is not None
     if ON_DEMAND_REGION not in cost.regions and not where_queues_are:
         regions = [*cost.regions, ON_DEMAND_REGION]
-        yield f"add {ON_DEMAND_REGION} to cost.regions", change_config(config, "cost", regions=regions, zones=[])
+        yield f"add {ON_DEMAND_REGION} to cost.regions", config.changed("cost", regions=regions, zones=[])
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     cluster, accumulation = config.cluster, config.training.gradient_accumulation_steps
     if config.parallel.mode == "ddp":
-        yield "set parallel.mode to fsdp2", change_config(config, "parallel", mode="fsdp2")
+        yield "set parallel.mode to fsdp2", config.changed("parallel", mode="fsdp2")
     for factor in (2, 4, 8, 16):
         steps = accumulation * factor
         text = f"set training.gradient_accumulation_steps to {steps}"
-        yield text, change_config(config, "training", gradient_accumulation_steps=steps)
+        yield text, config.changed("training", gradient_accumulation_steps=steps)
     if not config.fsdp.use_mixed_precision:
-        yield "set fsdp.use_mixed_precision to true", change_config(config, "fsdp", use_mixed_precision=True)
+        yield "set fsdp.use_mixed_precision to true", config.changed("fsdp", use_mixed_precision=True)
     if config.parallel.recompute != "full":
-        yield "set parallel.recompute to full", change_config(config, "parallel", recompute="full")
+        yield "set parallel.recompute to full", config.changed("parallel", recompute="full")
     if cluster.processes_per_node != "auto":
         text = "set cluster.processes_per_node to auto: one rank per GPU"
-        yield text, change_config(config, "cluster", processes_per_node="auto")
+        yield text, config.changed("cluster", processes_per_node="auto")
     yield from _larger(config)
     if cluster.market != "auto":
-        yield "set cluster.market to auto", change_config(config, "cluster", market="auto")
+        yield "set cluster.market to auto", config.changed("cluster", market="auto")
     if cluster.instance_types:
-        yield "leave cluster.instance_types empty", change_config(config, "cluster", instance_types=[])
+        yield "leave cluster.instance_types empty", config.changed("cluster", instance_types=[])
     ranks = 1 if cluster.processes_per_node == "auto" else cluster.processes_per_node
     for nodes in AUTO_NODES:
         size = nodes * ranks * accumulation
         if size >= config.training.batch_size or config.training.batch_size % size:
             batch = math.ceil(config.training.batch_size / size) * size
-            changed = change_config(change_config(config, "training", batch_size=batch), "cluster", nodes=nodes)
+            changed = config.changed("training", batch_size=batch).changed("cluster", nodes=nodes)
             yield f"set training.batch_size to {batch} and cluster.nodes to {nodes}", changed
 
 
@@ -216,17 +216,11 @@ def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         return
     for more in AUTO_NODES:
         if more > nodes:
-            yield f"set cluster.nodes to {more}", change_config(config, "cluster", nodes=more)
+            yield f"set cluster.nodes to {more}", config.changed("cluster", nodes=more)
     if config.cluster.processes_per_node != "auto":
         for more in AUTO_NODES:
             text = f"set cluster.nodes to {more} and cluster.processes_per_node to auto: one rank per GPU"
-            yield text, change_config(config, "cluster", nodes=more, processes_per_node="auto")
-
-
-def change_config(config: RunConfig, section: str, **values: object) -> RunConfig:
-    """Return a copy of the configuration with new `values` in one section."""
-    changed = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section: changed})
+            yield text, config.changed("cluster", nodes=more, processes_per_node="auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ def _job(request: PlacementRequest) -> Job:
     job = replace(Job.of(request.flow, request.name.run), request_seconds=_REQUEST_SECONDS)
     if request.backend == "batch":
         return replace(job, config=limit_to_queue_region(job.config, only_if_set=False))
-    return replace(job, config=pods.with_nodes(job.config, request.flow.num_nodes))
+    return replace(job, config=job.config.changed("cluster", nodes=request.flow.num_nodes))
 
 
 def _process(request: PlacementRequest) -> str:

@@ -304,9 +304,9 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
         if only_if_set and not settings.region_is_set:
             return config
         region = settings.region
-    batch = config.batch.model_copy(update={"region": region})
-    regions = list(dict.fromkeys(queue_region(one, batch) or region for one in batch.queues)) or [region]
-    return config.model_copy(update={"cost": config.cost.model_copy(update={"regions": regions}), "batch": batch})
+    config = config.changed("batch", region=region)
+    regions = list(dict.fromkeys(queue_region(one, config.batch) or region for one in config.batch.queues)) or [region]
+    return config.changed("cost", regions=regions)
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:

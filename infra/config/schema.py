@@ -468,3 +468,7 @@ class RunConfig(Section):
     def user_code(self) -> str | None:
         """The script or workload of the user, which brings its own model and data; None for the built-in model."""
         return self.script or self.workload
+
+    def changed(self, section: str, **values: object) -> RunConfig:
+        """Return a copy of the configuration with new `values` in one section. The values are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from ebbflow.flows.attempts.pod_submission import PodSubmission
-from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib, with_nodes
+from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, PodState
 from ebbflow.infra.observe.command import RULES
@@ -247,7 +247,7 @@ def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
     found = placed_now(config, JobLog(), 0.0, where=pod_markets())
     assert (found.market, found.nodes, found.queue) == ("spot", 2, "spot")
     assert placed_now(config, JobLog(), 0.0).market == "on_demand", "in AWS Batch"
-    assert with_nodes(config, 3).cluster.nodes == 3 and config.cluster.nodes == 2
+    assert config.changed("cluster", nodes=3).cluster.nodes == 3 and config.cluster.nodes == 2
 
 
 def rendered(tmp_path: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:

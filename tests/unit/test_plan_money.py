@@ -28,7 +28,6 @@ from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools, read_progre
 from ebbflow.cost.plan.forecast import ForecastInputs, simulate_runs
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.cost.plan.refusal import change_config
 from ebbflow.cost.prices.quote import StaticPrices
 from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.infra.config.schema import RunConfig
@@ -159,8 +158,8 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     assert page.count("<circle") == len(front) and front[0].pool.instance_type in page
     free = [replace(point, pool=replace(point.pool, expected_hours=0.0, expected_usd=0.0)) for point in front]
     assert render_frontier_page(free, make_plan(given, now_utc=WALL)).count("<circle") == len(front)
-    cheap = change_config(given, "checkpoint", interval="seconds", interval_seconds=300.0)
-    for one in feasible_pools(change_config(cheap, "cost", deadline_hours=None), sources):
+    cheap = given.changed("checkpoint", interval="seconds", interval_seconds=300.0)
+    for one in feasible_pools(cheap.changed("cost", deadline_hours=None), sources):
         assert any(h <= one.expected_hours and d <= one.expected_usd for h, d in zip(hours, usd, strict=True)), str(one)
     assert len({(point.pool.nodes, point.pool.market) for point in front}) > 2
     inside = [point for point in front if point.within]

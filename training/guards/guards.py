@@ -417,8 +417,7 @@ def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
-    training = config.training.model_copy(update={"gradient_accumulation_steps": accumulation})
-    return config.model_copy(update={"training": training})
+    return config.changed("training", gradient_accumulation_steps=accumulation)
 
 
 def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
