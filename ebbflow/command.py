@@ -76,6 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USAGE_EXIT
     place = COMMANDS[name][0]
     own = words[: words.index("--")] if "--" in words else words
+    if name == "run" and "--profile" in own:
+        at = words.index("--profile")
+        try:
+            first, last = map(int, words[at + 1].split(":"))
+            if not 0 < first <= last:
+                raise ValueError
+        except (ValueError, IndexError):
+            print("ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15", file=sys.stderr)
+            return _USAGE_EXIT
+        steps = {"profile_from": first, "profile_steps": last - first + 1}
+        words[at : at + 2] = [word for key, value in steps.items() for word in ("--set", f"training.{key}={value}")]
+        own = words[: words.index("--")] if "--" in words else words
     script = next((word for word in own if word.endswith(".py") and "=" not in word), None)
     if name == "run" and script is not None:
         from ebbflow.training.script import flow_options
@@ -87,17 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             program = str(PACKAGE_ROOT / place)
             os.execv(sys.executable, [sys.executable, program, *options])
-    if name == "run" and "--profile" in words and not place.endswith("__main__"):
-        at = words.index("--profile")
-        try:
-            first, last = map(int, words[at + 1].split(":"))
-            if not 0 < first <= last:
-                raise ValueError
-        except (ValueError, IndexError):
-            print("ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15", file=sys.stderr)
-            return _USAGE_EXIT
-        steps = {"profile_from": first, "profile_steps": last - first + 1}
-        words[at : at + 2] = [word for key, value in steps.items() for word in ("--set", f"training.{key}={value}")]
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import math
 import signal
 import sys
@@ -52,6 +53,7 @@ from ebbflow.training.save_controller import SaveController
 from ebbflow.training.standalone import release_job, write_result
 from ebbflow.training.step_sync import Row, StepSync, exchange
 from ebbflow.training.trainer_setup import (
+    PROFILER,
     make_limits,
     make_save_schedule,
     open_reporter,
@@ -119,6 +121,7 @@ class AttachedJob:
             limits=self._limits, reporter=self._reporter, extra={}, carried=self._capture, save_schedule=schedule,
         )  # fmt: skip
         self._guards = ScriptGuards(spec, config, gang, self._reporter)
+        self._profiler = importlib.import_module(PROFILER).make_profiler(spec, config, gang, self._reporter)
         self._seed = torch.initial_seed()
         self.batch = self._samples = self._epoch_samples = 0  # samples of the job, and of this epoch on all ranks
         self._in_other_batches = False  # the commit was made by another number of ranks, in mid-epoch
@@ -286,6 +289,8 @@ class AttachedJob:
             self._begun = True
             self._reporter.clock.emit_phases()
         self._in_step = self.step + 1
+        if self._profiler is not None:
+            self._profiler.reach(self._in_step)
         self._reporter.enter("forward", self._in_step)
 
     def _end_step(self, samples: int, *, last: bool = False) -> None:

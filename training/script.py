@@ -30,7 +30,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.script_folder import find_script
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
-from ebbflow.training.errors import GangError, TrainingError, WorkloadError
+from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.launch.agent import run_gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import GangSpec, WorkerSpec
@@ -69,7 +69,8 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ebbflow run",
         description="Run a script's ranks on this machine.",
-        epilog="--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, plan, report.",
+        epilog="--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, plan, report. "
+        "--profile FIRST:LAST profiles these steps.",
     )
     parser.add_argument("script", help="the script; its arguments follow after --")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes per node (1)")
@@ -107,11 +108,7 @@ def main(words: list[str]) -> int:
             config=config, store_uri=uri, prepared=prepared, log_folder=str(folder / "logs"),
             candidate_ports=control_ports(run, 0), rehearse=given.rehearse,
         )  # fmt: skip
-        try:
-            ending = run_gang(spec)
-        except GangError as error:
-            print(f"ebbflow: job {job}: {error}", file=sys.stderr)
-            return error.outcome.exit_code
+        ending = run_gang(spec)
         print(f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip())
         print(f"report: ebbflow report {job}")
         return Outcome(ending.outcome).exit_code
@@ -135,7 +132,8 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     sys.path[0] = str(script.parent)
     try:
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            with importlib.import_module("ebbflow.tracking.profiler").profile_script(spec):
+                runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0) and not result.is_file():
                 raise

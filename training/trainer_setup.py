@@ -47,7 +47,7 @@ from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
 
-_PROFILER = "ebbflow.tracking.profiler"  # no room imports it when it is loaded itself, and most jobs never need it
+PROFILER = "ebbflow.tracking.profiler"  # no room imports it when it is loaded itself
 _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
@@ -71,7 +71,6 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
-    profiled = config.training.profile_from is not None
     trainer = Trainer(
         config=config,
         gang=gang,
@@ -90,7 +89,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         progress=_progress(spec, gang, config, limits.terms, reporter),
         save_schedule=make_save_schedule(spec, config, limits.terms) if gang.rank == 0 else None,
         rehearsal=make_rehearsal(spec, nodes),
-        profiler=importlib.import_module(_PROFILER).StepProfiler(spec, config, gang, reporter) if profiled else None,
+        profiler=importlib.import_module(PROFILER).make_profiler(spec, config, gang, reporter),
         guards=guards,
     )
     saver.prepare(spread.module, trainer.optimizer)

@@ -8,16 +8,15 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import re
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.events import NOTICE, PROFILE
@@ -25,6 +24,8 @@ from ebbflow.infra.layout import generation_name, job_prefix
 from ebbflow.infra.store import Store
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.training.gang import Gang
     from ebbflow.training.launch.messages import WorkerSpec
@@ -50,6 +51,11 @@ _COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcas
 Span = Mapping[str, Any]
 
 
+def make_profiler(spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> StepProfiler | None:
+    """Return the profiler of this rank, or None if no step is to be profiled."""
+    return None if config.training.profile_from is None else StepProfiler(spec, config, gang, reporter)
+
+
 class StepProfiler:
     """Profiler of one rank. It records the configured steps, and reports them after the last one."""
 
@@ -59,30 +65,37 @@ class StepProfiler:
         self._first = training.profile_from or 1
         self._last = self._first + training.profile_steps - 1
         self._store, self._reporter, self._rank = store, reporter, gang.rank
-        self._on_gpu = gang.device.type == "cuda"
+        self._on_gpu = False
         self._ranks = None if config.parallel.mode == "hsdp" else gang.world_size  # gloo does not record its group
         self._profile: profile | None = None
         self._steps: list[int] = []
-        if self._first > training.max_steps and gang.rank == 0:
-            fix = f"nothing is profiled; fix: at most {training.max_steps}, training.max_steps"
-            reporter.emit(NOTICE, message=f"training.profile_from {self._first}: {fix}")
+        self._reached = 0
+        reporter.on_close(self.close)  # if training ends before the last step
 
     def reach(self, step: int) -> None:
         """Start the profile at its first step, and end it after its last. Call this before each step."""
+        self._reached = step
         if step > self._last:
             self._end()
         elif step >= self._first:
             if self._profile is None:
+                import torch  # a script may have none
+                from torch.profiler import ProfilerActivity, profile
+
+                self._on_gpu = torch.cuda.is_initialized()
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
                 self._profile = profile(activities=activities, record_shapes=not self._on_gpu)
                 self._profile.start()
-                self._reporter.on_close(self._close)  # if training ends before
             self._steps.append(step)
 
-    def _close(self) -> None:
-        if sys.exc_info()[0] is not None:  # training failed: its error counts, and its GPU may not answer
+    def close(self) -> None:
+        """End the profile. After an error, drop it: its GPU may not answer."""
+        if not issubclass(sys.exc_info()[0] or SystemExit, SystemExit):
             self._profile = None
         self._end()
+        if self._reached < self._first and self._rank == 0:
+            fix = f"training reached step {self._reached} only, so nothing was profiled; fix: an earlier step"
+            self._reporter.emit(NOTICE, message=f"training.profile_from {self._first}: {fix}")
 
     def _end(self) -> None:
         if self._profile is None:
@@ -99,6 +112,8 @@ class StepProfiler:
     def _write(self, found: profile) -> None:
         first, last = self._steps[0], self._steps[-1]
         if self._on_gpu:
+            import torch
+
             torch.cuda.synchronize()
         found.stop()
         with tempfile.TemporaryDirectory() as folder:
@@ -113,6 +128,48 @@ class StepProfiler:
             trace = f"lost: {error}"
         lines = {"profile": f"steps {first} to {last} of each rank: {trace}", **format_lines(tables, last - first + 1)}
         self._reporter.emit(PROFILE, step=last, first=first, last=last, trace=trace, lines=lines, **tables)
+
+
+@contextmanager
+def profile_script(spec: WorkerSpec) -> Iterator[None]:
+    """Profile the configured steps of a script in this context, unless it attaches: then its job profiles them.
+
+    A step of a script that does not attach ends when the optimizer that stepped first has stepped.
+    """
+    if spec.config["training"]["profile_from"] is None:
+        yield
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from ebbflow.infra.config.schema import RunConfig
+    from ebbflow.infra.event_log import EventLog
+    from ebbflow.infra.events import Origin
+    from ebbflow.training import attached_job
+    from ebbflow.training.gang import Gang
+    from ebbflow.training.reporter import Clock, Reporter
+
+    gang = Gang(rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    origin = Origin(
+        job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
+    )
+    counted: list[Any] = []  # the optimizer that stepped first, once for each step
+
+    def count(optimizer: Any, *_: Any) -> None:
+        if attached_job.current is None and optimizer in (counted or [optimizer]):
+            counted.append(optimizer)
+            profiler.reach(len(counted) + 1)
+
+    with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
+        # The agent already gets this rank's heartbeats, and the time of a script that does not attach is not booked.
+        reporter = Reporter(Clock(lambda *_, **__: None), log.emit)
+        profiler = StepProfiler(spec, RunConfig.model_validate(spec.config), gang, reporter)
+        hook = register_optimizer_step_post_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+            if attached_job.current is None:
+                reporter.close()
 
 
 def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     tell.chmod(0o755)
     environment["EBBFLOW__TRACKERS"] = f"[{{type: jsonl, folder: {killed.parent}/sent}}]"
     environment["EBBFLOW__NOTIFICATIONS__COMMAND"] = f"[{tell}]"
-    command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2", "ddp.py"]
+    command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2", "--profile", "3:4", "ddp.py"]
     done = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150)
     finish(undisturbed, whole)
     assert done.returncode == 0 and "completed at step 30" in done.stdout, done.stdout + done.stderr
@@ -133,6 +133,10 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     assert final_state(killed, 30) == final_state(whole, 30)
     ended = [event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"]
     assert ended == ["rank_killed", "completed"]
+    found = [event for event in events_of(killed) if event.name == "profile"]
+    assert {(event.rank, event.data["first"], event.data["last"]) for event in found} == {(0, 3, 4), (1, 3, 4)}
+    assert len(found) == len({(event.generation, event.rank) for event in found})
+    assert ("allreduce", 2) in {(row["name"], row["ranks"]) for row in found[0].data["collectives"]}
     sent = [json.loads(line)["step"] for line in (killed.parent / "sent" / "metrics.jsonl").read_text().splitlines()]
     assert sent == list(range(1, 31)), "a tracker has each step once, in order"
     told = (killed.parent / "told").read_text().splitlines()

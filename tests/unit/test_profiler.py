@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ebbflow.command import main
-from ebbflow.tracking.profiler import format_lines, summarize_trace
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import read_events
+from ebbflow.infra.store import Store
+from ebbflow.tracking.profiler import format_lines, profile_script, summarize_trace
+from ebbflow.training.launch.messages import WorkerSpec
 
 
 def kernel(name: str, start: float, length: float, stream: int = 7, **facts: Any) -> dict[str, Any]:
@@ -82,7 +90,36 @@ def test_each_class_and_collective_has_a_line_per_step() -> None:
     assert format_lines(nothing, 1) == {}
 
 
-@pytest.mark.parametrize("given", [["--profile"], ["--profile", "15:10"], ["--profile", "0:3"], ["--profile", "ten"]])
+@pytest.mark.parametrize("first", [2, 9])
+def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(first: int, tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"training": {"profile_from": first, "profile_steps": 2}})
+    spec = WorkerSpec(
+        job="plain", run="1", attempt=0, node=0, generation=1, generation_id="a", candidates=[],
+        config=config.model_dump(mode="json"), store_uri=str(tmp_path), prepared={},
+    )  # fmt: skip
+    model, other = torch.nn.Linear(8, 8), torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    with profile_script(spec):
+        for _ in range(5):
+            model(torch.ones(4, 8)).sum().backward()
+            for one in optimizers:
+                one.step()
+    events = read_events(Store.open(str(tmp_path)).sub("jobs/plain"))
+    found = [event for event in events if event.name in ("profile", "notice")]
+    if first == 9:
+        assert [event.data["message"].partition(";")[0] for event in found] == [
+            "training.profile_from 9: training reached step 6 only, so nothing was profiled"
+        ]
+        return
+    (event,) = found
+    assert (event.data["first"], event.data["last"]) == (2, 3)
+    trace = json.loads(gzip.decompress(Path(event.data["trace"]).read_bytes()))
+    assert sum(one["name"] == "aten::addmm" for one in trace["traceEvents"]) == 2
+
+
+@pytest.mark.parametrize(
+    "given", [["--profile"], ["--profile", "15:10"], ["--profile", "0:3"], ["a.py", "--profile", "x"]]
+)
 def test_steps_that_cannot_be_profiled_are_refused_in_one_line(given: list[str], capsys: Any) -> None:
     assert main(["run", *given]) == 2
     assert capsys.readouterr().err == ("ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15\n")
