@@ -29,6 +29,7 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import PROJECT_ROOT, python_path
 from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
@@ -265,15 +266,15 @@ def build_certificate(
         "processes_per_node": small.cluster.processes_per_node,
         "mode": small.parallel.mode,
         "weights_sha256": uninterrupted.outcome.weights_sha256,
-        "samples_sha256": _sha256(repr(sorted(set(uninterrupted.samples)))),
-        "losses_sha256": _sha256(repr(dict(uninterrupted.steps))),
+        "samples_sha256": sha256_text(repr(sorted(set(uninterrupted.samples))).encode()),
+        "losses_sha256": sha256_text(repr(dict(uninterrupted.steps)).encode()),
         "interruptions": compared,
         "machine": machine,
     }
 
 
 def config_sha256(config: RunConfig) -> str:
-    return _sha256(config.model_dump_json())
+    return sha256_text(config.model_dump_json().encode())
 
 
 def format_certificate(found: dict[str, Any]) -> str:
@@ -323,10 +324,6 @@ def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
         "redone_steps": len(run.steps) - len(seen),
         "differences": found,
     }
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def main(arguments: list[str]) -> int:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ebbflow.training.compat import PrefixStore, Store
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.transport import control_ports
+from ebbflow.training.peer_sockets import open_listener
 
 LIMIT_SECONDS = 60.0
 _CONNECT_SECONDS, _TRIES, _CALLERS, _EXCHANGES = 5.0, 2, 16, 8
@@ -126,7 +127,7 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
     """Listen on the first free port of the gang's range, or on any port if none is free."""
     for port in [*ports, 0]:
         with contextlib.suppress(OSError):
-            listener = _open_listener(port)
+            listener = open_listener("", port)  # the name of the main node may have an IPv6 address
             break
     else:
         raise OSError("no port is free")
@@ -136,12 +137,6 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # `close` alone does not end `accept`
         listener.close()
-
-
-def _open_listener(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():  # the name of the main node may have an IPv6 address
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256)
-    return socket.create_server(("", port), backlog=256)
 
 
 def _serve(listener: socket.socket, token: bytes) -> None:

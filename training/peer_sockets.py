@@ -31,7 +31,7 @@ _HEAD = struct.Struct("!QI")  # number of the exchange, number of bytes that fol
 _HELLO_SECONDS = 5.0
 _MOST_CALLERS = 64  # connections that have not sent the token yet
 _LOOK_SECONDS = 0.5
-_BACKLOG = 128
+_BACKLOG = 256
 
 
 class PeerSockets:
@@ -110,7 +110,7 @@ def connect_peers(
     peers: dict[int, socket.socket] = {}
     try:
         told, own = find_addresses(*main, start_seconds)
-        with _listen(own) as listener:
+        with open_listener(own) as listener:
             store.set(str(rank), f"{told} {listener.getsockname()[1]}")
             token = store.get("token")
             for lower in range(rank):
@@ -142,11 +142,12 @@ def find_addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
     return host, ""
 
 
-def _listen(address: str) -> socket.socket:
+def open_listener(address: str, port: int = 0) -> socket.socket:
+    """Listen on an address; "" means all interfaces, by IPv4 and IPv6, and port 0 any free port. Raises OSError."""
     if not address and socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
 
 
 def _await_peers(

@@ -186,7 +186,8 @@ def _find_first_start(clocks: Sequence[Event]) -> float:
 def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> RankTime:
     clocks = [event for event in node.events.get(rank, []) if accounts_for_time(event)]
     paid = _micros(node.paid_seconds)
-    tail_class = _classify_tail(clocks, generation)
+    leaving = bool(clocks) and clocks[-1].name == PHASE and clocks[-1].data.get("class") == LedgerClass.SHUTDOWN
+    tail_class = _classify_end(generation, LedgerClass.SHUTDOWN if leaving else LedgerClass.UNATTRIBUTED)
     if not any(node.events.values()) and (generation.running or generation.reason == Outcome.BUDGET):
         tail_class = LedgerClass.STARTUP  # the ranks are about to start, or the budget did not allow them to
     if not clocks:
@@ -208,14 +209,11 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
     return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))
 
 
-def _classify_tail(clocks: list[Event], generation: RecordedGeneration) -> LedgerClass:
-    """Return the class of a rank's time after its last event."""
+def _classify_end(generation: RecordedGeneration, planned: LedgerClass) -> LedgerClass:
+    """Return the class of time that the generation's end wasted: `planned` if the end was planned."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
-    if generation.unplanned:
-        return LedgerClass.INTERRUPTION
-    leaving = bool(clocks) and clocks[-1].name == PHASE and clocks[-1].data.get("class") == LedgerClass.SHUTDOWN
-    return LedgerClass.SHUTDOWN if leaving else LedgerClass.UNATTRIBUTED
+    return LedgerClass.INTERRUPTION if generation.unplanned else planned
 
 
 def _seconds(event: Event) -> dict[LedgerClass, float]:
@@ -242,7 +240,10 @@ def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) 
         seconds[kind] -= taken
         outside -= taken
     if event.name == PHASE:
-        waste = _classify_incomplete_step(generation)
+        # Without an end the job is running, and after its completion the ranks exit. Other planned ends, such as that
+        # by a non-finite loss, discard the step.
+        shut_down = generation.reason in (None, Outcome.COMPLETED)
+        waste = _classify_end(generation, LedgerClass.SHUTDOWN if shut_down else LedgerClass.REDONE_STEP)
         # A planned end cuts off no step, so evaluation and waiting for data keep the classes that the rank recorded.
         wasted_kinds = (LedgerClass.USEFUL_STEP,) if waste is LedgerClass.SHUTDOWN else _WASTED
     elif event.step is None or not generation.keeps(event.step):
@@ -255,17 +256,6 @@ def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) 
     if wasted:
         seconds[waste] = seconds.get(waste, 0.0) + wasted
     return seconds
-
-
-def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
-    """Return the class for a rank's time in a step that never completed."""
-    if generation.reason == EndReason.HANG:
-        return LedgerClass.HANG
-    if generation.unplanned:
-        return LedgerClass.INTERRUPTION
-    if generation.reason in (None, Outcome.COMPLETED):  # running, or between the last step and the exit
-        return LedgerClass.SHUTDOWN
-    return LedgerClass.REDONE_STEP  # such as the step with a non-finite loss
 
 
 def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:

@@ -200,10 +200,11 @@ def estimate_throughput(
     ranks = nodes * processes_per_node
     flops = shape.flops_per_sample * config.training.batch_size
     again = RECOMPUTE_FACTOR[config.parallel.recompute]
+    shard = shard_ranks(config, ranks, processes_per_node)
+    received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)  # by one node from the others
     seconds = {
         "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
-        "network": _network_bytes(config, shape, nodes, processes_per_node)
-        / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
+        "network": received / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
         "host": _host_bytes(config, shape, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "pcie": _pcie_bytes(config, shape, kind, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "launch": again * LAUNCH_SECONDS_PER_BLOCK * shape.units * _micro_steps(config),
@@ -323,13 +324,6 @@ def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks:
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
     return _exchanged_bytes(config, shape, ranks, 1, shard_ranks(config, ranks, ranks_per_node))
-
-
-def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
-    """Return the bytes that one node receives from the other nodes per optimizer step."""
-    return _exchanged_bytes(
-        config, shape, nodes, ranks_per_node, shard_ranks(config, nodes * ranks_per_node, ranks_per_node)
-    )
 
 
 def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_each: int, shard: int) -> float:

@@ -7,12 +7,11 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ebbflow.infra.checks.gpu import gpu_files, has_rdma
+from ebbflow.infra.checks.gpu import NoAnswer, gpu_files, has_rdma, run_program
 from ebbflow.infra.config.keys import PREFIX, leaf_fields
 from ebbflow.infra.config.load import violations
 from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
@@ -106,21 +105,10 @@ def check_imports(context: PreflightContext) -> CheckFinding:
     """Check that a new process can import the packages of a rank, regardless of its working directory."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd="/",
-            env=os.environ | {"PYTHONPATH": python_path()},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return failed(f"importing torch took more than {_IMPORT_SECONDS:g} s", "check what keeps the disk busy")
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return failed(f"a rank's imports fail: {said[-1]}", _INSTALL)
-    return passed(f"torch {done.stdout.strip()} and what else a rank imports")
+        version = run_program([sys.executable, "-c", code], _IMPORT_SECONDS, {"PYTHONPATH": python_path()})
+    except NoAnswer as error:
+        return failed(f"a rank's imports fail: {error}", _INSTALL)
+    return passed(f"torch {version.strip()} and what else a rank imports")
 
 
 def check_ports(context: PreflightContext) -> CheckFinding:

@@ -81,8 +81,8 @@ class _Driver:
     gpus: list[str]
 
 
-class _NoAnswer(Exception):
-    """Failure to query the driver or torch. The message is the reason."""
+class NoAnswer(Exception):
+    """Failure of another program, such as nvidia-smi or a Python that imports torch. The message is the reason."""
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:
@@ -137,11 +137,11 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
         return failed(f"there is no {GPU_FILES} and no nvidia-smi here{promise}", fix), 0
     try:
         driver = _ask_driver()
-    except _NoAnswer as error:
+    except NoAnswer as error:
         return failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"), 0
     try:
         answer = _ask_torch()
-    except _NoAnswer as error:
+    except NoAnswer as error:
         return failed(f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"), 0
     return _compare(driver, answer), len(answer["gpus"])
 
@@ -204,25 +204,26 @@ def _ask_driver() -> _Driver:
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:
-            raise _NoAnswer(f"{GPU_FILES} exist, but neither nvidia-smi nor {_DRIVER_FILE} shows the driver's version")
+            raise NoAnswer(f"{GPU_FILES} exist, but neither nvidia-smi nor {_DRIVER_FILE} shows the driver's version")
         return _Driver(match[1], [])
-    lines = _run(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
+    lines = run_program(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
     rows = [line.split(", ", 1) for line in lines.splitlines() if ", " in line]
     if not rows or not rows[0][0].split(".")[0].isdecimal():
-        raise _NoAnswer(f"nvidia-smi lists no GPU: {(lines.splitlines() or ['it says nothing'])[0]}")
+        raise NoAnswer(f"nvidia-smi lists no GPU: {(lines.splitlines() or ['it says nothing'])[0]}")
     return _Driver(rows[0][0], [name for _, name in rows])
 
 
 def _ask_torch() -> dict:
     path = python_path()
-    said = _run([sys.executable, "-c", _ASK_TORCH], _TORCH_SECONDS, {"PYTHONPATH": path})
+    said = run_program([sys.executable, "-c", _ASK_TORCH], _TORCH_SECONDS, {"PYTHONPATH": path})
     try:
         return json.loads(said.splitlines()[-1])
     except (ValueError, IndexError):
-        raise _NoAnswer("torch did not say what it was built for") from None
+        raise NoAnswer("torch did not say what it was built for") from None
 
 
-def _run(command: list[str], seconds: float, variables: dict[str, str] | None = None) -> str:
+def run_program(command: list[str], seconds: float, variables: dict[str, str] | None = None) -> str:
+    """Run a program in the folder / and return its standard output. Raises NoAnswer if it fails or takes too long."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -236,10 +237,10 @@ def _run(command: list[str], seconds: float, variables: dict[str, str] | None = 
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise _NoAnswer(f"{name} did not answer within {seconds:g} s") from None
+        raise NoAnswer(f"{name} did not answer within {seconds:g} s") from None
     except OSError as error:
-        raise _NoAnswer(f"{name} cannot be started: {error}") from None
+        raise NoAnswer(f"{name} cannot be started: {error}") from None
     if done.returncode != 0:
         said = (done.stderr + done.stdout).strip().splitlines() or ["it says nothing"]
-        raise _NoAnswer(f"{name} ended with {done.returncode}: {said[-1] if command[0] == sys.executable else said[0]}")
+        raise NoAnswer(f"{name} ended with {done.returncode}: {said[-1] if command[0] == sys.executable else said[0]}")
     return done.stdout
