@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +16,7 @@ from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.throughput import gib_text
-from ebbflow.cost.prices.quote import format_short_age
+from ebbflow.cost.prices.quote import format_short_age, format_time
 from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.untrusted_text import one_line, wrap_line
 
@@ -79,7 +78,7 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
 
 
 def _header(plan: Plan) -> list[str]:
-    made = datetime.fromtimestamp(plan.made_utc, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    made = format_time(plan.made_utc)
     work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {one_line(plan.weight_unit)}"
     budget = "no budget" if plan.budget_usd is None else f"budget {format_usd(plan.budget_usd, 2)}"
     deadline = "no deadline" if plan.deadline_hours is None else f"deadline {format_number(plan.deadline_hours, 2)} h"
@@ -222,7 +221,7 @@ def _regions(plan: Plan) -> list[str]:
 def _for_sale(plan: Plan) -> list[str]:
     lines = []
     for one in plan.blocks:
-        begin = datetime.fromtimestamp(plan.made_utc + 3600 * one.case.wait_hours, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        begin = format_time(plan.made_utc + 3600 * one.case.wait_hours)
         buy = f"aws ec2 purchase-capacity-block --instance-platform Linux/UNIX --region {one.region}"
         lines += _wrapped(
             f"for sale: Capacity Block of {one.nodes} × {one.instance_type} in {one.place}, {begin}: "
