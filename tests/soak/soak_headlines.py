@@ -60,7 +60,13 @@ JOBS = {
     "leave_out_a_branch": Case(_SYNC, ("branch.weight", "branch (Overflowing)", "guard_jobs.py:", "find_unused_param")),
     "call_a_collective": Case(_SYNC, ("headline.py:",)),
     "save_alone": Case(_SYNC, ("headline.py:", "same collectives")),
-    "work_alone": Case(_SYNC, ("headline.py:",), outcome="completed"),
+    # A first batch without progress is told at once, but ended at the deadline of a step only.
+    "work_alone": Case(
+        _SYNC,
+        ("headline.py:",),
+        outcome="completed",
+        sections={"cluster": {"nodes": 1, "processes_per_node": 2, "step_deadline_seconds": 60}},
+    ),
     "raise_error": Case(("program", "data"), outcome="completed"),
     "ask_for_no_rollouts": Case(("startup",), ("headline.py:",)),
     "load_another_optimizer": Case(("storage",), ("headline.py:",)),
@@ -133,10 +139,9 @@ def _judge(
     told = [
         one for one in events if one.name in ("stall", "fault_detected", "guard", "outcome") and one.t_wall >= struck
     ]
-    texts = [(one.t_wall, f"{one.data.get('rank', '')} {json.dumps(one.data)}") for one in told]
-    named = [
-        (at, text) for at, text in texts if re.search(rf"\brank {guilty}\b", text) or text.startswith(f"{guilty} ")
-    ]
+    texts = [(one.t_wall, json.dumps(one.data)) for one in told]
+    named = [(one.t_wall, json.dumps(one.data)) for one in told if _blamed(one) == guilty]
+    accused = {rank for one in told if one.name == "fault_detected" and (rank := _blamed(one)) is not None}
     roots = [each for each in diagnosis.findings if each.role in ("root", "advice")]
     first, root = (named or [(None, "")])[0], roots[0] if roots else None
     seconds = None if first[0] is None else round(first[0] - struck, 2)
@@ -147,7 +152,7 @@ def _judge(
     allowed = 1 if name in LASTING or name in SCRIPTS else 2
     checks = {
         "family": root is not None and root.rule.family in case.families,
-        "rank": bool(named),
+        "rank": bool(named) and accused <= {guilty},
         "seconds": seconds is not None and seconds <= limit,
         "starts": starts == allowed,
         "outcome": not outcome or outcome == case.outcome or (case.outcome == "failed" and outcome == "config"),
@@ -159,6 +164,14 @@ def _judge(
         "right": checks["family"], "rank_right": checks["rank"], "seconds": seconds, "starts": starts,
         "outcome": outcome, "price_error": price, "wrong": [what for what, right in checks.items() if not right],
     }  # fmt: skip
+
+
+def _blamed(event: Event) -> int | None:
+    """Return the rank that an event blames: its field, else the first that its message names."""
+    if "rank" in event.data:
+        return int(event.data["rank"])
+    found = re.search(r"\branks? (\d+)", json.dumps(event.data))
+    return int(found[1]) if found else None
 
 
 def _price_error(events: list[Event], diagnosis: Diagnosis) -> float:

@@ -118,6 +118,19 @@ def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
         assert "user/loss.py:9" in culprit.next_action
 
 
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_in_a_first_step_the_rank_outside_the_training_loop_is_at_fault(guilty: int) -> None:
+    places = {guilty: "user/save.py:7 in save", 1 - guilty: "training/engine.py:102 in forward_backward"}
+    called = {guilty: "barrier []", 1 - guilty: "all_reduce [[10]]"}
+    evidence = [
+        hung(rank, witness=True, hung=False, where=places[rank], calls=calls("broadcast [[1]]", called[rank]))
+        for rank in (0, 1)
+    ]
+    for order in (evidence, evidence[::-1]):
+        culprit = blame(order)
+        assert (culprit.rank, culprit.where) == (guilty, "user/save.py:7 in save")
+
+
 def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
     ranks = {rank: calls("barrier" if rank != 2 else "all_reduce [[1]]") for rank in range(4)}
     assert find_mismatch(ranks).ranks == [2]

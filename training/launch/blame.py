@@ -101,7 +101,8 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
 
     A mismatch proves that the gang has failed.
     """
-    return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
+    latest = [one for one in _latest(evidence) if one.calls]
+    return find_mismatch({one.rank: one.calls for one in latest}, {one.rank: one.where for one in latest})
 
 
 class LoneCall:

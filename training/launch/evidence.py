@@ -281,17 +281,22 @@ def fetch_records(socket_path: Path) -> bytes:
     return raw
 
 
-def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
+def find_mismatch(calls: Mapping[int, Calls], places: Mapping[int, str] | None = None) -> Mismatch | None:
     """Return the first collective of a group for which ranks called different operations; None if all ranks agree.
 
     The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at fault. This is the
-    operation that followed the preceding operation less often before.
+    operation that followed the preceding operation less often before. If that is a tie too, as in a first step, the
+    ranks outside the training loop are at fault; `places` has the code location of each rank (`StackTrace.where`).
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
         if len(operations) == 1:
             continue
-        habits = {one: (count, _habit(calls, group, sequence, by_rank, one)) for one, count in operations.items()}
+        in_loop = Counter(by_rank[rank] for rank in by_rank if (places or {}).get(rank, "").startswith(_ENGINE_PLACES))
+        habits = {
+            one: (count, _habit(calls, group, sequence, by_rank, one), in_loop[one])
+            for one, count in operations.items()
+        }
         usual = max(operations, key=habits.__getitem__)
         ranks = sorted(rank for rank, operation in by_rank.items() if operation != usual)
         others = sorted(rank for rank, operation in by_rank.items() if operation == usual)
