@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,9 @@ _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
 # Rules whose message does not tell the family; the code that raised it does.
-_BY_PLACE = {"O02": ("data",), "E09": ("storage", "monitoring"), "H01": ("data", "monitoring")}
+_BY_PLACE = {"O02": ("data",), "E09": ("storage", "monitoring"), "H01": ("data", "monitoring"), "D06": ("data",)}
+# What a process meets whose data worker ends while it sends a batch.
+_WORKER_GONE = re.compile(r"\bEOFError$|Connection(?:Reset|Refused)Error|BrokenPipeError")
 _SERIES_ONLY = ("F02", "G01", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
@@ -193,8 +196,12 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     placed = () if root is None else _BY_PLACE.get(root.rule.id, ())
     family = series.raised_in(root.first) if root and root.first and (vague or placed) else None
     if root and root.first and family and (vague or family in placed):
-        missing = "No such file" in root.first.text
-        rule = book.find(_MISSING_FILE.get(family, book.other(family)) if missing else book.other(family))
+        identifier = book.other(family)
+        if family == "data" and _WORKER_GONE.search(root.first.text):
+            identifier = "E01"
+        elif "No such file" in root.first.text:
+            identifier = _MISSING_FILE.get(family, identifier)
+        rule = book.find(identifier)
         return replace(root, rule=rule, strong=True, needed=True) if rule else root
     lines = list(series.severe.values())
     if vague and root and (at := root.first):  # the lines of other failures would drown the exception's

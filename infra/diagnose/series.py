@@ -151,6 +151,7 @@ class Series:
             place
             for number, rank, place in self.frames.get(line.file, ())
             if line.number - _TRACEBACK_LINES <= number < line.number and rank == line.rank
+            if "/multiprocessing/" not in place  # how processes talk does not tell what about
         ]
         for place in frames[: -_INNERMOST - 1 : -1]:
             for family in load_rules().families:
