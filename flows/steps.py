@@ -19,7 +19,7 @@ from metaflow.exception import MetaflowException
 
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import ClockReading, Job
+from ebbflow.flows.job import RUNS, ClockReading, Job
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.config.load import values_with_sources
 from ebbflow.infra.errors import EbbflowError, InfraError, Outcome
@@ -269,7 +269,8 @@ def require_completion(flow: Any) -> None:
     """Fail the run if the job is not complete, so that a successful run always means a complete job."""
     outcome = Outcome(flow.run_report["outcome"])  # a dictionary in runs of older releases
     if outcome is not Outcome.COMPLETED:
-        raise StepFailed(outcome, f"the job is not complete; report: runs/{flow.job}/report.html")
+        runs = "runs" if in_container() else RUNS  # the launcher fetches a container's report
+        raise StepFailed(outcome, f"the job is not complete; report: {runs}/{flow.job}/report.html")
 
 
 def say(text: str) -> None:

@@ -215,6 +215,18 @@ def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path)
         ),
         (["Caught RuntimeError in DataLoader worker process 0.", "stack expects each tensor to be equal size"], "E11"),
         (['  File "/env/torch/utils/data/dataloader.py", line 8, in __next__'], "E17"),
+        *(
+            (
+                [
+                    '  File "/env/torch/utils/data/dataloader.py", line 8, in _try_get_data',
+                    '  File "/env/torch/multiprocessing/reductions.py", line 8, in rebuild_storage_fd',
+                    '  File "/lib/python3.12/multiprocessing/connection.py", line 8, in _recv',
+                    error,
+                ],
+                "E01",
+            )
+            for error in ("ConnectionResetError: [Errno 104] Connection reset by peer", "EOFError")
+        ),
         (['  File "/env/torch/utils/checkpoint.py", line 8, in forward'], None),
         ([f'{{"grad_norm": {norm}, "reward": 0.{step}}}' for step, norm in enumerate((0.3, 0.0, 0.0, 0.0))], "F05"),
         ([f"epoch {at} train loss: 1.{9 - at} train accuracy: 0.5000" for at in range(6)], "F02"),
