@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ebbflow.infra.config.schema import TrainingConfig
+from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.state import AVERAGE
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -96,10 +97,11 @@ class Muon(torch.optim.AdamW):
         momentum, weight, gradient = (_local(one) for one in (state["momentum_buffer"], parameter, parameter.grad))
         mean = momentum.lerp(gradient, 1 - _MOMENTUM)
         whole = _gather(gradient.lerp(mean, _MOMENTUM).to(getattr(torch, group["muon_dtype"])), parameter)
-        update = _own_shard(orthogonalise(whole), parameter)
-        rate = group["lr"] * _ADAMW_RMS * math.sqrt(max(parameter.shape))
-        moved = (weight * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate)
-        for old, new in ((momentum, mean), (weight, moved)):
+        update, rate = orthogonalise(whole), group["lr"] * _ADAMW_RMS * math.sqrt(max(parameter.shape))
+        moved = parameter * (1 - group["lr"] * group["weight_decay"])
+        for box in own_boxes(moved):
+            box.local.sub_(update[box.slices].to(box.local), alpha=rate)
+        for old, new in ((momentum, mean), (weight, _local(moved))):
             old.copy_(new if skip is None else torch.where(skip.to(old.device) > 0, old, new))
 
 
@@ -123,15 +125,6 @@ def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
         return shard
     mesh, layout = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(shard.to(mesh.device_type), mesh, parameter.placements, **layout).full_tensor()
-
-
-def _own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a matrix that this rank has of `parameter`, in its dtype and on its device."""
-    if not isinstance(parameter, DTensor):
-        return whole.to(parameter.dtype)
-    mesh, own = parameter.device_mesh, parameter.to_local()
-    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim)
-    return copies.redistribute(placements=parameter.placements).to_local().to(own)
 
 
 _AVERAGED_STEPS = "ema_steps"
