@@ -60,8 +60,11 @@ class ModelShape:
         return cls(**data)
 
 
-def causal_lm_shape(model: ModelConfig) -> ModelShape:
+def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
     """Compute the size of the built-in model, `ebbflow.training.workloads.language_model.CausalLM`.
+
+    With `tensor_size`, activations are those of one rank of a tensor group: of the residual stream, which includes
+    inputs and outputs of the norms, each rank has all, of everything else a part. All other figures are of the whole.
 
     The formulas use L for layers, T for tokens per sequence, d for width, q for the width of all query heads, k for
     that of all key heads, and m for the width of the MLP. Architecture gpt has q = k = d and m = 4·d.
@@ -90,9 +93,9 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
     head = vocab * d
     # With tied weights, FSDP2 shards embeddings, norm and head as one unit.
     outer = [embeddings + d] if model.tied_embeddings else [embeddings, head + d]
-    block_floats = 4 * d + 2 * q + 2 * k + (4 if gated else 2) * m + (q + k if model.qk_norm else 0)
-    product_floats = 3 * d + 2 * q + 2 * k + (2 if gated else 1) * m
-    rows = heads + 2 + (heads + model.kv_heads if model.qk_norm else 0)
+    block_floats = 4 * d + (2 * q + 2 * k + (4 if gated else 2) * m + (q + k if model.qk_norm else 0)) // tensor_size
+    product_floats = 3 * d + (2 * q + 2 * k + (2 if gated else 1) * m) // tensor_size
+    rows = 2 + (heads + (heads + model.kv_heads if model.qk_norm else 0)) // tensor_size
     return ModelShape(
         parameters=layers * block + sum(outer),
         largest_unit_parameters=max(block, *outer),
@@ -101,7 +104,7 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
         flops_per_sample=float(length) * (6.0 * (layers * matrices + head) + 12.0 * layers * length * q),
         tokens_per_sample=length,
         units=layers + 2,
-        backward_bytes_per_sample=4 * length * (2 * d + 3 * m if gated else 6 * d),
+        backward_bytes_per_sample=4 * length * (2 * d + (3 * m if gated else 4 * d) // tensor_size),
         block_floats=block_floats / d,
         product_floats=product_floats / d,
         hidden_parameters=layers * matrices,
@@ -157,6 +160,14 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
     return ranks if config.parallel.mode == "fsdp2" else 1
 
 
+def data_ranks(config: RunConfig, ranks: int) -> int:
+    """Return the number of ranks with different samples. The ranks of a tensor group have the same, and count as one.
+
+    The result is at least 1.
+    """
+    return max(1, ranks // config.parallel.tensor_size)
+
+
 def stays_gathered(parameters: int) -> bool:
     """Return whether FSDP2 keeps all parameters gathered between forward and backward.
 
@@ -182,11 +193,12 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     if config.parallel.mode == "ddp" or (ranks == 1 and not fsdp.use_mixed_precision and not fsdp.cpu_offload):
         return 0
     compute_bytes = BFLOAT16_BYTES if fsdp.use_mixed_precision else FLOAT32_BYTES
+    tensor = config.parallel.tensor_size
     if not stays_gathered(shape.parameters):
-        return 3 * compute_bytes * shape.largest_unit_parameters
+        return 3 * compute_bytes * shape.largest_unit_parameters // tensor
     waits = config.training.gradient_accumulation_steps > 1
     waiting_bytes = reduced_bytes_per_parameter(config) * shape.trained_parameters if waits else 0
-    return compute_bytes * (shape.parameters + shape.largest_unit_parameters) + waiting_bytes
+    return (compute_bytes * (shape.parameters + shape.largest_unit_parameters) + waiting_bytes) // tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +240,8 @@ def rank_bytes(
         fused_norms: whether each norm is a single kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
+    if config.parallel.tensor_size > 1:
+        shape = causal_lm_shape(config.model, config.parallel.tensor_size)
     parts = min(ranks, shard_ranks(config, ranks, ranks_per_node))
     optimizer = 0 if shape.optimizer_in_host_memory else optimizer_bytes(config, shape)
     state, trained = -(-shape.parameters // parts), -(-shape.trained_parameters // parts)
@@ -315,7 +329,7 @@ def staging_bytes(config: RunConfig) -> int:
 def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
     """Estimate the peak main memory, in bytes, of a gang that trains on the CPUs of one machine."""
     shape = causal_lm_shape(config.model)
-    parts = gang.ranks * config.training.gradient_accumulation_steps
+    parts = data_ranks(config, gang.ranks) * config.training.gradient_accumulation_steps
     here = config.changed("fsdp", cpu_offload=False)
     each = rank_bytes(
         here,

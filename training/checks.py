@@ -163,7 +163,9 @@ def check_parallel(context: PreflightContext) -> CheckFinding:
 def _place(config: RunConfig) -> RankLayout:
     gang = local_gang(config)
     # If the plan will choose the number of ranks, checks that depend on it are made by the plan and by the ranks.
-    ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else (config.parallel.shard_size or 2, 1)
+    tensor = config.parallel.tensor_size
+    chosen = config.parallel.shard_size or 2 * tensor, tensor
+    ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else chosen
     return RankLayout(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -185,6 +187,8 @@ def _arrangement(config: RunConfig, place: RankLayout) -> str:
 
 def _remarks(config: RunConfig) -> list[str]:
     found = []
+    if (tensor := config.parallel.tensor_size) > 1:
+        found.append(f"{tensor} consecutive ranks compute each layer together (never run on GPUs)")
     if config.parallel.recompute != "none":
         found.append(f"recompute {config.parallel.recompute}")
     if config.fsdp.compute_dtype == "float16":

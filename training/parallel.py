@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,13 @@ from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.evidence import Frame
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
+from ebbflow.training.tensor_parallel import (
+    SplitLayer,
+    choose_sharded_dimension,
+    is_whole,
+    split_computation,
+    split_weights,
+)
 from ebbflow.training.weights.files import abbreviate
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
@@ -67,15 +74,22 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
     return stop
 
 
-def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
-    """Make the device mesh "replicate" × "shard", where `shard` consecutive ranks hold one model copy. Collective."""
+def make_mesh(gang: Gang, *, shard: int, tensor: int = 1) -> DeviceMesh:
+    """Make the device mesh "replicate" × "shard", where `shard` consecutive ranks hold one model copy. Collective.
+
+    If `tensor` is more than 1, the mesh is "replicate" × "shard" × "tensor", where `tensor` consecutive ranks compute
+    each layer together. They are among the `shard` ranks.
+    """
     if not dist.is_initialized():  # a single rank without torchrun's environment
         backend = "nccl" if gang.device.type == "cuda" else "gloo"  # gloo would copy a GPU's weights through the host
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    shape = (gang.world_size // shard, shard)
-    mesh = init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    shape: tuple[int, ...] = (gang.world_size // shard, shard // tensor)
+    names: tuple[str, ...] = ("replicate", "shard")
+    if tensor > 1:
+        shape, names = (*shape, tensor), (*names, "tensor")
+    mesh = init_device_mesh(gang.device.type, shape, mesh_dim_names=names)
     if (seconds := gang.collective_seconds) is not None:  # torch's default is 10 or 30 minutes
-        for name in ("replicate", "shard"):
+        for name in names:
             set_group_timeout(mesh[name].get_group(), seconds)
     return mesh
 
@@ -146,21 +160,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def shard_model(
-    module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
+    module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, mesh: DeviceMesh, *, keep_gathered: bool
 ) -> None:
     """Shard the model in place, while its parameters are on the meta device.
 
-    Each group of `size` ranks holds one copy. Each of the `units` is gathered and freed as a whole. With
-    `keep_gathered`, a unit stays gathered from its forward to its backward pass.
+    `mesh` is that of `make_mesh`. Each of the `units` is gathered and freed as a whole. With `keep_gathered`, a unit
+    stays gathered from its forward to its backward pass.
     """
-    mesh = make_mesh(gang, shard=size)
     # With one copy of the model, a mesh of one dimension needs one reduction where HSDP's mesh needs two.
-    options: dict[str, Any] = {"mesh": mesh["shard"] if size == gang.world_size else mesh}
+    options: dict[str, Any] = {"mesh": mesh["shard"] if mesh.size(0) == 1 else mesh}
+    if mesh.ndim == 3:
+        options["mesh"] = mesh["shard"] if mesh.size(0) == 1 else mesh["replicate", "shard"]
+        options["shard_placement_fn"] = choose_sharded_dimension
     if fsdp.use_mixed_precision:
         param, reduce = DTYPES[fsdp.param_dtype], DTYPES[fsdp.reduce_dtype]
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     if fsdp.cpu_offload:  # pinned memory speeds up copies to a GPU; on a CPU the shards are in host memory anyway
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=gang.device.type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
         fully_shard(unit, reshard_after_forward=not keep_gathered, **options)
     fully_shard(module, **options)
@@ -235,6 +251,7 @@ class Spread:
     copies: int  # the number of copies of the model over all ranks
     reduce_once: bool = True  # whether sharded gradients are reduced only after the last micro-batch of a step
     compiled: bool = False  # whether the units are compiled
+    tensor_size: int = 1  # the number of ranks that compute each layer together
     reset_compression: Callable[[], object] = lambda: None  # resets the state of DDP's gradient compression
 
     @contextmanager
@@ -286,12 +303,21 @@ class Spread:
 
         Summed over all ranks, the shares are the full squared norm.
         """
-        parts = [gradient for gradient in gradients if gradient.numel()]
-        if not parts:  # every parameter has fewer rows than there are ranks
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
+        if self.tensor_size > 1:
+            trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+            pairs = [(is_whole(parameter), gradient) for parameter, gradient in zip(trained, gradients, strict=True)]
+            whole, split = ([gradient for held, gradient in pairs if held is kind] for kind in (True, False))
+            return (_square_sum(whole) / self.tensor_size + _square_sum(split)) / self.copies
         # All copies of the model have the same gradient. The ranks of a copy each have a part of it.
-        return norms.double().square().sum() / self.copies
+        return _square_sum(gradients) / self.copies
+
+
+def _square_sum(gradients: Sequence[Tensor]) -> Tensor:
+    parts = [gradient for gradient in gradients if gradient.numel()]
+    if not parts:  # every parameter has fewer rows than there are ranks
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
+    return norms.double().square().sum()
 
 
 def refuse_unused_parameters(model: nn.Module) -> None:
@@ -352,7 +378,7 @@ def spread_model(
     place = RankLayout(gang.world_size, gang.ranks_per_node, gang.device.type == "cuda", parameters)
     if found := find_unsupported_options(config, place):
         raise ParallelError("; and ".join(map(str, found)))
-    size = shard_ranks(config, place.ranks, place.ranks_per_node)
+    size, tensor = shard_ranks(config, place.ranks, place.ranks_per_node), config.parallel.tensor_size
     small = 4 * parameters <= small_model_bytes
     fsdp, sharded = config.fsdp, config.parallel.mode != "ddp"
     recompute_units(units, config.parallel.recompute)
@@ -363,7 +389,12 @@ def spread_model(
     if fsdp.use_mixed_precision and not sharded:
         autocast(module, gang.device.type, DTYPES[fsdp.param_dtype])
     if sharded and (not gang.alone or fsdp.use_mixed_precision or fsdp.cpu_offload):
-        shard_model(module, units, fsdp, gang, size=size, keep_gathered=small)
+        mesh = make_mesh(gang, shard=size, tensor=tensor)
+        if tensor > 1:
+            layers: dict[nn.Module, SplitLayer] = cast(Any, module).split_layers()  # only the built-in model has them
+            split_weights(module, layers, mesh["tensor"])
+            split_computation(layers, mesh["tensor"])
+        shard_model(module, units, fsdp, mesh, keep_gathered=small)
     materialise(module, "cpu" if sharded and fsdp.cpu_offload else gang.device)
     initialise(module, blank, seed=config.training.seed, overwritten=overwritten, progress=progress)
     model, reset_compression = module, lambda: None
@@ -375,5 +406,6 @@ def spread_model(
         copies=gang.world_size // size,
         reduce_once=small,
         compiled=config.parallel.compile,
+        tensor_size=tensor,
         reset_compression=reset_compression,
     )

@@ -6,6 +6,7 @@ Preflight and each starting rank run these checks. This module does not import t
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sysconfig
@@ -40,6 +41,8 @@ class UnsupportedOption:
 def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[UnsupportedOption]:
     """Return every reason why `config` cannot run on these ranks, or an empty list if it can."""
     found = [*_shards(config, place), *_replicas(config, place)]
+    if config.parallel.tensor_size > 1:
+        found += _tensor_groups(config, place)
     if config.parallel.compile:
         found += _compiler(place)
     return found
@@ -60,6 +63,38 @@ def _shards(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]
         yield UnsupportedOption(
             "fsdp.cpu_offload: mode ddp has no shards that could stay in host memory",
             "set parallel.mode to fsdp2 or hsdp, or fsdp.cpu_offload to false",
+        )
+
+
+def _tensor_groups(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]:
+    tensor, model = config.parallel.tensor_size, config.model
+    if config.parallel.mode == "ddp" or config.user_code is not None:
+        yield UnsupportedOption(
+            f"parallel.tensor_size {tensor}: only the layers of the built-in model can be split, in mode fsdp2 or hsdp",
+            "set parallel.tensor_size to 1",
+        )
+        return
+    size = shard_ranks(config, place.ranks, place.ranks_per_node)
+    split = {
+        "the ranks that hold one copy of the model,": size,
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.kv_heads,
+        "model.hidden_size": model.hidden_size,
+        "model.intermediate_size": model.mlp_width,
+    }
+    fitting = [number for number in range(1, size + 1) if math.gcd(*split.values()) % number == 0]
+    for name, number in split.items():
+        if number % tensor:
+            yield UnsupportedOption(
+                f"parallel.tensor_size {tensor} does not divide {name} {number}: {number} = {tensor} × "
+                f"{number // tensor} + {number % tensor}",
+                f"set parallel.tensor_size to one of {', '.join(map(str, fitting))}",
+            )
+    if not size % tensor and (rest := model.hidden_size % (size // tensor)):
+        yield UnsupportedOption(
+            f"parallel.tensor_size {tensor}: FSDP2 cuts the columns of weights, model.hidden_size {model.hidden_size}, "
+            f"into {size} / {tensor} = {size // tensor} equal shards, which leaves {rest}",
+            "use mode hsdp with a parallel.shard_size that fits, or another model.hidden_size",
         )
 
 

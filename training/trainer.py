@@ -198,8 +198,11 @@ class Trainer:
         return None if self.gang.device.type != "cuda" or at_once else DeviceExchange(self.gang)
 
     def seed_random_numbers(self, step: int) -> None:
-        """Seed torch with a hash of seed, step and rank, so that a resumed run draws the same random numbers."""
-        text = f"{self.config.training.seed}\n{step}\n{self.gang.rank}"
+        """Seed torch with a hash of seed, step and rank, so that a resumed run draws the same random numbers.
+
+        The ranks of a tensor group draw equal numbers, because they compute the same layers.
+        """
+        text = f"{self.config.training.seed}\n{step}\n{self.gang.rank // self.config.parallel.tensor_size}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         if self.gang.device.type == "cpu":  # torch.manual_seed also seeds other devices: 0.1 to 0.3 ms a step
             torch.default_generator.manual_seed(seed)
@@ -236,7 +239,9 @@ class Trainer:
         return f"; the first such output is that of {name} ({type(part).__name__}) on rank {rank}" if number else ""
 
     def share(self, at: Position) -> Cursor:
-        return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
+        group = self.config.parallel.tensor_size  # all its ranks have the same samples
+        rank, ranks = self.gang.rank // group, self.gang.world_size // group
+        return Cursor(at.cursor, self.config.training.batch_size).share(rank, ranks)
 
     def stop_before_first_step(self) -> Stop:
         """Return INTERRUPTED if any rank was asked to drain during start-up, else NONE. Collective."""
@@ -265,7 +270,7 @@ class Trainer:
             loss_sum=0.0 if late else math.nan if spoiled else float(loss.sum),
             weight=loss.weight,
             square_sum=0.0 if late else float(self.spread.square_sum(gradients)),
-            flops=self.workload.flops(batch),
+            flops=self.workload.flops(batch) / self.config.parallel.tensor_size,
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=data_seconds,
             stop=self.limits.stop(self.config.training.max_steps - at.step - 1),
@@ -313,9 +318,10 @@ class Trainer:
         if not sync.rows:
             return
         at = sync.at.next(self.config.training.batch_size)
+        tokens = sync.weight / self.config.parallel.tensor_size  # the ranks of a tensor group have the same tokens
         data: dict[str, Any] = {
             "loss": sync.loss,
-            "tokens": sync.weight,
+            "tokens": tokens,
             "learning_rate": learning_rate(self.config.training, at.step),
             "gradient_norm": sync.gradient_norm,
             "seconds": self.reporter.clock.take(),
@@ -334,7 +340,7 @@ class Trainer:
             status = Status(
                 step=at.step,
                 loss=sync.loss,
-                tokens=sync.weight,
+                tokens=tokens,
                 flops=flops,
                 spent_usd=self.limits.spent_usd,
                 last_commit_step=commit.step if commit else None,

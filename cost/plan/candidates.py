@@ -327,9 +327,12 @@ def _has_no_queue(sources: PlanInputs, pool: Pool) -> tuple[Any, ...] | None:
 
 
 def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
+    shard, tensor = shard_ranks(config, pool.ranks, pool.processes_per_node), config.parallel.tensor_size
+    if shard % tensor:
+        reason = f"the {shard} ranks that hold one copy of the model are no multiple of parallel.tensor_size {tensor}"
+        return "shards do not divide", reason
     if micro_batch(config, pool.ranks) is None:
         return "batch not divisible", explain_batch(config, pool.ranks)
-    shard = shard_ranks(config, pool.ranks, pool.processes_per_node)
     if pool.ranks % shard:
         return "shards do not divide", f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}"
     fit = memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node)

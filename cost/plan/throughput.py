@@ -44,6 +44,7 @@ from ebbflow.infra.footprint import (
     HostGang,
     ModelShape,
     causal_lm_shape,
+    data_ranks,
     gpu_host_bytes,
     rank_bytes,
     reduced_bytes_per_parameter,
@@ -93,7 +94,7 @@ def gib_text(size: int) -> str:
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
     """Return batch_size / (ranks × accumulation steps), the samples per rank and micro-batch; None if not whole."""
-    parts = world_size * config.training.gradient_accumulation_steps
+    parts = data_ranks(config, world_size) * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
     return samples if rest == 0 and samples > 0 else None
 
@@ -140,9 +141,11 @@ def why_host_too_small(
 def explain_batch(config: RunConfig, world_size: int) -> str:
     """Explain in numbers why the batch cannot be divided evenly among `world_size` ranks."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
-    parts = world_size * accumulation
+    groups, tensor = data_ranks(config, world_size), config.parallel.tensor_size
+    parts = groups * accumulation
+    ranks = f"{world_size} ranks" if tensor == 1 else f"{world_size} / {tensor} groups of ranks"
     return (
-        f"batch_size {size} is no multiple of {world_size} ranks × {accumulation} accumulation = {parts}: "
+        f"batch_size {size} is no multiple of {ranks} × {accumulation} accumulation = {parts}: "
         f"{size} = {size // parts} × {parts} + {size % parts}"
     )
 
@@ -202,6 +205,8 @@ def estimate_throughput(
     again = RECOMPUTE_FACTOR[config.parallel.recompute]
     shard = shard_ranks(config, ranks, processes_per_node)
     received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)  # by one node from the others
+    if nodes > 1 and processes_per_node % config.parallel.tensor_size:  # of a group's ring, one rank receives for all
+        received += _tensor_bytes(config, shape, ranks)
     seconds = {
         "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
         "network": received / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
@@ -231,6 +236,8 @@ def speed_fingerprint(config: RunConfig) -> str:
     for name in [*ModelConfig.model_fields][5:]:
         if getattr(config.model, name) == ModelConfig.model_fields[name].default:
             del sections["model"][name]
+    if config.parallel.tensor_size == 1:
+        del sections["parallel"]["tensor_size"]
     batch = config.training.batch_size, config.training.gradient_accumulation_steps
     text = json.dumps([sections, batch], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -323,7 +330,25 @@ def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks:
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
-    return _exchanged_bytes(config, shape, ranks, 1, shard_ranks(config, ranks, ranks_per_node))
+    tensor, shard = config.parallel.tensor_size, shard_ranks(config, ranks, ranks_per_node)
+    # A rank exchanges its part of the layers with one rank of each other tensor group.
+    parts = _exchanged_bytes(config, shape, ranks // tensor, 1, shard // tensor) / tensor
+    return parts + _tensor_bytes(config, shape, ranks)
+
+
+def _tensor_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> float:
+    """Return the bytes that a rank receives from its tensor group per step.
+
+    A ring all-reduce moves its tensor twice. Each block has two in the forward pass (again with `recompute` full) and
+    two in the backward pass, of one hidden vector per token. The embeddings gather a vector, the head adds up logits
+    and gathers a gradient.
+    """
+    tensor, width = config.parallel.tensor_size, config.model.hidden_size
+    passes = 3 if config.parallel.recompute == "full" else 2
+    floats = 2 * passes * 2 * (shape.units - 2) * width + 2 * width + 2 * config.model.vocab_size
+    tokens = shape.tokens_per_sample * config.training.batch_size / data_ranks(config, ranks)
+    each = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
+    return tokens * floats * each * (tensor - 1) / tensor
 
 
 def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_each: int, shard: int) -> float:

@@ -54,7 +54,11 @@ def _rotated_heads_are_even(config: RunConfig) -> Breach:
 
 
 @RULES.about(
-    "training.batch_size", "training.gradient_accumulation_steps", "cluster.nodes", "cluster.processes_per_node"
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "cluster.nodes",
+    "cluster.processes_per_node",
+    "parallel.tensor_size",
 )
 def _batch_divides_evenly(config: RunConfig) -> Breach:
     world_size = count_ranks(config)
@@ -62,12 +66,16 @@ def _batch_divides_evenly(config: RunConfig) -> Breach:
         return None
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     batch, parts = config.training.batch_size, config.training.gradient_accumulation_steps
+    tensor = config.parallel.tensor_size
+    over, value = (" / parallel.tensor_size", f" / {tensor}") if tensor > 1 else ("", "")
+    world_size = max(1, world_size // tensor)
     unit = world_size * parts
     if batch % unit == 0 or batch < unit:  # less than 1: reported as a derived quantity
         return None
     message = (
         "training.batch_size must be a multiple of cluster.nodes × cluster.processes_per_node × "
-        f"training.gradient_accumulation_steps = {nodes} × {processes} × {parts} = {unit}: {division(batch, unit)}"
+        f"training.gradient_accumulation_steps{over} = {nodes} × {processes} × {parts}{value} = {unit}: "
+        f"{division(batch, unit)}"
     )
     fitting_parts = nearest_divisors(batch // world_size, parts) if batch % world_size == 0 else []
     return message, suggest_values(
@@ -113,7 +121,7 @@ class Derived:
     """A whole number, such as samples per micro-batch, that is computed from several keys and must be at least 1.
 
     It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down. Keys set to "auto"
-    are left out.
+    are left out, as is a parallel.tensor_size of 1.
     """
 
     name: str  # name of the quantity in messages
@@ -141,8 +149,8 @@ class Derived:
     def _hint(self, config: RunConfig) -> str:
         whole, unit = self._product(config, self.top), self._product(config, self.bottom)
         offers: list[tuple[str, list[int]]] = []
-        if len(self.top) == 1:
-            offers.append((self.top[0], [unit * self.spare]))
+        if len(known := self._known(config, self.top)) == 1:
+            offers.append((known[0], [unit * self.spare]))
         for key in self._known(config, self.bottom):
             own = value_of(config, key)
             largest = whole * own // unit  # largest value of this divisor if the others stay
@@ -154,7 +162,8 @@ class Derived:
 
     @staticmethod
     def _known(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
-        return [key for key in keys if isinstance(value_of(config, key), int)]
+        numbers = [key for key in keys if isinstance(value_of(config, key), int)]
+        return [key for key in numbers if key != "parallel.tensor_size" or value_of(config, key) > 1]
 
     def _product(self, config: RunConfig, keys: tuple[str, ...]) -> int:
         return prod(value_of(config, key) for key in self._known(config, keys))
@@ -163,7 +172,7 @@ class Derived:
 DERIVED = (
     Derived(
         name="samples per micro-batch",
-        top=("training.batch_size",),
+        top=("training.batch_size", "parallel.tensor_size"),
         bottom=("training.gradient_accumulation_steps", "cluster.nodes", "cluster.processes_per_node"),
         why="ranks have nothing to compute",
         applies=lambda config: config.script is None,

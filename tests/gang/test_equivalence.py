@@ -75,10 +75,17 @@ def test_recomputing_and_replicas_change_no_bit(curves: dict[str, Curve]) -> Non
     assert curves["FSDP2 on 2 ranks, recompute full"].weights_sha256 == sharded.weights_sha256
 
 
+def test_a_resumed_tensor_group_changes_no_bit(curves: dict[str, Curve]) -> None:
+    resumed = curves["tensor 2 on 2 ranks, resumed"]
+    assert resumed.weights_sha256 == curves["tensor 2 on 2 ranks"].weights_sha256
+    assert resumed.losses == curves["tensor 2 on 2 ranks"].losses
+
+
 def test_replicas_write_a_commit_once(curves: dict[str, Curve]) -> None:
     """Weights and two moments of AdamW in float32, once, and little else: not once per copy of the model."""
     parameters = sum(weight.numel() for weight in curves[REFERENCE].weights.values())
-    sharded, replicated = (curves[f"{mode}, to step 100"].committed_bytes for mode in ("FSDP2 on 4 ranks", "HSDP 2×2"))
+    names = ("FSDP2 × tensor 2 on 4 ranks", "HSDP 2×2")
+    sharded, replicated = (curves[f"{name}, to step 100"].committed_bytes for name in names)
     assert replicated == pytest.approx(sharded, rel=0.01)
     assert 12 * parameters <= replicated < 1.2 * 12 * parameters
 

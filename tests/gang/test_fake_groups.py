@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from ebbflow.infra.config.schema import ModelConfig, ParallelConfig, RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel import spread_model
 from ebbflow.training.weights.load import weights_sha256
+from tests.support.gangs import run_ranks
 from tests.support.spread_rank import ModelOnly
 
 MODEL = ModelConfig(hidden_size=64, num_layers=1, num_heads=2, sequence_length=16)
@@ -67,6 +69,38 @@ def test_each_rank_holds_its_part_of_the_same_weights(join, mode: str, world_siz
         bytes_held += parameter.to_local().nbytes
     largest = max(parameter.nbytes for parameter in whole.values())
     assert bytes_held <= sum(parameter.nbytes for parameter in whole.values()) / shards + largest
+
+
+LLAMA = ModelConfig(
+    architecture="llama", hidden_size=64, num_layers=1, num_heads=8, num_kv_heads=4, sequence_length=16, vocab_size=259,
+    qkv_bias=True, qk_norm=True,
+)  # fmt: skip
+GPT = ModelConfig(hidden_size=64, num_layers=1, num_heads=8, sequence_length=16, vocab_size=259, tied_embeddings=True)
+
+
+def test_tensor_groups_hold_and_write_each_number_once(tmp_path: Path) -> None:
+    """16 ranks in tensor groups of 4, in one copy of the model or two. Only vectors and positions are not split."""
+    modes = ParallelConfig(mode="fsdp2", tensor_size=4), ParallelConfig(mode="hsdp", shard_size=8, tensor_size=4)
+    configs = [RunConfig(model=model, parallel=mode) for model, mode in zip((GPT, LLAMA), modes, strict=True)]
+    (tmp_path / "configs.json").write_text(json.dumps([config.model_dump(mode="json") for config in configs]))
+    run_ranks(16, ["-m", "tests.support.split_rank", str(tmp_path / "configs.json"), str(tmp_path / "out")])
+    ranks = [torch.load(tmp_path / f"out.{rank}", weights_only=False) for rank in range(16)]
+    for number, config in enumerate(configs):
+        alone, size = config.model_copy(update={"parallel": ParallelConfig()}), config.parallel.shard_size or 16
+        whole = dict(spread_model(ModelOnly(alone), alone, Gang()).module.named_parameters())
+        holders, writers = ({name: torch.zeros_like(value) for name, value in whole.items()} for _ in range(2))
+        for held, written in (rank[number] for rank in ranks):
+            for name, slices, part in held:
+                assert torch.equal(whole[name][slices], part), name
+                holders[name][slices] += 1
+            for name, offsets, sizes in written:
+                writers[name][tuple(map(slice, offsets, map(sum, zip(offsets, sizes, strict=True))))] += 1
+            share = sum(part.numel() for _, _, part in held) / sum(value.numel() for value in whole.values())
+            assert share < 1.3 / size
+        for name, value in whole.items():
+            by_group = 4 if value.dim() == 1 or "position" in name else 1
+            assert (holders[name] == 16 // size * by_group).all(), name
+            assert (writers[name] == 1).all(), name
 
 
 class Drawn(TorchDispatchMode):

@@ -24,6 +24,8 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import causal_lm_shape, rank_bytes
 from ebbflow.training import parallel as spread
 from ebbflow.training.gang import Gang
+from ebbflow.training.tensor_parallel import split_computation, split_weights
+from ebbflow.training.weights.load import materialise
 from ebbflow.training.workloads.language_model import CausalLM
 
 _RANKS = 8
@@ -42,6 +44,12 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
     "selective": ((512, 4, 8, 2048, 1024), 4, {"parallel": {"recompute": "selective"}}),
     "sharded": ((1024, 6, 8, 2048, 8192), 2, {"fsdp": {"use_mixed_precision": True}}),
     "sharded, length 8192": ((1024, 4, 8, 8192, 4096), 1, {"fsdp": {"use_mixed_precision": True}}),
+    "sharded, tensor": ((1024, 6, 8, 2048, 8192), 4, {"parallel": {"tensor_size": 4}}),
+    "sharded, tensor, full": (
+        (1024, 6, 8, 8192, 1024),
+        2,
+        {"fsdp": {"use_mixed_precision": True}, "parallel": {"recompute": "full", "tensor_size": 4}},
+    ),
     "sharded, full": (
         (1024, 6, 8, 8192, 1024),
         2,
@@ -93,7 +101,7 @@ def ranks() -> Iterator[None]:
 
 @pytest.fixture
 def fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: _FusedNorm.apply(x, self.weight))
+    monkeypatch.setattr(nn.functional, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight))
 
 
 def configured(name: str) -> tuple[RunConfig, int]:
@@ -102,7 +110,8 @@ def configured(name: str) -> tuple[RunConfig, int]:
     parts = sections.get("training", {}).get("gradient_accumulation_steps", 1)
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
     model = {**sizes, **sections.get("model", {}), "sequence_length": length, "vocab_size": vocabulary}
-    training = {**sections.get("training", {}), "batch_size": samples * world_size * parts}
+    data_ranks = world_size // sections.get("parallel", {}).get("tensor_size", 1)
+    training = {**sections.get("training", {}), "batch_size": samples * data_ranks * parts}
     return RunConfig.model_validate({**sections, "model": model, "training": training}), samples
 
 
@@ -111,15 +120,19 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # it loads dynamo, in one process of tests
 
     gang = Gang(rank=0, world_size=world_size, ranks_per_node=world_size)
-    mesh = spread.make_mesh(gang, shard=world_size) if world_size > 1 else None
-    with warnings.catch_warnings(), FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
+    tensor = config.parallel.tensor_size
+    mesh = spread.make_mesh(gang, shard=world_size, tensor=tensor) if world_size > 1 else None
+    with torch.device("meta"):
         model = CausalLM(config.model)
-        units = model.units()
-        spread.recompute_units(units, config.parallel.recompute)
-        if world_size > 1:
-            patch.setattr(spread, "make_mesh", lambda gang, shard: mesh)
-            spread.shard_model(model, units, config.fsdp, gang, size=world_size, keep_gathered=False)
+    spread.recompute_units(model.units(), config.parallel.recompute)
+    if mesh is not None:
+        if tensor > 1:
+            split_weights(model, layers := model.split_layers(), mesh["tensor"])
+            split_computation(layers, mesh["tensor"])
+        spread.shard_model(model, model.units(), config.fsdp, mesh, keep_gathered=False)
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        materialise(model, "cpu")
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # the trackers miscount the fused one
         tracker = FSDPMemTracker(model, optimizer) if world_size > 1 else MemTracker()
         tracker.track_inputs(()) if world_size > 1 else tracker.track_external(model, optimizer)
@@ -151,7 +164,7 @@ def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
     assert 1.0 <= step / peak["Total"] <= 1.25, (step / peak["Total"], fit, peak)
 
 
-@pytest.mark.parametrize("name", ["wide", "length 8192", "full", "sharded"])
+@pytest.mark.parametrize("name", ["wide", "length 8192", "full", "sharded", "sharded, tensor", "sharded, tensor, full"])
 def test_on_a_cpu_norms_keep_more(name: str) -> None:
     config, samples = configured(name)
     ranks = _RANKS if "sharded" in name else 1

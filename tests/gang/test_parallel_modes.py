@@ -27,6 +27,10 @@ from tests.support.spread_rank import ModelOnly
 from tests.support.warm import start_warm
 
 MODEL = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, sequence_length=32)
+LLAMA = ModelConfig(
+    architecture="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, sequence_length=32, qkv_bias=True,
+    qk_norm=True, tied_embeddings=True,
+)  # fmt: skip
 STEPS = 12
 
 # What is exact, by name: sections of the configuration, accumulation, and whether the model counts as a large one,
@@ -51,6 +55,21 @@ EXACT_ON_FOUR: dict[str, dict[str, Any]] = {
     },
     "hsdp over a node": {"parallel": {"mode": "hsdp"}},
     "hsdp, shards of one": {"parallel": {"mode": "hsdp", "shard_size": 1}},
+    "tensor 1×2×2, large, 2 micro-batches": {
+        "parallel": {"mode": "fsdp2", "tensor_size": 2, "recompute": "full"},
+        "accumulation": 2,
+        "large": True,
+    },
+    "tensor 2×1×2": {"parallel": {"mode": "hsdp", "shard_size": 2, "tensor_size": 2}},
+}
+LLAMA_ON_FOUR: dict[str, dict[str, Any]] = {
+    "llama, tensor 1×2×2": {"parallel": {"mode": "fsdp2", "tensor_size": 2}, "model": LLAMA},
+    "llama, tensor 2×1×2, offloaded, 2 micro-batches": {
+        "parallel": {"mode": "hsdp", "shard_size": 2, "tensor_size": 2},
+        "fsdp": {"cpu_offload": True},
+        "accumulation": 2,
+        "model": LLAMA,
+    },
 }
 HALVES = {"use_mixed_precision": True, "reduce_dtype": "bfloat16"}
 MIXED: dict[str, dict[str, Any]] = {
@@ -68,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(store: str = "store", *, accumulation: int = 1, large: bool = False, **sections: Any) -> RunConfig:
     return RunConfig(
         store=store,
-        model=MODEL,
+        model=sections.get("model", MODEL),
         training=Training(
             batch_size=8, max_steps=STEPS, gradient_accumulation_steps=accumulation, evaluation_interval_steps=5
         ),
@@ -93,8 +112,13 @@ def train(folder: Path, arrangements: dict[str, dict[str, Any]], world_size: int
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> dict:
-    return train(folder, {"alone": {}}, 1)["alone"][0]
+def alone(folder: Path) -> dict[str, list[dict]]:
+    return train(folder, {"gpt": {}, "llama": {"model": LLAMA}}, 1)
+
+
+@pytest.fixture(scope="module")
+def reference(alone: dict[str, list[dict]]) -> dict:
+    return alone["gpt"][0]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +128,7 @@ def on_two(folder: Path) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def on_four(folder: Path) -> dict[str, list[dict]]:
-    return train(folder, EXACT_ON_FOUR, 4)
+    return train(folder, EXACT_ON_FOUR | LLAMA_ON_FOUR, 4)
 
 
 def assert_trains_alike(results: list[dict], reference: dict, *, tolerance: float) -> None:
@@ -126,6 +150,18 @@ def test_two_ranks_train_as_one_process(on_two: dict[str, list[dict]], reference
 @pytest.mark.parametrize("name", EXACT_ON_FOUR)
 def test_four_ranks_train_as_one_process(on_four: dict[str, list[dict]], reference: dict, name: str) -> None:
     assert_trains_alike(on_four[name], reference, tolerance=1e-5)
+    assert [step["tokens"] for step in on_four[name][0]["steps"]] == [step["tokens"] for step in reference["steps"]]
+
+
+@pytest.mark.parametrize("name", LLAMA_ON_FOUR)
+def test_tensor_groups_train_a_llama_as_one_process(on_four: dict, alone: dict, name: str) -> None:
+    """Heads of keys are shared by two heads of queries; biases, norms of heads, tied embeddings."""
+    assert_trains_alike(on_four[name], alone["llama"][0], tolerance=1e-5)
+
+
+def test_a_tensor_group_has_the_same_samples(on_four: dict[str, list[dict]]) -> None:
+    seen = [rank["seen"] for rank in on_four["tensor 2×1×2"]]
+    assert seen[0] == seen[1] != seen[2] == seen[3]
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -178,6 +214,17 @@ def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
     [
         ({"parallel": {"mode": "hsdp", "shard_size": 4}}, {"ranks": 6}, r"6 = 4 × 1 \+ 2; fix: .*one of 1, 2, 3, 6"),
         ({"parallel": {"mode": "hsdp"}}, {"ranks": 6, "ranks_per_node": 4}, r"\(ranks per node\) 4"),
+        ({"parallel": {"tensor_size": 2}}, {}, "tensor_size 2: only .* in mode fsdp2 or hsdp; fix: .* to 1"),
+        (
+            {"parallel": {"mode": "fsdp2", "tensor_size": 4}, "model": LLAMA},
+            {},
+            r"tensor_size 4 does not divide model.num_kv_heads 2: 2 = 4 × 0 \+ 2; fix: .* to one of 1, 2$",
+        ),
+        (
+            {"parallel": {"mode": "fsdp2", "tensor_size": 2}},
+            {"ranks": 6},
+            r"model.hidden_size 32, into 6 / 2 = 3 equal shards, which leaves 2; fix: use mode hsdp",
+        ),
         ({"fsdp": {"cpu_offload": True}}, {}, "fsdp.cpu_offload: mode ddp has no shards.*fix: set parallel.mode"),
         ({"ddp": {"gradient_compression": "bfloat16"}}, {}, "bfloat16: torch has it for NCCL.*gloo"),
         (

@@ -55,14 +55,13 @@ def test_the_plan_has_room_for_the_peak(name: str, tmp_path: Path, monkeypatch: 
     gang, sharded = Gang(rank=0, world_size=_RANKS, ranks_per_node=_RANKS), config.parallel.mode != "ddp"
     if sharded:
         mesh = spread.make_mesh(gang, shard=_RANKS)
-        monkeypatch.setattr(spread, "make_mesh", lambda gang, shard: mesh)
     mixed = not sharded and config.fsdp.use_mixed_precision
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         materialise(model, "cpu")
         spread.recompute_units(units, config.parallel.recompute)
         if sharded:
-            spread.shard_model(model, units, config.fsdp, gang, size=_RANKS, keep_gathered=False)
+            spread.shard_model(model, units, config.fsdp, mesh, keep_gathered=False)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tracker: Any = FSDPMemTracker(model, optimizer) if sharded else MemTracker()
         tracker.track_inputs(()) if sharded else tracker.track_external(model, optimizer)

@@ -32,7 +32,10 @@ GOLDEN = PROJECT_ROOT / "tests" / "golden" / "float32.json"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train the same job. goes_on: the variant that it takes over from, which stops at STOP_AT."""
+    """One way to train the same job. goes_on: the variant that it takes over from, which stops at STOP_AT.
+
+    tensor: the ranks that compute each layer together, and see the same samples.
+    """
 
     ranks: int
     mode: str = "ddp"
@@ -40,6 +43,7 @@ class Variant:
     recompute: str = "none"
     goes_on: str | None = None
     stops: bool = False
+    tensor: int = 1
     optimizer: str = "adamw"
 
     @property
@@ -50,14 +54,17 @@ class Variant:
 # In the order in which gangs are started: who goes on comes after who stopped.
 VARIANTS = {
     "HSDP 2×2": Variant(4, "hsdp"),
-    "FSDP2 on 4 ranks, to step 100": Variant(4, "fsdp2", stops=True),
+    "FSDP2 × tensor 2 on 4 ranks, to step 100": Variant(4, "fsdp2", tensor=2, stops=True),
     "HSDP 2×2, to step 100": Variant(4, "hsdp", stops=True),
     "Muon, HSDP 2×2, to step 100": Variant(4, "hsdp", stops=True, optimizer="muon"),
     "DDP on 2 ranks": Variant(2),
     "DDP on 2 ranks, 2 micro-batches": Variant(2, accumulation=2),
     "FSDP2 on 2 ranks": Variant(2, "fsdp2"),
     "FSDP2 on 2 ranks, recompute full": Variant(2, "fsdp2", recompute="full"),
-    "FSDP2 on 4 ranks, then DDP on 2": Variant(2, goes_on="FSDP2 on 4 ranks, to step 100"),
+    "tensor 2 on 2 ranks": Variant(2, "fsdp2", tensor=2),
+    "tensor 2 on 2 ranks, to step 100": Variant(2, "fsdp2", tensor=2, stops=True),
+    "tensor 2 on 2 ranks, resumed": Variant(2, "fsdp2", tensor=2, goes_on="tensor 2 on 2 ranks, to step 100"),
+    "FSDP2 × tensor 2 on 4 ranks, then DDP on 2": Variant(2, goes_on="FSDP2 × tensor 2 on 4 ranks, to step 100"),
     "Muon, HSDP 2×2, then FSDP2 on 2": Variant(2, "fsdp2", goes_on="Muon, HSDP 2×2, to step 100", optimizer="muon"),
     REFERENCE: Variant(1),
     MUON: Variant(1, optimizer="muon"),
@@ -97,22 +104,30 @@ def make_config(variant: Variant, store: str) -> RunConfig:
         ),
         data=DataConfig(path=str(TEXT), suffixes=[".txt"], held_out_fraction=0.15, held_out_samples=32),
         parallel=ParallelConfig(
-            mode=variant.mode, shard_size=2 if variant.mode == "hsdp" else None, recompute=variant.recompute
+            mode=variant.mode,
+            shard_size=2 if variant.mode == "hsdp" else None,
+            recompute=variant.recompute,
+            tensor_size=variant.tensor,
         ),
         checkpoint=CheckpointConfig(interval_steps=STEPS),
     )
 
 
 def train_curves(folder: Path, names: list[str]) -> dict[str, Curve]:
-    """Train the variants, those of one world size one after another in one gang."""
+    """Train the variants, those of one world size one after another in one gang.
+
+    Those that take over from a gang of their own size are trained in a second gang.
+    """
     store = str(folder / "store")
     data = make_config(VARIANTS[REFERENCE], store).data
     prepared = prepare_tokens(data, Store.open(store), project_root=PROJECT_ROOT).to_json()
     curves: dict[str, Curve] = {}
-    for ranks in sorted({VARIANTS[name].ranks for name in names}, reverse=True):
-        together = {name: VARIANTS[name] for name in names if VARIANTS[name].ranks == ranks}
+    second = {name for name in names if (b := VARIANTS[name].goes_on) and VARIANTS[b].ranks == VARIANTS[name].ranks}
+    for ranks, late in sorted({(-VARIANTS[name].ranks, name in second) for name in names}):
+        ranks = -ranks
+        together = {n: VARIANTS[n] for n in names if VARIANTS[n].ranks == ranks and (n in second) == late}
         tasks = {name: _task(name, variant, store, prepared) for name, variant in together.items()}
-        path = folder / f"curves-{ranks}.json"
+        path = folder / f"curves-{ranks}-{late}.json"
         path.write_text(json.dumps(tasks))
         run_ranks(ranks, ["-m", "tests.support.curve_rank", str(path)], deadline_seconds=240)
         results = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(ranks)]
@@ -175,7 +190,8 @@ def _gather(name: str, variant: Variant, ranks: list[dict[str, Any]], weights: P
     assert {rank["outcome"] for rank in ranks} == {"interrupted" if variant.stops else "completed"}, name
     assert {rank["began"] for rank in ranks} == {STOP_AT if variant.goes_on else 0}, name
     assert all(rank["losses"] == first["losses"] for rank in ranks), f"{name}: ranks differ in the mean loss"
-    seen = [tuple(pair) for rank in ranks for pair in rank["seen"]]
+    assert all(ranks[r]["seen"] == ranks[r - r % variant.tensor]["seen"] for r in range(len(ranks))), name
+    seen = [tuple(pair) for rank in ranks[:: variant.tensor] for pair in rank["seen"]]
     return Curve(first["losses"], first["held_out"], seen, first["weights_sha256"], torch.load(weights))
 
 

@@ -167,7 +167,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
             f"{ddp.gradient_compression} would compress what was compressed before, so that there can be only one; "
             "fix: set ddp.static_graph to false"
         )
-    batch = config.training.batch_size
+    batch, world_size = config.training.batch_size, world_size // config.parallel.tensor_size
     samples = -(-batch // world_size)  # on the rank with the most samples
     if accumulation >= samples:
         raise BatchCannotBeSplit(

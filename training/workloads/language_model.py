@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ebbflow.infra.config.schema import ModelConfig
 from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.training import tensor_parallel as tensor
 from ebbflow.training.checkpoint.hugging_face import our_name
 from ebbflow.training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
 from ebbflow.training.errors import DataError, WorkloadError
@@ -88,14 +89,13 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.heads = model.num_heads
+        self.width = model.hidden_size // model.num_heads
         self.qkv = Linear(model.hidden_size, 3 * model.hidden_size)
         self.projection = Linear(model.hidden_size, model.hidden_size, std=_residual_std(model))
 
     def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
-        batch, length, hidden = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, hidden / heads]
+        qkv = self.qkv(x).unflatten(2, (3, -1, self.width))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head width]
         return self.projection(_attend(query, key, value, past))
 
 
@@ -194,7 +194,9 @@ class Embeddings(nn.Module):
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         vectors = self.token(tokens)
-        return vectors if self.position is None else vectors + self.position.weight[start : start + tokens.shape[1]]
+        if self.position is None:
+            return vectors
+        return vectors + tensor.local_part(self.position.weight)[start : start + tokens.shape[1]]
 
 
 class Head(nn.Module):
@@ -232,6 +234,20 @@ class CausalLM(nn.Module):
     def units(self) -> list[nn.Module]:
         """Return the parts that are sharded as one. Tied weights stay outside, because a parameter has one unit."""
         return [*self.blocks] if self.config.tied_embeddings else [self.embeddings, *self.blocks, self.head]
+
+    def split_layers(self) -> dict[nn.Module, tensor.SplitLayer]:
+        """Return how the ranks of a tensor group split each layer that has weights.
+
+        Attention is split by heads. Embeddings and head are split by their width, so that their weights can be tied
+        and the vocabulary can have any size.
+        """
+        kinds = {"qkv": tensor.FUSED_COLUMNS, "token": tensor.EMBEDDING, "logits": tensor.ROWS_OF_WHOLE}
+        kinds |= dict.fromkeys(("query", "key", "value", "mlp_gate", "mlp_in"), tensor.COLUMNS)
+        kinds |= dict.fromkeys(("projection", "mlp_out"), tensor.ROWS)
+        kinds |= dict.fromkeys(("attention_norm", "mlp_norm"), tensor.BEFORE_SPLIT)
+        kinds |= dict.fromkeys(("query_norm", "key_norm"), tensor.PER_HEAD)
+        kinds |= dict.fromkeys(("norm", "position"), tensor.WHOLE)
+        return {part: kinds[name.rpartition(".")[2]] for name, part in self.named_modules() if part._parameters}
 
 
 @torch.no_grad()

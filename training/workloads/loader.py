@@ -76,16 +76,20 @@ WorkloadFactory = Callable[[WorkloadContext], Workload]
 def workload_context(
     config: RunConfig, gang: Gang, *, store: Store, prepared: Mapping[str, Any] | None = None
 ) -> WorkloadContext:
-    """Return the `WorkloadContext` of one rank. A user's workload gets its own folder in `store`."""
+    """Return the `WorkloadContext` of one rank. A user's workload gets its own folder in `store`.
+
+    The ranks of a tensor group, which have the same data, count as one.
+    """
+    group = config.parallel.tensor_size
     return WorkloadContext(
         config=config,
         store=store if config.workload is None else store.sub(workload_prefix(config.workload)),
         project_root=PROJECT_ROOT,
         prepared=dict(prepared or {}),
-        rank=gang.rank,
-        world_size=gang.world_size,
+        rank=gang.rank // group,
+        world_size=gang.world_size // group,
         device=gang.device,
-        gather=gang.gather,
+        gather=gang.gather if group == 1 else lambda row: gang.gather(row)[::group],
     )
 
 
