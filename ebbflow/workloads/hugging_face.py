@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -27,10 +28,11 @@ from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 from ebbflow.workloads.chat_data import AnswerMask, KeptOrder, MarkedText, prepare_chat
 from ebbflow.workloads.model_folder import ChatTemplate, ModelFolder, find_folder, flops_per_token, list_blocks
 from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_questions
+from ebbflow.workloads.readers import find_files
 
 _OPTIONS = {
     "model": "folder with config.json, tokenizer.json and perhaps safetensors files; or a config.json alone",
-    "dataset": "text file, folder or glob; .jsonl or .parquet; or a folder that `datasets` saved; default: data.path",
+    "dataset": "text file, folder or glob, also s3://; .jsonl; .parquet; what `datasets` saved; default: data.path",
     "column": "name of the column with the text",
     "chat": "the column has lists of messages, which the folder's chat template makes texts of; default: false",
     "assistant_only_loss": "with `chat`, only tokens of assistants count in the loss; default: true",
@@ -88,9 +90,14 @@ class HuggingFace(TextWorkload):
             about["choices"] = pack_questions(context.store, path)
         return about
 
-    @staticmethod
-    def _prepare_text(context: WorkloadContext) -> dict[str, Any]:
+    @classmethod
+    def _prepare_text(cls, context: WorkloadContext) -> dict[str, Any]:
         data, root = context.config.data, context.project_root
+        if data.path and data.path.startswith("s3://"):
+            with tempfile.TemporaryDirectory(prefix="ebbflow-bucket-") as folder:
+                here = data.model_copy(update={"path": str(_fetch(data, Path(folder)))})
+                changed = context.config.model_copy(update={"data": here})
+                return cls._prepare_text(replace(context, config=changed))
         path = data.path and root / Path(data.path).expanduser()
         kind = _kind_of(path) if path else ""
         if not path or not kind:
@@ -178,6 +185,17 @@ def _answers_only(options: Mapping[str, Any]) -> bool:
 
 def _model_path(context: WorkloadContext) -> Path:
     return find_folder(context.project_root, context.options.get("model"))
+
+
+def _fetch(data: DataConfig, folder: Path) -> Path:
+    """Copy the text files of a bucket (`data.path`) into `folder`. Return it, or the only file's path."""
+    files = find_files(str(data.path), (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".md", *data.suffixes))
+    for file in files:
+        path = folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with file.open() as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target, 8 * 1024 * 1024)
+    return folder / files[0].name if len(files) == 1 else folder
 
 
 def _kind_of(path: Path) -> str:

@@ -44,6 +44,9 @@ from ebbflow.training.workloads.trial import try_workload
 from ebbflow.workloads.hugging_face import HuggingFace
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
+from tests.support.s3.fixture import FailingServer, failing_s3
+
+__all__ = ["failing_s3"]
 
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -131,8 +134,16 @@ class Bypassing(HuggingFace):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(lora_rank: int, tmp_path: Path) -> None:
+def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(
+    lora_rank: int, tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = failing_s3
+    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
+    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    bucket = server.new_bucket()
     random_model(TIED, folder := tmp_path / "model")
+    Store.open(f"s3://{bucket}/texts").put("data.jsonl", (tmp_path / "data.jsonl").read_bytes())
     if not lora_rank:
         (folder / "model.safetensors").unlink()  # so that the weights are random
     config, texts = settings_for(folder, lora_rank=lora_rank), []
@@ -140,6 +151,9 @@ def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(lora_
         config = config.model_copy(update={"workload": workload})
         own = workload_context(config, Gang(), store=Store.open(config.store))
         texts.append(try_workload(config, replace(own, prepared=HuggingFace.prepare(own))).text)
+    options = {**config.workload_options, "dataset": f"s3://{bucket}/texts/data.jsonl"}
+    there = workload_context(config.model_copy(update={"workload_options": options}), Gang(), store=own.store)
+    assert HuggingFace.prepare(there) == HuggingFace.prepare(own)
     assert "first loss" not in texts[0] and "torch fills" not in texts[0], texts[0]
     found = re.search(r"the first loss is ([\d.]+) per prediction, and ln\(300\) = 5\.7 is usual", texts[1])
     assert found and float(found[1]) > 11.4, texts[1]
