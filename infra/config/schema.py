@@ -175,6 +175,9 @@ class DataConfig(Section):
         0.05, "fraction of the files kept for evaluation; of a single file, its end", gt=0, lt=1
     )
     held_out_samples: int = key(64, "sequences per evaluation", ge=1)
+    cache_gib: float | None = key(
+        None, "disk of a node for tokens of a remote store; a larger set is streamed; null: 80 % of free space", ge=0
+    )
 
 
 class ParallelConfig(Section):

@@ -14,14 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from ebbflow.infra.config.schema import DataConfig
+from ebbflow.infra.config.schema import DataConfig, RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.data import SampleOrder, open_tokens, prepare_tokens
 from ebbflow.training.data.build import SourceFile, find_files, is_held_out, open_source
+from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.errors import DataError
+from ebbflow.training.workload import Cursor, WorkloadContext
+from ebbflow.training.workloads.language_model import TextWorkload
+from tests.support.flow import wait_until
+from tests.support.s3.fixture import FailingServer, failing_s3
+
+__all__ = ["failing_s3"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,6 +172,46 @@ def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
         opened = [pool.submit(open_tokens, Slow(local), tokens.fingerprint, cache=tmp_path / "c") for _ in range(4)]
         trains = {one.result().train.tobytes() for one in opened}
     assert sorted(reads) == ["held_out.bin", "train.bin"] and len(trains) == 1
+
+
+def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
+    tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples are those of the file, bit for bit. Rows that fit into the volume are read once."""
+    server, bucket = failing_s3, failing_s3.new_bucket()
+    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
+    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    write_texts(tmp_path / "texts")
+    local, remote = Store.open(str(tmp_path / "store")), Store.open(f"s3://{bucket}/data")
+    texts = DataConfig(path="texts", suffixes=[".txt"])
+    prepare_tokens(texts, local, project_root=tmp_path)
+    prepared = prepare_tokens(texts, remote, project_root=tmp_path).to_json()
+    length, kept, batch = 64, 7, 4
+    room = prepared["held_out_tokens"] + kept * (length + 1 + 4)  # a byte for each token, a CRC-32 for each row
+    settings = {"model": {"sequence_length": length}, "data": {"cache_gib": room / 2**30}}
+    config = RunConfig.model_validate({**settings, "training": {"batch_size": batch}})
+    ours, theirs = (
+        TextWorkload(WorkloadContext(config=config, store=one, project_root=tmp_path, prepared=prepared))
+        for one in (remote, local)
+    )
+    train = ours._tokens.train
+    assert isinstance(train, TokenStream) and isinstance(ours._tokens.held_out, np.ndarray)
+    windows, before = theirs._order.windows, server.told(bucket)["requests"]["get"]
+    steps = 2 * windows // batch
+
+    for number in range(steps):
+        found, expected = (one.next_batch(nn.Module(), Cursor(batch * number, batch)) for one in (ours, theirs))
+        assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.targets, expected.targets)
+    drawn = theirs._order.window(0, batch * (steps + 4)).tolist()
+    wanted = len([one for one in drawn if one >= kept]) + kept
+    wait_until("rows read ahead", lambda: server.told(bucket)["requests"]["get"] - before >= wanted, timeout=30)
+    wait_until("the last rows", lambda: all(row.done() for row in train._ahead.values()), timeout=30)
+    assert set(drawn[batch * steps :]) <= set(train._ahead), "the next four steps wait for nothing"
+    assert server.told(bucket)["requests"]["get"] - before == wanted and windows > 3 * kept
+    files = [path.name for path in tmp_path.rglob("*.rows")]
+    assert files == [f"{prepared['shard_sha256']['train']}-{length}.rows"]
 
 
 def test_the_standard_library_comes_without_its_tests() -> None:

@@ -16,16 +16,20 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
 import os
+import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ebbflow.infra.errors import ObjectNotFound
 from ebbflow.infra.layout import tokens_prefix
 from ebbflow.infra.store import Store
+from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.data.tokenizer import dtype_of
 from ebbflow.training.errors import DataError
 
@@ -37,6 +41,7 @@ DESCRIPTION = "tokens.json"
 SHARDS = {"train": "train.bin", "held_out": "held_out.bin"}
 _CHUNK_TOKENS = 2**24
 _READ_BYTES = 2**24
+_FREE_SHARE = 0.8  # of a volume's free space, for downloaded shards
 
 
 class SampleOrder:
@@ -110,38 +115,56 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """The training and held-out shards as memory-mapped unsigned integers of shape [tokens], with their description."""
+    """The training and held-out shards as unsigned integers of shape [tokens], or as `TokenStream`."""
 
     train: np.ndarray
     held_out: np.ndarray
     about: Tokens
 
 
-def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
+def open_tokens(
+    store: Store, fingerprint: str, *, cache: Path | None = None, window: int = 0, cache_gib: float | None = None
+) -> TokenArrays:
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
-    A download is verified by SHA-256, and becomes visible only when it is complete. The default for `cache` is the
-    user's own folder in the system's temporary folder. Raises DataError if the shards are missing, incomplete or
+    A download is verified by SHA-256, and becomes visible only when it is complete. With `window`, the tokens of a
+    sample, a shard that is too large becomes a `TokenStream`. Raises DataError if the shards are missing, incomplete or
     changed.
+
+    Args:
+        cache: folder of downloads; default: the user's own folder in the system's temporary folder.
+        cache_gib: as `data.cache_gib`.
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
     if about is None:
         raise DataError(f"{shards.uri} holds no complete token shards; fix: prepare them again with the same data")
     dtype = dtype_of(about.vocab_size)
-    sizes = {"train": about.train_tokens * dtype.itemsize, "held_out": about.held_out_tokens * dtype.itemsize}
     cache = cache or Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
-    arrays = {}
-    for name, key in SHARDS.items():
-        path = shards.local_path(key) or download_shard(shards, key, about.shard_sha256[name], sizes[name], cache)
-        if not path.is_file() or path.stat().st_size != sizes[name]:
+    room, arrays = math.inf if cache_gib is None else cache_gib * 2**30, dict[str, Any]()
+    tokens = {"held_out": about.held_out_tokens, "train": about.train_tokens}  # the small one first
+    for name, count in tokens.items():
+        key, sha256, size = SHARDS[name], about.shard_sha256[name], count * dtype.itemsize
+        path = shards.local_path(key)
+        if path is None and window and not (cache / f"{sha256}.bin").is_file():
+            cache.mkdir(parents=True, exist_ok=True)
+            fits = int(min(room, _FREE_SHARE * shutil.disk_usage(cache).free))
+            if size > fits:
+                kept = cache / f"{sha256}-{window}.rows"
+                arrays[name] = TokenStream(
+                    shards, key, size=count, dtype=dtype, window=window, kept=kept, kept_bytes=fits
+                )
+                continue
+        path = path or download_shard(shards, key, sha256, size, cache)
+        room -= size
+        if not path.is_file() or path.stat().st_size != size:
             raise DataError(
-                f"{path} is not the {sizes[name]} bytes that {DESCRIPTION} promises; "
+                f"{path} is not the {size} bytes that {DESCRIPTION} promises; "
                 f"fix: delete {shards.uri} and prepare the tokens again"
             )
         # A plain array over the mapped file: indexing a np.memmap costs as much as copying a batch.
         arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-    return TokenArrays(arrays["train"], arrays["held_out"], about)
+    return TokenArrays(**arrays, about=about)
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -177,14 +200,11 @@ def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path)
     if path.is_file():
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"{sha256}.lock", "w") as lock:
+    with open(cache / f"{sha256}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process ends
-        return path if path.is_file() else _download_alone(shards, key, sha256, size, path)
-
-
-def _download_alone(shards: Store, key: str, sha256: str, size: int, path: Path) -> Path:
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        if path.is_file():
+            return path
+        digest = hashlib.sha256()
         with open(Path(folder, "part"), "wb") as file:
             for start in range(0, size, _READ_BYTES):
                 part = shards.get_range(key, start, min(_READ_BYTES, size - start))

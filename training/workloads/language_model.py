@@ -21,10 +21,12 @@ from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training import tensor_parallel as tensor
 from ebbflow.training.checkpoint.hugging_face import our_name
 from ebbflow.training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
+from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
 _INITIAL_STD = 0.02
+_STEPS_AHEAD = 4  # of a token stream
 
 
 class Linear(nn.Linear):
@@ -324,9 +326,11 @@ class TextWorkload:
         self._context = context
         self._reader: ThreadPoolExecutor | None = None  # reads a step ahead on a GPU
         self._ahead: tuple[Cursor, Future[Tensor]] | None = None
-        self._tokens = open_tokens(context.store, context.prepared["fingerprint"])
-        check_vocabulary(config, self._tokens.about.vocab_size)
         self._length = config.model.sequence_length
+        self._tokens = open_tokens(
+            context.store, context.prepared["fingerprint"], window=self._length, cache_gib=config.data.cache_gib
+        )
+        check_vocabulary(config, self._tokens.about.vocab_size)
         self._shape = causal_lm_shape(config.model)
         self._order = SampleOrder(self._windows(self._tokens.train, "train"), config.training.seed)
         self._held_out = self._evenly_spaced(self._windows(self._tokens.held_out, "held-out"))
@@ -350,6 +354,7 @@ class TextWorkload:
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
         if self._context.device.type != "cuda":
+            self._read_ahead(cursor)
             return self._batch(self._tokens.train, self._order.window(cursor.first, cursor.count))
         if self._reader is None:  # a new thread would use the first GPU
             self._reader = ThreadPoolExecutor(1, "tokens", torch.cuda.set_device, (self._context.device,))
@@ -362,7 +367,14 @@ class TextWorkload:
 
     def _read(self, cursor: Cursor) -> Tensor:
         """Read the samples of a step into page-locked memory. A thread calls this one step ahead of training."""
+        self._read_ahead(cursor)
         return self._text(self._tokens.train, self._order.window(cursor.first, cursor.count)).pin_memory()
+
+    def _read_ahead(self, cursor: Cursor) -> None:
+        if isinstance(self._tokens.train, TokenStream):
+            steps = (cursor.first + number * self._config.training.batch_size for number in range(_STEPS_AHEAD + 1))
+            windows = np.concatenate([self._order.window(first, cursor.count) for first in steps])
+            self._tokens.train.read_ahead(windows.tolist())
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
         logits = model(batch.inputs)

@@ -1,0 +1,70 @@
+"""Read the rows of a token shard that is larger than the volume from a remote store, some steps ahead."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from ebbflow.infra.store import Store
+from ebbflow.training.retry import retry_until_deadline
+
+_REQUESTS = 16  # at the same time, of one rank
+_RETRY_SECONDS = 120.0
+_CHECKSUM_BYTES = 4
+
+
+class TokenStream:
+    """A shard in a remote store, indexed as its file would be, by offsets of shape [rows, window + 1].
+
+    Each row is one request. Its last token is the first one of the next window, as the target of the token before it.
+
+    As many windows as fit into `kept_bytes` are kept in the file `kept`, for later epochs and for the other ranks of
+    the machine. These are the first ones: samples are drawn in a random order, so any choice is as good. The file has
+    each row and its CRC-32. A row from the store is not verified: the shard's SHA-256 needs all of it.
+    """
+
+    def __init__(
+        self, shards: Store, key: str, *, size: int, dtype: np.dtype, window: int, kept: Path, kept_bytes: int
+    ) -> None:
+        self.size = size
+        self._shards, self._key, self._dtype, self._window = shards, key, dtype, window
+        self._row_bytes = (window + 1) * dtype.itemsize
+        self._most_kept = max(0, kept_bytes) // (self._row_bytes + _CHECKSUM_BYTES)
+        self._file = os.open(kept, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._threads = ThreadPoolExecutor(_REQUESTS, "token-rows")
+        self._ahead: dict[int, Future[np.ndarray]] = {}
+
+    def read_ahead(self, windows: Iterable[int]) -> None:
+        """Begin to read these windows, in this order. Windows of the last call that are not among them are dropped."""
+        self._ahead = {number: self._begin(number) for number in windows}
+
+    def __getitem__(self, offsets: np.ndarray) -> np.ndarray:
+        rows = [self._begin(number) for number in (offsets[:, 0] // self._window).tolist()]
+        return np.stack([row.result() for row in rows]) if rows else np.empty(offsets.shape, self._dtype)
+
+    def _begin(self, number: int) -> Future[np.ndarray]:
+        return self._ahead.get(number) or self._threads.submit(self._row, number)
+
+    def _row(self, number: int) -> np.ndarray:
+        place = number * (self._row_bytes + _CHECKSUM_BYTES)
+        record = os.pread(self._file, self._row_bytes + _CHECKSUM_BYTES, place)
+        row = record[: self._row_bytes]
+        if record != _with_checksum(row):
+            first = number * self._window * self._dtype.itemsize
+            row = retry_until_deadline(
+                lambda: self._shards.get_range(self._key, first, self._row_bytes), _RETRY_SECONDS
+            )
+            if number < self._most_kept:
+                with suppress(OSError):  # such as a full volume
+                    os.pwrite(self._file, _with_checksum(row), place)
+        return np.frombuffer(row, dtype=self._dtype)
+
+
+def _with_checksum(row: bytes) -> bytes:
+    return row + zlib.crc32(row).to_bytes(_CHECKSUM_BYTES, "little")
