@@ -5,8 +5,6 @@ OpenCost's CSV export. Unless they know the bill, both monitors price nodes at l
 resources that it requests or uses. Their dollars may therefore differ from the ledger's, but the times must agree.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator, Sequence

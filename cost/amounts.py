@@ -4,8 +4,6 @@ Amounts of $10 and more are shown with two decimals. Smaller ones have four, bec
 one cent.
 """
 
-from __future__ import annotations
-
 import math
 from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal, InvalidOperation
 

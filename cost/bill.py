@@ -10,8 +10,6 @@ as a repeat in two cases: an earlier line has the same id, time, resource, usage
 an equal line. Equal lines within one file are not repeats.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Compare the time that a job's agents metered on an instance with the hours that AWS billed; explain differences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

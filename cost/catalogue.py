@@ -10,8 +10,6 @@ storage, requests and transfer:
   fetches tokens and the newest commit from there. Transfer within a region is free, through a gateway endpoint.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -1,7 +1,5 @@
 """`ebbflow catalogue refresh`: update the shipped tables of instances, prices and interruptions from AWS."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

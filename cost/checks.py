@@ -1,7 +1,5 @@
 """Preflight checks of cost: prices, memory, budget and deadline, and the queues and quotas of AWS Batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Exceptions of the cost package. Each class determines the outcome and exit code of a job that it ends."""
 
-from __future__ import annotations
-
 from ebbflow.infra.errors import EbbflowError, Outcome
 
 

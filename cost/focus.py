@@ -1,7 +1,5 @@
 """A job's charges by month, in the columns of the billing format FOCUS 1.0 (https://focus.finops.org)."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence

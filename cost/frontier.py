@@ -1,7 +1,5 @@
 """Pareto front of a job's time and cost, over all pools, markets, numbers of nodes and checkpoint intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`ebbflow jobs`: list the jobs of a team with state, spent dollars and forecast, and the jobs that may start next."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

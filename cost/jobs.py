@@ -10,8 +10,6 @@ In a notebook:
     if tracker.get_cheapest_suitable_instance()["savings_percent"] < 50: …
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Compare a job's metered instances with the provider's bill, and explain each difference in dollars."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """`ebbflow watch`: serve the live page of a job to this machine's browser, write it to a file, or print it once."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import getpass

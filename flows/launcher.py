@@ -6,8 +6,6 @@ The launcher exits with the job's exit code. Metaflow alone would exit with 1 af
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

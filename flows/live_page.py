@@ -3,8 +3,6 @@
 One keeps runs/<job>/live.html current. Another sends metrics to trackers and messages to notification channels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

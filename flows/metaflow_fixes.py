@@ -19,8 +19,6 @@ count as failed, and would be run and paid for again.
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

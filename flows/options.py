@@ -1,7 +1,5 @@
 """The options of `run` and `resume`, checked before Metaflow is imported so that errors appear at once."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

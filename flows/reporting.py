@@ -1,7 +1,5 @@
 """Write a job's report. The step `report` calls this or, if the run died before that step, the launcher."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ launcher was killed, or when there was no capacity. It keeps its state in the jo
 started again on any machine.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

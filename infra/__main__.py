@@ -3,8 +3,6 @@
 Each command imports only the packages that it needs.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the imports that need a package
     from ebbflow.infra.program import begin_program
 

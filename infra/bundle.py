@@ -4,8 +4,6 @@ The archive is a zip file of at most 20 MB. It holds the configuration, plan, re
 lines of each rank, a diagnosis, and the versions and devices of this machine. It holds no weights and no data.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

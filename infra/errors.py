@@ -1,7 +1,5 @@
 """Outcomes of a job with their exit codes, and the exceptions that `ebbflow.infra` raises."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -4,10 +4,8 @@ Tests of `training` compare the estimates with real modules. `cost` uses them to
 and to estimate its throughput.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
@@ -56,7 +54,7 @@ class ModelShape:
         return config.changed("training", **own)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ModelShape:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         return cls(**data)
 
 

@@ -1,7 +1,5 @@
 """Collect or sum values by key, in the order in which the keys first occur."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from decimal import Decimal
 from typing import TypeVar

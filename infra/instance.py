@@ -4,8 +4,6 @@
 (IMDSv2) if the machine seems to be on EC2, and the firmware of a Nitro instance. Elsewhere it sends no request.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -11,8 +11,6 @@ id:
     agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

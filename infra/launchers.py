@@ -10,8 +10,6 @@ machine, the former launcher's process decides instead: while it exists, even st
 it is gone, the job is free.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import json
@@ -22,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from ebbflow.infra.errors import InfraError, JobIsRunning, ObjectNotFound, StoreError
 from ebbflow.infra.layout import LAUNCHERS_PREFIX, launcher_key
@@ -66,7 +64,7 @@ class Launcher:
         return json.dumps({"schema": 1, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def from_json(cls, content: bytes) -> Launcher:
+    def from_json(cls, content: bytes) -> Self:
         """Parse the content of a claim. Raises StoreError if the content is not a claim."""
         try:
             document = json.loads(content)

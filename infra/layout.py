@@ -28,8 +28,6 @@
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ pushes to its own group, identified by job and node. A process on the node delet
 The group remains if the whole machine is lost or the gateway cannot be reached.
 """
 
-from __future__ import annotations
-
 import bisect
 import errno
 import math

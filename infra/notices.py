@@ -9,8 +9,6 @@ Sources:
 - A rehearsal (`--rehearse`) writes a file that simulates a notice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Process control: end children with their parent, inspect processes, handle signals, and survive closed outputs."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

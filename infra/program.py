@@ -4,8 +4,6 @@ This module imports only the standard library, and can be parsed by Python versi
 modules.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import locale

@@ -1,7 +1,5 @@
 """Read byte ranges of local files into existing memory, without copying and without holding the GIL."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

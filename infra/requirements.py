@@ -1,7 +1,5 @@
 """The packages that a job needs, with the supported versions of each package (the same ranges as in setup.cfg)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import metadata
 

@@ -4,8 +4,6 @@ The package tenacity is not used, because it cannot limit the number of tries by
 duration of the call itself towards the deadline.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The folder of a user's script, as an archive in the store, for machines that do not have it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

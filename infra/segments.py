@@ -13,8 +13,6 @@ can be read by its name. Two things help to find such an object: each writer's s
 can be requested; and the events of a generation show which processes must have written segments.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The key is secret: it is read only where it is used, and is never in a configuration, argument, event or stored object.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -6,8 +6,6 @@ calls `guard_terminal` first, so that all output of its process goes through `pr
 their bytes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

@@ -4,8 +4,6 @@ If the first argument is one of `_COMMANDS`, run that command. Otherwise train: 
 trains without Metaflow.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """`ebbflow.attach`: commits, handling of notices, hang detection and a ledger for the user's own training loop."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

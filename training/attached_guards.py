@@ -5,8 +5,6 @@ a commit. Losses are checked at syncs (steps at which all ranks agree whether to
 commit holds weights after a bad loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

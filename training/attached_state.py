@@ -3,8 +3,6 @@
 `split_state` separates a state dict into JSON, in which paths stand for tensors, and tensors; `join_state` joins them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

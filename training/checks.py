@@ -1,7 +1,5 @@
 """Preflight checks of the data, the disk, the parallel mode, the workload and the weights. Imports no torch."""
 
-from __future__ import annotations
-
 import glob
 import math
 import os

@@ -4,8 +4,6 @@ On this machine, it trains a small copy of the job in each mode, in turn and sev
 from its commit. Importing this module does not import torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Import the classes of torch's key-value stores from this module: only torch's pr
 them.
 """
 
-from __future__ import annotations
-
 import inspect
 from datetime import timedelta
 from typing import Any

@@ -3,8 +3,6 @@
 One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step → heartbeat
 """
 
-from __future__ import annotations
-
 import torch
 
 from ebbflow.infra.errors import Outcome

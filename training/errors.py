@@ -1,7 +1,5 @@
 """Define the exceptions of training. Each class sets the outcome of a job that ends with it."""
 
-from __future__ import annotations
-
 import traceback
 
 from ebbflow.infra.errors import EbbflowError, Outcome

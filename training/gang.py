@@ -1,7 +1,5 @@
 """Join a rank to its gang (all ranks that train together), and exchange data between the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -7,8 +7,6 @@ send. After the process group has connected, all ranks time an all-reduce. The p
 s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

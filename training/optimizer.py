@@ -3,8 +3,6 @@
 The learning rate depends on the step number alone, so a resumed run needs no scheduler state.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterator

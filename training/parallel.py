@@ -6,8 +6,6 @@ names of the unchanged model, and hashes and commits do not depend on the parall
 subclass, so they are compiled once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -4,8 +4,6 @@ Preflight and each starting rank run these checks. This module does not import t
 `ebbflow.infra.config.shape_rules`, because those rules may not have checked a rank's configuration.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

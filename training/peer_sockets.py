@@ -7,8 +7,6 @@ bench overhead`).
 Every rank has one connection to every other rank. A gang of more than `MOST_RANKS` uses the all-gather instead.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import secrets

@@ -3,8 +3,6 @@
 The metrics are computed from the events that a rank emits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The reports of one rank: its current phase, its time by ledger class, and its events."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

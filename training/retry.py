@@ -1,7 +1,5 @@
 """Retries of work that may fail for a transient reason, such as a store request."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

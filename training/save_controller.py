@@ -7,8 +7,6 @@ the hazard. The cost is measured: the stall, plus the slowdown of steps during t
 estimate, corrected by the interruptions of the job so far.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

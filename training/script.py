@@ -5,8 +5,6 @@ Metaflow. A script that calls `ebbflow.attach` continues from its last commit; a
 beginning.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -3,8 +3,6 @@
 Rank 0 claims the job and opens a generation for all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

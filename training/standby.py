@@ -9,8 +9,6 @@ It exchanges lines of JSON with its node's agent over stdin and stdout:
     agent ← {"ready": pid}  {"started": 7, "pid": 4711}  {"ended": 4711, "status": -9}
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -6,8 +6,6 @@ backward pass. All ranks of a group have the same data. Weights are DTensors on 
 shards further; activations are plain tensors. Never run on CUDA with NCCL.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ collectives of the user's code. So a rank with a drain request votes through the
 forward pass, and waits for the votes of the other ranks. If not all ranks vote in time, the evaluation continues.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -3,8 +3,6 @@
 The trainer has data, model, optimizer, saver, limits and progress.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

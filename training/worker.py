@@ -3,8 +3,6 @@
 The process is started by an agent of `ebbflow run`, or by `torchrun -m ebbflow.training`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -3,8 +3,6 @@
 `choose_placement` returns a `Placement`; `read_attempts` reads from a job's events how earlier attempts ended.
 """
 
-from __future__ import annotations
-
 from ebbflow.cost.capacity.decision import choose_placement
 from ebbflow.cost.capacity.placement import (
     AttemptHistory,

@@ -5,8 +5,6 @@ is then divided by the number of this job's nodes on the instance. The event log
 instance, so these do not reduce the job's share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal

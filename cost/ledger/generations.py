@@ -4,8 +4,6 @@ A generation is one start of the gang, which is all ranks of the job. It continu
 the ranks end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ twice even if clocks differ. The division into lead and tail compares the wall c
 minutes apart; lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation

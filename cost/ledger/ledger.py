@@ -12,8 +12,6 @@ steps that it made necessary.
 Like the events, the ledger is append-only: later events add to it, and can only turn completed steps into redone ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal

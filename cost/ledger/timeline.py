@@ -4,8 +4,6 @@ All times within a node come from its monotonic clock, so that corrections of th
 converted to whole microseconds before any calculation, so that every sum is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -16,8 +16,6 @@ machine would undo. The second d in the row "start on Spot" covers one restart o
 dollar amounts include the price of a last checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

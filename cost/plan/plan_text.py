@@ -4,8 +4,6 @@ A letter after a figure shows its source: l live, r recorded on a date, e estima
 The text does not rely on indentation, because log viewers drop leading spaces.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Refuse a job whose pools exceed its budget or deadline, and suggest configuration changes that would help."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -28,8 +28,6 @@ measured for the same configuration replaces the estimate. A speed measured on a
 of the two gangs' estimates, so that errors common to both estimates cancel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

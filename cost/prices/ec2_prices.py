@@ -4,14 +4,12 @@
 static table are used, and `describe` gives the reason.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
@@ -63,7 +61,7 @@ class LivePrices(ZonePrices):
     asked_at: float  # Unix time of the requests
 
     @classmethod
-    def of(cls, answers: PriceAnswers) -> LivePrices:
+    def of(cls, answers: PriceAnswers) -> Self:
         answered = answers.answered
         records = [record for answer in answered.values() for record in answer.records]
         zones = {

@@ -1,7 +1,5 @@
 """One price (`Quote`), the interface of all price sources (`PriceSource`), and the shipped static price table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,13 +4,11 @@
 state. EC2's responses are parsed according to botocore's models; this code was never run on a real AWS account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.prices.quote import Quote, format_time
@@ -49,7 +47,7 @@ class Reservation:
     kind: str = "configured"  # "live" if EC2 described the reservation, else "configured"
 
     @classmethod
-    def of(cls, declared: ReservationConfig) -> Reservation:
+    def of(cls, declared: ReservationConfig) -> Self:
         values = {name: getattr(declared, name) for name in ("id", "instance_type", "instances", "region", "zone")}
         usd = declared.usd_per_hour
         return cls(

@@ -1,7 +1,5 @@
 """Prices that `cost.prices` selects (static table, file or EC2), and the commands of `ebbflow prices`."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@ any length. Longer series are divided into buckets. Each bucket keeps its lowest
 if a value was not finite.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """A report's figures as rows and lines of text, which terminal, Metaflow card and HTML page share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Figures of a report: speed, quality, checkpoints, money, AWS Batch attempts and the optimum in hindsight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal

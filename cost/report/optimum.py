@@ -13,8 +13,6 @@ machine starts), and w the remaining ticks of work:
     leave            = idle(t, r, w)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

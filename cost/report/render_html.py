@@ -6,8 +6,6 @@ the job runs, loads the same page in a hidden frame to get newer content.
 Text from outside this program is always passed through `escape`. `cost.report.figure_text` formats the numbers.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

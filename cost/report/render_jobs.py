@@ -1,7 +1,5 @@
 """Render the jobs of a team as one self-contained HTML page: states, dollars by day and owner, failures by cause."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 

@@ -1,7 +1,5 @@
 """Line charts of a job as SVG, for print and for browsers without JavaScript, and their data for interactive plots."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Render one report as terminal text of at most 100 columns, or several jobs as a table."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import textwrap

@@ -1,7 +1,5 @@
 """Summary of a job for page, terminal and Metaflow card: title, one sentence, and four numbers (tiles)."""
 
-from __future__ import annotations
-
 import shlex
 from typing import NamedTuple
 

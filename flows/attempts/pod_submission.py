@@ -14,8 +14,6 @@ process, and no internals of Metaflow:
   would run a command in node 0's pod.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -4,8 +4,6 @@ A reclaimed machine cannot record its own end, so the bill would miss part of it
 jobs started and stopped, and why it stopped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

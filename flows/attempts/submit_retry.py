@@ -9,8 +9,6 @@ for a job with the mark. If the job exists, it becomes the response to the reque
 module terminates it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

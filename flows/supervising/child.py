@@ -4,8 +4,6 @@ When run as a program (`child.py PID COMMAND…`), this file makes the kernel en
 and then replaces itself with COMMAND.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Command-line options of the supervisor. All other options are passed to the flow."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

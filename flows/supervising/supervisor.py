@@ -3,8 +3,6 @@
 The supervisor starts the flow, judges each run by the job's record in the store, and starts another run or stops.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Read-only queries of an AWS account (quotas, roles, buckets, images), and the Metaflow settings of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 The command does not change these resources.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

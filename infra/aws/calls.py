@@ -3,13 +3,11 @@
 botocore is imported only when a client is made. Its own retries are off because they ignore the deadline.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
@@ -50,7 +48,7 @@ class RequestDeadline:
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     @classmethod
-    def after(cls, seconds: float) -> RequestDeadline:
+    def after(cls, seconds: float) -> Self:
         return cls(time.monotonic() + seconds)
 
     def left(self) -> float:

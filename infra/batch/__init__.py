@@ -1,7 +1,5 @@
 """Queues and jobs of AWS Batch, and why a job ended. botocore is imported only when a client is made."""
 
-from __future__ import annotations
-
 from ebbflow.infra.batch.jobs import (
     NEVER_STARTED,
     NOT_MADE,

@@ -1,12 +1,10 @@
 """Jobs of AWS Batch: make a client, describe and terminate jobs, and classify why a job ended."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, describe_in_parts
 from ebbflow.infra.errors import CloudError
@@ -105,7 +103,7 @@ class BatchAttempt:
         return self.status in FINISHED
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Build an attempt from JSON that any version of Ebbflow wrote. Unknown keys are ignored."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())

@@ -3,8 +3,6 @@
 Instance families: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

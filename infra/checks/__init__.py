@@ -1,7 +1,5 @@
 """Table of the preflight checks of the configuration, this machine, the store and the AWS account."""
 
-from __future__ import annotations
-
 from ebbflow.infra.checks import batch, gpu, machine, store
 from ebbflow.infra.checks import environment as env
 from ebbflow.infra.kubernetes.checks import CHECKS as KUBERNETES_CHECKS

@@ -1,7 +1,5 @@
 """Preflight checks of an AWS account for a job on AWS Batch; other jobs skip them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

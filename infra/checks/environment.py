@@ -1,7 +1,5 @@
 """Preflight checks of a job's environment: configuration, Python, packages and environment variables."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

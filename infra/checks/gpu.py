@@ -4,8 +4,6 @@ These checks run in preflight on the launching machine, and in the agent of each
 (`training.launch.devices.NodeGpuCheck`).
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -1,7 +1,5 @@
 """Preflight checks of this machine: network, memory, cores, files, and how the batch divides among its ranks."""
 
-from __future__ import annotations
-
 import functools
 import http.client
 import os

@@ -1,7 +1,5 @@
 """Preflight checks of the store, and of whether this machine's clock agrees with the store's."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import secrets

@@ -1,7 +1,5 @@
 """JSON schema of the configuration file, for completion and checks of keys, types and ranges in editors."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dotted configuration keys (model.num_heads), and the values given for them in a file, the environment or --set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Loader of the typed configuration from a YAML file, the environment and --set; it reports all problems at once."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

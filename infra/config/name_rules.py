@@ -1,7 +1,5 @@
 """Configuration rules about names: the store, paths, regions, zones, addresses, queues and tags."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections import Counter

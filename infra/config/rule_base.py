@@ -1,7 +1,5 @@
 """Base classes of the configuration rules, and helpers that show a rule's arithmetic in messages."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Configuration rules about sizes: batches, heads, ranks, shards and the quantities derived from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod

@@ -3,8 +3,6 @@
 This module calls the reference job sound, because it ran as expected.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import Counter, defaultdict

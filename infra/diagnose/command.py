@@ -1,7 +1,5 @@
 """Commands `ebbflow diagnose` and `ebbflow explain`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Diagnosis of an Ebbflow job from the output of its ranks and the events of its agents and guards."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Diagnosis of the symptoms found in logs: it names the root failure, unless the evidence is too weak."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

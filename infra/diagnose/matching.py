@@ -5,8 +5,6 @@ one of the short texts in `Matcher.triggers`. The reader searches whole blocks o
 differ only in digits share one cached result, unless an expression that may match them depends on digits.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import re

@@ -4,8 +4,6 @@ A log of 100 MB has about a million lines. `candidates` therefore searches block
 that a line must contain to match a rule), and yields only the lines that contain one.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

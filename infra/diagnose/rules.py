@@ -25,8 +25,6 @@ its rules) and `rules`. Fields of a rule:
     others          lines that the rule must not match
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

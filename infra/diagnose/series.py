@@ -1,7 +1,5 @@
 """Losses and step times in a log: signs of progress, and symptoms that only a whole series of values shows."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -6,8 +6,6 @@ DeepSpeed, Megatron, Slurm, wandb, …), where the folder of a file determines t
 log excerpts. The term "*" is the family's constant. The family "none" is for lines without a cause.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

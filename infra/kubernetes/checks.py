@@ -1,7 +1,5 @@
 """Preflight checks of whether a Kubernetes cluster can run the job, also used by `ebbflow kubernetes check`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ An attempt is a JobSet (several nodes) or a Job (one node). Its id is NAMESPACE/
 ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` package is imported only when needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

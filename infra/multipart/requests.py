@@ -4,8 +4,6 @@ Signatures follow AWS's "Signature Calculations for the Authorization Header: Tr
 They do not cover the payload. CRC64NVME checksums protect the payload, because they take a quarter of the time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import http.client

@@ -7,8 +7,6 @@ In a folder, large blocks bypass the page cache where the file system allows it.
 takes about ten times the processor time and evicts cached training data (measured on ext4).
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import errno

@@ -3,8 +3,6 @@
 The command needs no root rights.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The process beside a job that feeds its trackers and sends its notifications (`ebbflow track`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

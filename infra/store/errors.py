@@ -4,8 +4,6 @@ Each error names the operation, the object, what happened and what to do. obstor
 code and errno only within its exceptions' texts, so this module searches the texts.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

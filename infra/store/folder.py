@@ -5,8 +5,6 @@ At the deadline the thread is abandoned and the caller gets an error, so the pro
 are opened without blocking and must be regular: a FIFO or a device in place of an object is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

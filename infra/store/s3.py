@@ -4,8 +4,6 @@ Uploaders must start fast, so botocore is not imported if the environment has ac
 for credentials: profile and role, web identity, SSO, shared files, container, instance metadata.
 """
 
-from __future__ import annotations
-
 import configparser
 import os
 from collections.abc import Callable

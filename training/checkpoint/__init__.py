@@ -3,8 +3,6 @@
 Therefore the package and its torch-free modules, such as lineage, uploader and commands, can be imported without torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

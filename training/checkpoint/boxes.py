@@ -1,7 +1,5 @@
 """Find the parts of a tensor that this rank holds."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The command `ebbflow checkpoints`, which inspects and changes a job's commits. Only export and import load torch."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

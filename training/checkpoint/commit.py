@@ -9,8 +9,6 @@ with higher numbers start later. Usually only ranks 1 to 3 poll at all, so the n
 number of ranks and not with its square.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A storage reader for DCP (`torch.distributed.checkpoint`). With it, DCP can load a commit at any world size."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

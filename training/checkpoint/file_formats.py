@@ -10,8 +10,6 @@ Safetensors files hold weights. The optimizer's tensors are in a second file, NA
 trainer's further data).
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -3,8 +3,6 @@
 The kinds of models are Llama, Qwen2 and Qwen3. Each of their tensors is one tensor of the built-in model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ A rank has at most one save in flight. The trainer hands it to the uploader, rea
 blocking, and decides what to do after a failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 A part's checksum is computed from memory just before the part is sent, so the store detects any change in transit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait

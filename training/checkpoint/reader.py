@@ -9,8 +9,6 @@ This program verifies a part of a commit in a new process. It prints {"problem":
 are as they were saved, or {"error": text} if the store cannot be read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -334,7 +332,7 @@ class VerifiedReader:
         return held[:length]
 
 
-def _checksum_text(crc: int, sha256: hashlib._Hash | None) -> str:
+def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
     return crc_digits(crc) if sha256 is None else f"{crc_digits(crc)} {sha256.hexdigest()}"
 
 

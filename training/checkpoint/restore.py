@@ -5,8 +5,6 @@ if there is only one node, a new process does. If the second read is sound, the 
 first reader fails with `UnreliableReader`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import socket

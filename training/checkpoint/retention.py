@@ -11,8 +11,6 @@ nothing is deleted while no commit is whole. Quarantined and unreachable commits
 `orphan_seconds`, so that a person can inspect them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -5,8 +5,6 @@ commits that the store no longer has, for example because the store was restored
 so a person decides. A permit covers only the generations that existed when it was given.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

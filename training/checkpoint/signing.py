@@ -10,8 +10,6 @@ The key is in an environment variable that the user chooses. Another variable, w
 signatures. Ranks, uploaders and the processes that read a suspect commit again inherit both variables.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

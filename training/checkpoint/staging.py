@@ -10,8 +10,6 @@ state. The forward pass itself may change other tensors, such as the statistics 
 device first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

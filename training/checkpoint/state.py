@@ -12,8 +12,6 @@ and activation checkpointing. So a job in any parallel mode can read what a job 
 are stored once, under their first name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

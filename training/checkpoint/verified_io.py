@@ -4,8 +4,6 @@ Each chunk of data has a CRC64NVME checksum, computed at 8 GB/s per core. The ch
 from those of its chunks, so the data is read only once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Find text files, split them into training and held-out text, and build token shards without loading whole files."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Read the rows of a token shard that is larger than the volume from a remote store, some steps ahead."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterable

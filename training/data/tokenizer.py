@@ -4,8 +4,6 @@ Files are cut into pieces of whole lines before they are encoded, so that neithe
 fit into memory. The positions of the cuts depend only on the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util

@@ -10,8 +10,6 @@ shuffles; it does not encrypt.
                              tokens.json                written last: if it exists, the shards are complete
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -4,8 +4,6 @@ All ranks make the same decisions, because decisions depend only on data that th
 contains the state of `LossGuard`, so a resumed job judges each step exactly as an uninterrupted job would.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -5,8 +5,6 @@ a sharded model may be only partly gathered. So the rank records that the next s
 exits. The next start computes the same gradient from more and smaller micro-batches.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

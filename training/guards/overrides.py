@@ -4,12 +4,10 @@ Each override is a small record in the job's store, which is durable before the 
 start reads all records, even on another launcher or after a start that made no commit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import override_key
@@ -38,7 +36,7 @@ class Overrides:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Overrides:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Return the overrides in `data`, ignoring unknown keys."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 

@@ -6,8 +6,6 @@ can continue, the next generation starts at once in the same attempt, from the n
 torch, and each of its waits has a deadline.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -16,8 +16,6 @@ The culprit is the first of the following that the evidence shows:
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -4,8 +4,6 @@ It waits for all nodes, opens one generation after another, and decides after ea
 continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import threading

@@ -10,8 +10,6 @@ Its collectives have a fourth element, the state on the device: "scheduled" (que
 waits for the other GPUs) or "completed".
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import itertools

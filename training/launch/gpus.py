@@ -5,8 +5,6 @@ the node unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid cata
 Documentation). Xids that a program can cause, such as 13 and 31, do not count as hardware faults.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -10,8 +10,6 @@ file's middle with fallocate(2), FALLOC_FL_PUNCH_HOLE. The rank can continue to 
 records stay valid.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -4,8 +4,6 @@
 `FollowerPeers` is the side of every other node: it reports to node 0 and receives node 0's decisions.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """State that a node's agent keeps across generations: event log, notices, standby and keeper."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -8,8 +8,6 @@ agent then starts no ranks until the notice has expired. If the agent exited at 
 could end because of the same notice.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -11,8 +11,6 @@ or altered. Messages after the handshake have no HMAC (docs/security.md). The me
 use are limited before and after the handshake.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -9,8 +9,6 @@ each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancest
 start, so that all of them can be found and killed. If there is no keeper, only processes in a rank's session are found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Find the weights in safetensors files by reading only the headers, and describe the files. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 `ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints the result as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -4,8 +4,6 @@ Python's search path (PYTHONPATH, installed packages) is searched first, then th
 configuration file is not searched, because other nodes do not have it.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib

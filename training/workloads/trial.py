@@ -3,8 +3,6 @@
 The trial runs on the CPU, as if in a gang of one rank.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import signal
