@@ -320,7 +320,7 @@ def measure_save(bench: Bench) -> list[Row]:
 def _why_no_save(bench: Bench, model: str) -> str:
     """Return why a model's state cannot be saved here; "" if it can."""
     config = bench.config(model, samples=1)
-    size, memory = commit_bytes(config), available_bytes()
+    size, memory = commit_bytes(config, causal_lm_shape(config.model)), available_bytes()
     disk = shutil.disk_usage(bench.folder).free
     if memory is not None and 3 * size > memory:
         return f"{model}: two staging buffers of {gib_text(size)} need more than {gib_text(memory)} of main memory"

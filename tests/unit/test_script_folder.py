@@ -63,7 +63,8 @@ from types import SimpleNamespace
 from ebbflow.training.script import run_script
 prepared = {"script": sys.argv[1], "words": []}
 try:
-    run_script(SimpleNamespace(prepared=prepared, store_uri=sys.argv[2], result_path=None, heartbeat_path=None))
+    own = {"heartbeat_path": None, "config": {"training": {"profile_from": None}}}
+    run_script(SimpleNamespace(prepared=prepared, store_uri=sys.argv[2], result_path=None, **own))
 except BaseException as error:
     print(json.dumps([type(error).__name__, str(error), traceback.extract_tb(error.__traceback__)[-1].lineno]))
 """
