@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from ebbflow.training.data.tokens import (
     Tokens,
     count_tokens,
     download_shard,
+    downloads_folder,
     entropy_nats,
     read_description,
 )
@@ -36,7 +35,6 @@ from ebbflow.training.workloads.language_model import TextBatch
 _FORMAT = 1
 _MASKS = {side: f"{side}.mask" for side in SHARDS}
 _NOT_COUNTED = -100  # `ignore_index` of torch's cross entropy
-_CACHE = Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
 
 MarkedText = tuple[str, list[list[int]]]  # a conversation, and the spans of characters that assistants write
 
@@ -139,7 +137,7 @@ class AnswerMask:
         self._masks, self._kept = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for side, size in (("train", about.train_tokens), ("held_out", about.held_out_tokens)):
             key, sha256 = _MASKS[side], about.shard_sha256[_MASKS[side]]
-            path = shards.local_path(key) or download_shard(shards, key, sha256, size, _CACHE)
+            path = shards.local_path(key) or download_shard(shards, key, sha256, size, downloads_folder())
             mask = self._masks[side] = np.asarray(np.memmap(path, dtype=bool, mode="r"))
             windows = (size - 1) // length
             counted = mask[1 : windows * length + 1].reshape(windows, length).any(axis=1)

@@ -138,9 +138,7 @@ def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(
     lora_rank: int, tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = failing_s3
-    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
-    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    server.use(monkeypatch)
     bucket = server.new_bucket()
     random_model(TIED, folder := tmp_path / "model")
     Store.open(f"s3://{bucket}/texts").put("data.jsonl", (tmp_path / "data.jsonl").read_bytes())

@@ -174,9 +174,7 @@ def test_images_in_a_bucket_are_those_of_the_folder(
 ) -> None:
     image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
     server = failing_s3
-    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
-    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    server.use(monkeypatch)
     bucket = failing_s3.new_bucket()
     store, here = Store.open(f"s3://{bucket}/pictures"), tmp_path / "pictures"
     for number in range(12):

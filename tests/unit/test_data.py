@@ -179,9 +179,7 @@ def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
 ) -> None:
     """The samples are those of the file, bit for bit. Rows that fit into the volume are read once."""
     server, bucket = failing_s3, failing_s3.new_bucket()
-    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
-    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    server.use(monkeypatch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     write_texts(tmp_path / "texts")
     local, remote = Store.open(str(tmp_path / "store")), Store.open(f"s3://{bucket}/data")

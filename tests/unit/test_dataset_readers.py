@@ -104,9 +104,7 @@ def test_datasets_in_a_bucket_are_those_of_the_folder_also_in_workers(
     tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, bucket = failing_s3, failing_s3.new_bucket()
-    given = {"ACCESS_KEY_ID": server.access_key, "SECRET_ACCESS_KEY": server.secret_key, "REGION": server.region}
-    for name, value in {**given, "ENDPOINT_URL_S3": server.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    server.use(monkeypatch)
     for shard in range(2):
         files = {f"{4 * shard + number:04d}.txt": bytes([4 * shard + number]) * 700 for number in range(4)}
         write_tar(tmp_path / f"shard-{shard}.tar", files)

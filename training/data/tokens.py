@@ -120,6 +120,11 @@ class TokenArrays:
     about: Tokens
 
 
+def downloads_folder() -> Path:
+    """Return the user's own folder for downloaded shards, in the system's temporary folder."""
+    return Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
+
+
 def open_tokens(
     store: Store, fingerprint: str, *, cache: Path | None = None, window: int = 0, cache_gib: float | None = None
 ) -> TokenArrays:
@@ -130,7 +135,7 @@ def open_tokens(
     changed.
 
     Args:
-        cache: folder of downloads; default: the user's own folder in the system's temporary folder.
+        cache: folder of downloads; default: `downloads_folder()`.
         cache_gib: as `data.cache_gib`.
     """
     shards = store.sub(tokens_prefix(fingerprint))
@@ -138,7 +143,7 @@ def open_tokens(
     if about is None:
         raise DataError(f"{shards.uri} holds no complete token shards; fix: prepare them again with the same data")
     dtype = dtype_of(about.vocab_size)
-    cache = cache or Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
+    cache = cache or downloads_folder()
     room, arrays = math.inf if cache_gib is None else cache_gib * 2**30, dict[str, Any]()
     tokens = {"held_out": about.held_out_tokens, "train": about.train_tokens}  # the small one first
     for name, count in tokens.items():

@@ -45,6 +45,12 @@ class FailingServer:
         }
         return boto3.client("s3", **{**settings, **changes})
 
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make it the S3 of this process and its children, by environment variables."""
+        given = {"ACCESS_KEY_ID": self.access_key, "SECRET_ACCESS_KEY": self.secret_key, "REGION": self.region}
+        for name, value in {**given, "ENDPOINT_URL_S3": self.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+
     def new_bucket(self, **conduct: Any) -> str:
         """The name of a new, empty bucket that behaves so."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
