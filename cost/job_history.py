@@ -19,19 +19,11 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
+import ebbflow.infra.events as ev
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.timeline import compute_rate
 from ebbflow.infra.errors import InfraError, ObjectNotFound
-from ebbflow.infra.events import (
-    FAULT_INJECTED,
-    GENERATION_STARTED,
-    NODE_STARTED,
-    NOTICE,
-    PLAN,
-    STEP,
-    EndReason,
-    Event,
-)
+from ebbflow.infra.events import EndReason, Event
 from ebbflow.infra.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.infra.notices import RECLAIMS
 from ebbflow.infra.reliability import GammaHazard
@@ -105,7 +97,7 @@ class JobMeasurements:
 def summarize_job(events: Sequence[Event]) -> JobMeasurements:
     """Build a job's record from its events, in any order. A generation belongs to the last plan before its start."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
+    plans = [event for event in ordered if event.name == ev.PLAN and event.data.get("chosen")]
     stays: list[PoolStay] = []
     speeds, last_run = [], ""
     for generation in read_generations(ordered).values():
@@ -136,14 +128,14 @@ def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequen
     expired. Either no machine was taken away, or an earlier generation received the same notice and already counts as
     reclaimed.
     """
-    machine = next((event.data for event in events if event.name == NODE_STARTED), {})
+    machine = next((event.data for event in events if event.name == ev.NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
-    notices = [event.data for event in events if event.name == NOTICE and event.data.get("does") != "wait"]
+    notices = [event.data for event in events if event.name == ev.NOTICE and event.data.get("does") != "wait"]
     noticed = any(data.get("action") in RECLAIMS for data in notices)
-    waited = any(event.name == NOTICE and event.data.get("does") == "wait" for event in events)
+    waited = any(event.name == ev.NOTICE and event.data.get("does") == "wait" for event in events)
     lost = generation.reason in (EndReason.NODE_LOST, None) and not (waited and not any(e.rank >= 0 for e in events))
-    rehearsed = any(event.name == FAULT_INJECTED for event in events)
+    rehearsed = any(event.name == ev.FAULT_INJECTED for event in events)
     return PoolStay(
         instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
@@ -159,7 +151,7 @@ def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequen
 def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> MeasuredSpeed | None:
     fingerprint = plan.get("fingerprint")
     first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
-    steps = [event for event in events if event.name == STEP and event.rank == first_rank]
+    steps = [event for event in events if event.name == ev.STEP and event.rank == first_rank]
     rates = (compute_rate(event, "tokens") for event in steps[_WARM_UP_STEPS:])
     speeds = [speed for speed in rates if speed is not None]
     if fingerprint is None or len(speeds) < 2 * _STRETCHES:
@@ -180,12 +172,12 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
     """Return the instance type that the first node reported. If it reported none, return the planned type."""
-    told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
+    told = (event.data.get("instance_type") for event in events if event.name == ev.NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
 
 def _started(events: Sequence[Event], key: str, planned: int) -> int:
-    started = next((event.data.get(key) for event in events if event.name == GENERATION_STARTED), None)
+    started = next((event.data.get(key) for event in events if event.name == ev.GENERATION_STARTED), None)
     return int(started or planned)
 
 

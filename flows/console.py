@@ -24,24 +24,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import ebbflow.infra.events as ev
 from ebbflow.flows.remote import option_values, requested_backend
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import (
-    BUDGET,
-    COMMIT,
-    COMMIT_FAILED,
-    FAULT_DETECTED,
-    FAULT_INJECTED,
-    GENERATION_ENDED,
-    GENERATION_STARTED,
-    GUARD,
-    NOTICE,
-    OUTCOME,
-    PLACED,
-    STEP,
-    Event,
-    LogFollower,
-)
+from ebbflow.infra.events import Event, LogFollower
 from ebbflow.infra.launchers import claim_of_parent
 from ebbflow.infra.layout import PLAN_KEY, job_prefix, make_local_folder
 from ebbflow.infra.store import Store
@@ -282,36 +268,36 @@ class RunView:
 
     def _happened(self, event: Event) -> None:
         data, at = event.data, "" if event.step is None else f" at step {event.step:,}"
-        if event.name == STEP:
+        if event.name == ev.STEP:
             self._stepped(event)
-        elif event.name == COMMIT:
+        elif event.name == ev.COMMIT:
             self._training.commit = event.step
-        elif event.name == COMMIT_FAILED:
+        elif event.name == ev.COMMIT_FAILED:
             self.say(f"! commit of step {event.step} failed: {data.get('message')}")
-        elif event.name == NOTICE:
+        elif event.name == ev.NOTICE:
             left = data.get("seconds_left")
             within = "" if left is None else f", {left:.0f} s left"
             self.say(
                 f"! notice to node {event.node}: {data.get('source')} {data.get('action')}{within}: {data.get('does')}"
             )
-        elif event.name == FAULT_INJECTED:
+        elif event.name == ev.FAULT_INJECTED:
             self.say(f"! rehearsal{at}: {data.get('kind')} of {data.get('target')}")
-        elif event.name in (FAULT_DETECTED, GENERATION_ENDED) and data.get("culprit"):
+        elif event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED) and data.get("culprit"):
             usd = data.get("usd_lost")
             lost = "" if usd is None else f"; ${usd:.4f} of work since the last commit is lost"
             if event.generation not in self._failed:
                 self.say(f"✗ {data['culprit']}: {str(data.get('reason')).replace('_', ' ')}{lost}")
                 self._failed.add(event.generation)
                 self._incident = event
-        elif event.name == OUTCOME:
+        elif event.name == ev.OUTCOME:
             self._outcome = str(data.get("outcome"))
-        elif event.name == GENERATION_STARTED and event.generation > 1:
+        elif event.name == ev.GENERATION_STARTED and event.generation > 1:
             self.say(f"› generation {event.generation} starts from step {data.get('parent_step') or 0:,}")
-        elif event.name == GUARD:
+        elif event.name == ev.GUARD:
             self.say(f"! guard{at}: {data.get('action')}: {data.get('reason')}")
-        elif event.name == BUDGET:
+        elif event.name == ev.BUDGET:
             self.say(f"! budget: {data['threshold']:.0%} of ${data['budget_usd']:.2f} is spent")
-        elif event.name == PLACED:
+        elif event.name == ev.PLACED:
             self.say(f"› attempt {data.get('attempt')}: {data.get('why')}")
 
     def _stepped(self, event: Event) -> None:

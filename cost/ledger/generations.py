@@ -9,19 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ebbflow.infra.events as ev
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
-    COMMIT,
-    GENERATION_ENDED,
-    GENERATION_STARTED,
-    NODE_STARTED,
-    OUTCOME,
-    PHASE,
-    RESTORE,
-    STEP,
-    EndReason,
-    Event,
-)
+from ebbflow.infra.events import EndReason, Event
 from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.layout import parse_commit_key
 
@@ -94,20 +84,20 @@ def find_later_refusal(events: Sequence[Event]) -> Event | None:
 
 def _final_outcomes(events: Sequence[Event]) -> list[Event]:
     """Return the newest generation's `outcome` events, and any later `outcome` events that steps of the flow wrote."""
-    started = [event for event in events if event.name == GENERATION_STARTED]
+    started = [event for event in events if event.name == ev.GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
     since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)
     return [
         event
         for event in events
-        if event.name == OUTCOME
+        if event.name == ev.OUTCOME
         and (newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since))
     ]
 
 
 def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> RecordedGeneration:
-    ended = find_last(events, GENERATION_ENDED)
-    outcome = find_last(events, OUTCOME)
+    ended = find_last(events, ev.GENERATION_ENDED)
+    outcome = find_last(events, ev.OUTCOME)
     data: dict[str, Any] = {} if ended is None else ended.data
     reason = data.get("reason")
     if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
@@ -151,25 +141,25 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
     This is the step of the generation's last commit; infinity if the generation completed or is running.
     """
-    outcome = find_last(events, OUTCOME)
-    ended = find_last(events, GENERATION_ENDED)
+    outcome = find_last(events, ev.OUTCOME)
+    ended = find_last(events, ev.GENERATION_ENDED)
     completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
     completed = completed or (ended is not None and ended.data.get("reason") == Outcome.COMPLETED)
     if completed or running:
         return math.inf
-    commits = [event.step for event in events if event.name == COMMIT and event.step is not None]
+    commits = [event.step for event in events if event.name == ev.COMMIT and event.step is not None]
     return float(max(commits, default=_find_parent_step(events)))
 
 
 def _find_parent_step(events: list[Event]) -> int:
     """Return the step that the generation restored. If newer commits were corrupt, this step is older than planned."""
-    restored = find_last(events, RESTORE)
+    restored = find_last(events, ev.RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
-    started = find_last(events, GENERATION_STARTED)
+    started = find_last(events, ev.GENERATION_STARTED)
     if started is not None:
         return int(started.data.get("parent_step") or 0)
-    steps = [event.step for event in events if event.name == STEP and event.step is not None]
+    steps = [event.step for event in events if event.name == ev.STEP and event.step is not None]
     return min(steps, default=1) - 1  # no start was recorded: assume that it began before its first step
 
 
@@ -180,8 +170,8 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
     commit's step.
     """
     events = by_number[number]
-    source = find_last(events, RESTORE) or find_last(events, GENERATION_STARTED)
-    key = None if source is None else source.data.get("key" if source.name == RESTORE else "parent")
+    source = find_last(events, ev.RESTORE) or find_last(events, ev.GENERATION_STARTED)
+    key = None if source is None else source.data.get("key" if source.name == ev.RESTORE else "parent")
     older = [other for other in by_number if other < number]
     if key:
         try:
@@ -191,7 +181,7 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
         if parent in older:
             return parent
     step = _find_parent_step(events)
-    reached = [other for other in older if any(e.name == STEP and e.step == step for e in by_number[other])]
+    reached = [other for other in older if any(e.name == ev.STEP and e.step == step for e in by_number[other])]
     return max(reached, default=None)
 
 
@@ -204,9 +194,9 @@ def proves_generation(event: Event) -> bool:
 
     A node's heartbeats and its `node_ended` event are no proof.
     """
-    return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
+    return event.rank >= 0 or event.name in (ev.GENERATION_STARTED, ev.GENERATION_ENDED, ev.NODE_STARTED)
 
 
 def accounts_for_time(event: Event) -> bool:
     """Return whether the event records how a rank spent an interval of its time, as `phase` and `step` events do."""
-    return event.rank >= 0 and event.name in (PHASE, STEP)
+    return event.rank >= 0 and event.name in (ev.PHASE, ev.STEP)

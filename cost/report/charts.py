@@ -13,25 +13,13 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
+import ebbflow.infra.events as ev
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 from ebbflow.cost.report.figures import find_peaks, read_number
-from ebbflow.infra.events import (
-    COMMIT,
-    CONFIGURED,
-    EVALUATION,
-    FAULT_DETECTED,
-    GENERATION_ENDED,
-    NODE_HEARTBEAT,
-    NODE_STARTED,
-    PLAN,
-    PRICES,
-    STEP,
-    Event,
-    LedgerClass,
-)
+from ebbflow.infra.events import Event, LedgerClass
 
 LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
@@ -66,7 +54,7 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
         - lanes: One lane per node and generation: machine, price, dollars, and segments (start, end, class).
         - ranks: Figures of each rank (`_ranks`), the slowest rank first.
     """
-    origin = min((event.t_wall for event in events if event.name != PRICES), default=0.0)
+    origin = min((event.t_wall for event in events if event.name != ev.PRICES), default=0.0)
     spent = _SpendCurve(ledger, origin)
     kept = find_kept_steps(events, generations)
     steps = [one.step for one in kept]
@@ -96,15 +84,15 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume the current price, and
     the speed of the last 200 plotted steps of the newest generation. They are None unless the job is running.
     """
-    plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), {})
-    settings = next((event.data["settings"] for event in reversed(events) if event.name == CONFIGURED), [])
+    plan = next((event.data for event in reversed(events) if event.name == ev.PLAN and event.data.get("chosen")), {})
+    settings = next((event.data["settings"] for event in reversed(events) if event.name == ev.CONFIGURED), [])
     known = {row["key"]: row.get("value") for row in settings}
     # A script takes as many steps as its code says; the plan knows them if they were measured.
     total = plan.get("steps") if known.get("script") else known.get("training.max_steps") or plan.get("steps")
     total = total if isinstance(total, int) else None
     columns, spent = charts["steps"], float(ledger.total_usd)
     done = int(columns["step"][-1]) if columns["step"] else 0
-    committed = max((event.step or 0 for event in events if event.name == COMMIT), default=0)
+    committed = max((event.step or 0 for event in events if event.name == ev.COMMIT), default=0)
     gang, rate = _newest_gang(ledger)
     found = {
         "step": done,
@@ -119,8 +107,10 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     paces = sorted(
         (late - early) / (after - before) for (early, before), (late, after) in pairwise(recent) if after > before
     )
-    ended = max((event.generation for event in events if event.name in (FAULT_DETECTED, GENERATION_ENDED)), default=0)
-    silent = max((event.t_wall for event in events if event.name == NODE_HEARTBEAT), default=0.0)
+    ended = max(
+        (event.generation for event in events if event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED)), default=0
+    )
+    silent = max((event.t_wall for event in events if event.name == ev.NODE_HEARTBEAT), default=0.0)
     silent -= charts["origin_utc"] + (recent[-1][0] if recent else 0.0)  # since the newest step
     if not paces or not running or (gang[0].node.generation <= ended and done != total):
         return found  # after the loss of a generation, nobody knows when the next one steps
@@ -191,7 +181,7 @@ def find_kept_steps(events: Sequence[Event], generations: dict[int, RecordedGene
     """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
     latest: dict[int, Event] = {}
     for event in events:
-        if event.name != STEP or event.step is None or event.generation not in generations:
+        if event.name != ev.STEP or event.step is None or event.generation not in generations:
             continue
         known = latest.get(event.step)
         if known is None or (-event.generation, event.rank) < (-known.generation, known.rank):
@@ -284,7 +274,7 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
     found: dict[int, tuple[float, float]] = {}
     for event in events:
         value = (
-            read_number((event.data.get("metrics") or {}).get("held_out_loss")) if event.name == EVALUATION else None
+            read_number((event.data.get("metrics") or {}).get("held_out_loss")) if event.name == ev.EVALUATION else None
         )
         if value is not None and event.step is not None:
             found[event.step] = event.t_wall - origin, value
@@ -293,7 +283,7 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
 
 
 def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
-    found = {event.step: event.data for event in events if event.name == EVALUATION and event.step is not None}
+    found = {event.step: event.data for event in events if event.name == ev.EVALUATION and event.step is not None}
     rows = [
         {"step": step, "metrics": {str(name): read_number(value) for name, value in data.get("metrics", {}).items()}}
         for step, data in sorted(found.items())[-_MOST_EVALUATIONS:]
@@ -304,7 +294,7 @@ def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
 
 def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
     """Average the machine figures in the heartbeats of all nodes, such as the GPU load, per bucket of time."""
-    beats = [event for event in events if event.name == NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
+    beats = [event for event in events if event.name == ev.NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
     if not beats:
         return {}
     start, end = beats[0].t_wall, max(beat.t_wall for beat in beats)
@@ -331,7 +321,7 @@ def _marks(
     commits = [
         {**place(event.t_wall - origin), "step": event.step, "kind": "commit", "text": f"commit of step {event.step:,}"}
         for event in events
-        if event.name == COMMIT and event.step is not None
+        if event.name == ev.COMMIT and event.step is not None
     ]
     found = _spread(commits, _MOST_MARKS)
     starts = []
@@ -347,7 +337,7 @@ def _marks(
     bad = {
         event.step: {**place(event.t_wall - origin), "step": event.step}
         for event in events
-        if event.name == STEP and "loss" in event.data and read_number(event.data["loss"]) is None
+        if event.name == ev.STEP and "loss" in event.data and read_number(event.data["loss"]) is None
     }
     found += [
         {**one, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
@@ -414,17 +404,17 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     step, rank 0 therefore records the rank with the longest own time, the ratio of this time to the median of the other
     ranks, and the seconds beyond this median. All ranks wait these seconds; `lost_seconds` is their sum.
     """
-    newest = max((event.generation for event in events if event.name == STEP), default=0)
+    newest = max((event.generation for event in events if event.name == ev.STEP), default=0)
     mine = [event for event in events if event.generation == newest and event.rank >= 0]
     hosts: dict[int, tuple[int, str]] = {}
     memory: dict[int, float] = {}
     for event in events:
         if event.generation != newest:
             continue
-        if event.name == NODE_STARTED:
+        if event.name == ev.NODE_STARTED:
             host = event.data.get("instance_id") or event.data.get("host") or ""
             hosts |= {rank: (event.node, str(host)) for rank in event.data.get("ranks") or []}
-        elif event.name == NODE_HEARTBEAT and (used := read_number(event.data.get("resident_bytes"))):
+        elif event.name == ev.NODE_HEARTBEAT and (used := read_number(event.data.get("resident_bytes"))):
             memory[event.node] = used
     slowest: Counter[int] = Counter()
     counted: Counter[int] = Counter()
@@ -438,7 +428,7 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     steps: dict[int, int] = {}
     for event in mine:
         last[event.rank] = max(last.get(event.rank, 0.0), event.t_wall)
-        if event.name != STEP:
+        if event.name != ev.STEP:
             continue
         steps[event.rank] = max(steps.get(event.rank, 0), event.step or 0)
         parts = event.data.get("seconds") or {}

@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+import ebbflow.infra.events as ev
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.ledger.bills import NodeBill, compute_bills, count_machines
@@ -14,26 +15,7 @@ from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    BUDGET,
-    COMMIT,
-    COMMIT_FAILED,
-    COMMIT_SKIPPED,
-    EVALUATION,
-    INTERVAL,
-    NETWORK,
-    NODE_STARTED,
-    PEAK,
-    PLAN,
-    PREFLIGHT,
-    PREPARED,
-    PRICES,
-    PROFILE,
-    STEP,
-    Event,
-    LedgerClass,
-)
+from ebbflow.infra.events import Event, LedgerClass
 from ebbflow.infra.grouping import group_by_key, sum_by_key
 
 _WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
@@ -61,21 +43,21 @@ def compute_actual_figures(
         - goodput: Share of the paid rank-seconds that was spent in useful steps.
         - learning_rate: The highest learning rate of all steps.
     """
-    executed = [event for event in events if event.name == STEP and event.step and event.generation in generations]
+    executed = [event for event in events if event.name == ev.STEP and event.step and event.generation in generations]
     kept = [event for event in executed if generations[event.generation].keeps(event.step or 0)]
-    prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
+    prepared = next((event.data for event in reversed(events) if event.name == ev.PREPARED), {})
     entropy = read_number(prepared.get("unigram_entropy_nats"))
-    metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION]
+    metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == ev.EVALUATION]
     rollouts = read_number((metrics[0] if metrics else {}).get("rollouts"))
     held_out = next((read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
-    times = [event.t_wall for event in events if event.name != PRICES] or [0.0]  # prices may be recorded much later
+    times = [event.t_wall for event in events if event.name != ev.PRICES] or [0.0]  # prices may be recorded much later
     useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
     return {
         "wall_hours": (max(times) - min(times)) / 3600,
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(compute_rate(event, "tokens") for event in kept),
         **_compute_mfu(events, kept),
-        "learning_rate": max(_numbers(events, STEP, "learning_rate"), default=None),
+        "learning_rate": max(_numbers(events, ev.STEP, "learning_rate"), default=None),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
@@ -84,8 +66,8 @@ def compute_actual_figures(
         "metrics": {str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()},
         "usd_per_1000_rollouts": float(ledger.total_usd) * 1000 / rollouts if rollouts else None,
         "network": _compare_networks(events),
-        "profile": next((one.data["lines"] for one in events[::-1] if (one.name, one.rank) == (PROFILE, 0)), None),
-        "commits": len({event.data.get("key", event.step) for event in events if event.name == COMMIT}),
+        "profile": next((one.data["lines"] for one in events[::-1] if (one.name, one.rank) == (ev.PROFILE, 0)), None),
+        "commits": len({event.data.get("key", event.step) for event in events if event.name == ev.COMMIT}),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
         "goodput": useful / ledger.paid_microseconds if ledger.paid_microseconds else None,
@@ -113,7 +95,7 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     for bill in compute_bills(ordered, generations).nodes:
         curve, ranks = bill.curve, len(bill.node.ranks)
         for event in (event for mine in bill.node.events.values() for event in mine):
-            if event.name == STEP and event.step is not None:
+            if event.name == ev.STEP and event.step is not None:
                 seconds = sum(event.data.get("seconds", {}).values())
                 wall = bill.node.started_wall + event.t_mono - bill.node.start
                 usd = float(curve.price_at(wall)) / 3600 / ranks * seconds
@@ -162,9 +144,9 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     dtypes: dict[tuple[str, int, int, int], str] = {}
     for event in events:
         node = event.run, event.attempt, event.generation, event.node
-        if event.name == NODE_STARTED:
+        if event.name == ev.NODE_STARTED:
             machines[node] = event.data.get("instance_id") or event.data.get("host") or ""
-        elif event.name == PEAK:
+        elif event.name == ev.PEAK:
             peaks.setdefault(node, {})[event.rank] = read_number(event.data.get("flops_per_second")) or 0.0
             dtypes[node] = str(event.data.get("dtype"))
     keys = {node: (machines.get(node) or node[-1], dtypes[node], len(ranks)) for node, ranks in peaks.items()}
@@ -181,15 +163,15 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
     the estimate of that share. It is the mean of the predictions that the job made whenever it computed the checkpoint
     interval. Unknown figures are None.
     """
-    predicted = _numbers(events, INTERVAL, "predicted_loss")
+    predicted = _numbers(events, ev.INTERVAL, "predicted_loss")
     classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
     lost = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class in classes)
     return {
-        "skipped": sum(event.name == COMMIT_SKIPPED for event in events),
-        "failed": len({(event.generation, event.step) for event in events if event.name == COMMIT_FAILED}),
-        "stall_seconds": _median(_numbers(events, COMMIT, "stall_seconds")),
-        "durable_seconds": _median(_numbers(events, COMMIT, "seconds")),
-        "interval_seconds": _median(_numbers(events, INTERVAL, "seconds")),
+        "skipped": sum(event.name == ev.COMMIT_SKIPPED for event in events),
+        "failed": len({(event.generation, event.step) for event in events if event.name == ev.COMMIT_FAILED}),
+        "stall_seconds": _median(_numbers(events, ev.COMMIT, "stall_seconds")),
+        "durable_seconds": _median(_numbers(events, ev.COMMIT, "seconds")),
+        "interval_seconds": _median(_numbers(events, ev.INTERVAL, "seconds")),
         "predicted_loss": fmean(predicted) if predicted else None,
         "actual_loss": lost / ledger.paid_microseconds if ledger.paid_microseconds else None,
     }
@@ -197,7 +179,7 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
 
 def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
     """Return the newest network probe; its key `before` has the medians of earlier probes. None without probes."""
-    probes = [event.data for event in events if event.name == NETWORK]
+    probes = [event.data for event in events if event.name == ev.NETWORK]
     if not probes:
         return None
     *before, last = probes
@@ -257,18 +239,18 @@ def compute_money_figures(
             for cause, kind, micros, usd in ledger.cells
         ],
         "hindsight": compute_hindsight(events, generations, ledger),
-        "thresholds": sorted({event.data["threshold"] for event in events if event.name == BUDGET}),
+        "thresholds": sorted({event.data["threshold"] for event in events if event.name == ev.BUDGET}),
         "instances": sorted({bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}),
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
         "price_changes": sum(node.started_wall < at < node.ended_wall for node, at in changes),
         "prices": _sum_by_price(ledger),
         "attempts": _compute_attempt_figures(events, ledger),
-        "light_steps_away": any(event.data.get("sent_away") for event in events if event.name == PREFLIGHT),
+        "light_steps_away": any(event.data.get("sent_away") for event in events if event.name == ev.PREFLIGHT),
     }
 
 
 def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
-    plan = next((event.data for event in events if event.name == PLAN and event.data.get("chosen")), None)
+    plan = next((event.data for event in events if event.name == ev.PLAN and event.data.get("chosen")), None)
     if plan is None:
         return None
     chosen = plan["chosen"]
@@ -305,7 +287,7 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
     and its dollars in the ledger. `ended` is the cause of its end, empty while unknown. `reason` is the text that Batch
     gave.
     """
-    last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
+    last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == ev.BATCH_ATTEMPT}
     bills = (*ledger.nodes, *ledger.unreported)
     paid = sum_by_key((bill.job.job_id, bill.usd) for bill in bills if bill.job is not None)
     found = []
@@ -365,7 +347,7 @@ def compute_hindsight(
         Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid work, or if no
         recorded pool could do the work.
     """
-    plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
+    plan = next((event.data for event in reversed(events) if event.name == ev.PLAN and event.data.get("chosen")), None)
     if plan is None or not ledger.nodes:
         return None
     newest = ledger.nodes[-1].node.generation
@@ -451,7 +433,7 @@ def _add_quotes(
     The ledger uses the quotes of all plans too. If this function used only the newest plan's quotes, the higher prices
     of earlier plans would appear as regret.
     """
-    plans = (event for event in events if event.name == PLAN and event.data.get("chosen"))
+    plans = (event for event in events if event.name == ev.PLAN and event.data.get("chosen"))
     quoted = group_by_key(
         (pool, (event.t_wall, usd)) for event in plans for pool, usd in _read_quotes(event.data).items()
     )

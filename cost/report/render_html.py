@@ -17,26 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
-from ebbflow.cost.report.figure_text import (
-    ATTEMPT_HEADER,
-    GENERATION_HEADER,
-    LEDGER_HEADER,
-    PLACE_HEADER,
-    describe_damage,
-    describe_finding,
-    explain_figures,
-    format_attempt_rows,
-    format_cause_rows,
-    format_comparison_rows,
-    format_configuration_rows,
-    format_failures,
-    format_generation_rows,
-    format_key_figures,
-    format_ledger_rows,
-    format_placement_rows,
-    get_comparison_header,
-    get_weight_unit,
-)
+from ebbflow.cost.report import figure_text
 from ebbflow.cost.report.render_svg import list_figures, render_chart
 from ebbflow.cost.report.render_text import (
     JOB_HEADER,
@@ -220,17 +201,22 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
         _timeline(report),
         _money(report),
         _table_section(
-            "plan", "Plan against actual", ("figure", *get_comparison_header(report)[1:]), _plan_rows(report)
+            "plan",
+            "Plan against actual",
+            ("figure", *figure_text.get_comparison_header(report)[1:]),
+            _plan_rows(report),
         ),
         _attempts(report),
-        _table_section("generations", "Generations", GENERATION_HEADER, format_generation_rows(report)),
+        _table_section(
+            "generations", "Generations", figure_text.GENERATION_HEADER, figure_text.format_generation_rows(report)
+        ),
         _ranks(report),
         _events(report),
         _configuration(report, earlier),
         _environment(report),
         _comparison(report, earlier),
-        _section("all", "All figures", _definitions(format_key_figures(report))),
-        _section("trust", "How far to trust this", _list(explain_figures(report))),
+        _section("all", "All figures", _definitions(figure_text.format_key_figures(report))),
+        _section("trust", "How far to trust this", _list(figure_text.explain_figures(report))),
     ]
     text = json.dumps(without_nan(data), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return "".join(sections), text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -241,7 +227,7 @@ def _header(report: RunReport, verdict: str) -> str:
     title, more = describe_title(report)
     small = f" <small>{escape(more)}</small>" if more else ""
     state = escape(report.state.replace("_", " "))
-    damaged = "".join(f'<p class="message">{escape(line)}</p>' for line in describe_damage(report)[:1])
+    damaged = "".join(f'<p class="message">{escape(line)}</p>' for line in figure_text.describe_damage(report)[:1])
     return (
         f'<header id="header"><h1>{escape(title)}{small}</h1>'
         f'<p class="badge {tone}">{state}<span id="age"></span></p>'
@@ -282,10 +268,10 @@ def _failure(report: RunReport) -> str:
             _EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(name, value) for name, value in known.items()
         }
         evidence = _definitions(named) if named else ""
-        lines = format_failures(report)
+        lines = figure_text.format_failures(report)
         listed = _list(lines[:_MOST_EVENTS])
         parts.append(evidence + listed if len(lines) > 1 else listed + evidence)
-        if finding := describe_finding(report):
+        if finding := figure_text.describe_finding(report):
             parts.append(f'<p id="finding"><b>Diagnosis:</b> {escape(finding)}</p>')
         place = ""
         if stack := report.events.get("stack"):
@@ -334,7 +320,7 @@ def _evaluations(report: RunReport) -> str:
     """Render a workload's metrics per evaluation, and its pictures as images, in which scripts do not run."""
     found = report.charts.get("evaluations") or {}
     rows, pictures = found.get("rows") or [], found.get("pictures") or {}
-    if get_weight_unit(report) == "tokens" and not pictures:
+    if figure_text.get_weight_unit(report) == "tokens" and not pictures:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     cells = [(str(row["step"]), *(format_number(row["metrics"].get(name)) for name in names)) for row in rows]
@@ -395,9 +381,11 @@ def _keys(kinds: Sequence[str]) -> str:
 def _money(report: RunReport) -> str:
     """Render one bar per cause of cost, divided by class of paid time. The ledger's table explains the colours."""
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
-    ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
+    ledger = render_html_table(
+        figure_text.LEDGER_HEADER, figure_text.format_ledger_rows(report), colours=colours, total=True
+    )
     cells = group_by_key((str(cell["cause"]), cell) for cell in report.money.get("cells") or [])
-    rows, causes = format_cause_rows(report), report.money.get("causes") or []
+    rows, causes = figure_text.format_cause_rows(report), report.money.get("causes") or []
     widest = max((cause["rank_seconds"] for cause in causes), default=0.0) or 1.0
     bars = []
     for (name, seconds, share, usd), cause in zip(rows, causes, strict=False):
@@ -414,7 +402,8 @@ def _money(report: RunReport) -> str:
             f'<b>{escape(usd)}<br><small class="quiet">{escape(share)}</small></b></div>'
         )
     total = f'<div class="cause"><strong>total</strong><span></span><b>{escape(rows[-1][3])}</b></div>' if rows else ""
-    table = f'<h3>By class of time</h3>{ledger}<p class="quiet">{escape(format_key_figures(report)["prices"])}</p>'
+    prices = escape(figure_text.format_key_figures(report)["prices"])
+    table = f'<h3>By class of time</h3>{ledger}<p class="quiet">{prices}</p>'
     return _section("money", "Where the money went", "".join(bars) + total + table)
 
 
@@ -425,7 +414,7 @@ def _cell_text(cell: dict[str, Any]) -> str:
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
     """Return rows that compare plan and run. For an ended job, add the parts of the difference in dollars."""
-    rows = [*format_comparison_rows(report)]
+    rows = [*figure_text.format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows
     others = [one for one in report.money.get("causes") or [] if one["cause"] != "useful work"]
@@ -502,7 +491,7 @@ def _events(report: RunReport) -> str:
 def _configuration(report: RunReport, earlier: Sequence[RunReport]) -> str:
     if not report.configuration:
         return ""
-    chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
+    chosen, defaults = (figure_text.format_configuration_rows(report, defaults=each) for each in (False, True))
     header = ("key", "value", "source")
     folded = (
         f'<details id="defaults"><summary>{format_count(len(defaults), "default")}</summary>'
@@ -558,8 +547,12 @@ def _attempts(report: RunReport) -> str:
     attempts = report.money.get("attempts") or []
     if not attempts:
         return ""
-    figures = render_html_table(ATTEMPT_HEADER, format_attempt_rows(attempts))
-    return _section("attempts", "Attempts", figures + render_html_table(PLACE_HEADER, format_placement_rows(attempts)))
+    figures = render_html_table(figure_text.ATTEMPT_HEADER, figure_text.format_attempt_rows(attempts))
+    return _section(
+        "attempts",
+        "Attempts",
+        figures + render_html_table(figure_text.PLACE_HEADER, figure_text.format_placement_rows(attempts)),
+    )
 
 
 def _table_section(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

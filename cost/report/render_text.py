@@ -8,25 +8,7 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any, NamedTuple
 
 from ebbflow.cost.amounts import format_number, format_percent, format_usd, usd_decimals
-from ebbflow.cost.report.figure_text import (
-    ATTEMPT_HEADER,
-    CAUSE_HEADER,
-    GENERATION_HEADER,
-    describe_finding,
-    explain_figures,
-    format_attempt_rows,
-    format_cause_rows,
-    format_comparison_rows,
-    format_failures,
-    format_generation_rows,
-    format_key_figures,
-    format_ledger_rows,
-    format_placement_rows,
-    format_pool,
-    get_comparison_header,
-    get_final_loss,
-    shorten,
-)
+from ebbflow.cost.report import figure_text
 from ebbflow.cost.report.report import RunReport
 from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict, script_command
 from ebbflow.infra.errors import Outcome
@@ -130,33 +112,34 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     Args:
         program: Shell command that runs `ebbflow`. The report shows it in the command that continues the job.
     """
-    figures = format_key_figures(report)
+    figures = figure_text.format_key_figures(report)
     sections = [
         [f"{name:<{max(map(len, figures))}}  {value}" for name, value in figures.items() if name != "job"],
         format_table(
-            format_ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")
+            figure_text.format_ledger_rows(report),
+            ("where the paid time went", "rank-seconds", "share", "USD", "figure"),
         ),
     ]
-    if causes := format_cause_rows(report):
-        sections.append(format_table(causes, CAUSE_HEADER))
-    if compared := format_comparison_rows(report):
-        sections.append(format_table(compared, get_comparison_header(report)))
+    if causes := figure_text.format_cause_rows(report):
+        sections.append(format_table(causes, figure_text.CAUSE_HEADER))
+    if compared := figure_text.format_comparison_rows(report):
+        sections.append(format_table(compared, figure_text.get_comparison_header(report)))
     if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
-        sections.append(format_table(format_attempt_rows(attempts), ATTEMPT_HEADER))
-        placed = map(": ".join, format_placement_rows(attempts))
+        sections.append(format_table(figure_text.format_attempt_rows(attempts), figure_text.ATTEMPT_HEADER))
+        placed = map(": ".join, figure_text.format_placement_rows(attempts))
         sections.append(["where each attempt was placed, and why:", *_wrapped([*placed])])
-    if started := format_generation_rows(report):
+    if started := figure_text.format_generation_rows(report):
         sections.append(_generations(started))
-    if found := format_failures(report):
+    if found := figure_text.format_failures(report):
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
-        listed += [f"diagnosis: {finding}"] if (finding := describe_finding(report)) else []
+        listed += [f"diagnosis: {finding}"] if (finding := figure_text.describe_finding(report)) else []
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
     if slow := describe_slowest_rank(report, if_slow=True):
         sections.append(_wrapped([slow]))
     if message := report.events.get("message"):
         sections.append(_wrapped([f"message: {one_line(message)}"]))
-    sections.append(["how far to trust this:", *_wrapped(explain_figures(report))])
+    sections.append(["how far to trust this:", *_wrapped(figure_text.explain_figures(report))])
     if following := suggest_next_step(report, program=program):
         sections.append([*_wrapped([f"{following.explanation}:"]), f"  {following.command}"])
     title = f"report of job {figures['job']}"
@@ -181,11 +164,11 @@ def render_closing(
         notes: Further lines, such as the verdict of a rehearsal.
         width: Columns to wrap at. Commands are never wrapped.
     """
-    figures, following = format_key_figures(report), suggest_next_step(report, program=program)
+    figures, following = figure_text.format_key_figures(report), suggest_next_step(report, program=program)
     mark = "✓" if report.outcome is Outcome.COMPLETED else "✗"
     verdict, message = render_verdict(report), one_line(report.events.get("message") or "")
     lines = [f"{mark} {verdict}", *notes]
-    failures, completed = format_failures(report), report.outcome is Outcome.COMPLETED
+    failures, completed = figure_text.format_failures(report), report.outcome is Outcome.COMPLETED
     if len(failures) > 1 or completed:  # else it is in the verdict
         name = "survived" if completed else "cause"
         lines += [f"  {name:<9} {failure}" for failure in failures[:2]]
@@ -263,11 +246,11 @@ def format_table(
 def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format the newest generations as a table. Names of culprits are shortened to fit on one line."""
     more = len(rows) - _LISTED_GENERATIONS
-    *names, last = GENERATION_HEADER
+    *names, last = figure_text.GENERATION_HEADER
     shown = rows[-_LISTED_GENERATIONS:]
-    lines = format_table([[*row[:-2], shorten(row[-2], _LONGEST_END)] for row in shown], names)
+    lines = format_table([[*row[:-2], figure_text.shorten(row[-2], _LONGEST_END)] for row in shown], names)
     left = WIDTH - 2 - len(lines[0]) - 2
-    culprits = [last, "─" * left, *(shorten(row[-1], left) for row in shown)]
+    culprits = [last, "─" * left, *(figure_text.shorten(row[-1], left) for row in shown)]
     table = [f"{line}  {culprit}" for line, culprit in zip(lines, culprits, strict=True)]
     return table + ([f"… and {more} earlier ones"] if more > 0 else [])
 
@@ -300,7 +283,7 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
         "owner": one_line(money.get("owner") or ""),
         "project": one_line(money.get("project") or ""),
         "outcome": report.state,
-        "pool": one_line(format_pool(report.plan)),
+        "pool": one_line(figure_text.format_pool(report.plan)),
         "price_kind": one_line(actual.get("price_kind") or ""),
         "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),  # compute alone, like total_usd
         "total_usd": report.total_usd,
@@ -312,7 +295,7 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
         "interruptions": report.interruptions,
         "failures": report.failures,
         "redone_steps": report.redone_steps,
-        "final_loss": get_final_loss(report),
+        "final_loss": figure_text.get_final_loss(report),
     }
     return {name: known.get(name, actual.get(name)) for name in JOB_COLUMNS}
 
@@ -352,9 +335,9 @@ def describe_price_kinds(reports: Sequence[RunReport]) -> str:
 
 def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:
     return (
-        shorten(row["job"], _LONGEST_NAME),
+        figure_text.shorten(row["job"], _LONGEST_NAME),
         row["outcome"],
-        shorten(row["pool"], _LONGEST_NAME),
+        figure_text.shorten(row["pool"], _LONGEST_NAME),
         format_usd(row["forecast_usd"], decimals),
         format_usd(row["total_usd"], decimals),
         format_usd(row["savings_usd"], decimals),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+import ebbflow.infra.events as ev
 from ebbflow.cost.amounts import round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.errors import LedgerError, ReportError
@@ -28,27 +29,7 @@ from ebbflow.cost.report.figures import STEP_COLUMNS, compute_actual_figures, co
 from ebbflow.infra.bundle import redact
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    BUDGET,
-    CERTIFICATE,
-    CONFIGURED,
-    FAULT_DETECTED,
-    FAULT_INJECTED,
-    GENERATION_ENDED,
-    GUARD,
-    NOTICE,
-    OUTCOME,
-    PLAN,
-    PREFLIGHT,
-    PROMISE,
-    RESTORE,
-    ROLLBACK,
-    STEP,
-    Event,
-    LedgerClass,
-    without_nan,
-)
+from ebbflow.infra.events import Event, LedgerClass, without_nan
 from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.segments import Damage
 
@@ -63,7 +44,7 @@ _FIELDS = (  # of report.json; old reports lack the last five
 )  # fmt: skip
 _EVIDENCE = ("rank", "step", "phase", "where", "because", "certainty", "cascades", "dump", "next_action", "usd_lost")
 _TRACEBACK, _FEW_LINES, _MOST_LINES, _LONGEST_LINE = "Traceback (most recent call last)", 15, 60, 400
-_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
+_NOTABLE = {ev.BUDGET, ev.FAULT_DETECTED, ev.FAULT_INJECTED, ev.GENERATION_ENDED, ev.GUARD, ev.NOTICE, ev.OUTCOME}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +167,11 @@ def build_report(
     final = find_final_outcome(ordered)
     refusal = find_later_refusal(ordered)
     if final is not None and refusal is not None:  # the job did not run with the settings of the refused run
-        ordered = [event for event in ordered if event.name != CONFIGURED or event.run == final.run]
+        ordered = [event for event in ordered if event.name != ev.CONFIGURED or event.run == final.run]
     generations = read_generations(ordered, running=running is not None)
     ledger = _fold(ordered, running is not None, damage)
-    plan = find_last(ordered, PLAN)
-    configured = find_last(ordered, CONFIGURED)
+    plan = find_last(ordered, ev.PLAN)
+    configured = find_last(ordered, ev.CONFIGURED)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
     counts = Counter(event.name for event in ordered)
     useful_usd = ledger.useful_on_demand_usd
@@ -223,9 +204,9 @@ def build_report(
             "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
             "message": None if running else _make_message(final, refusal),
             "refused": None if refusal is None else {"run": refusal.run, "outcome": refusal.data["outcome"]},
-            "promise": None if (said := find_last(ordered, PROMISE)) is None else said.data,
+            "promise": None if (said := find_last(ordered, ev.PROMISE)) is None else said.data,
             "checks": _list_checks(ordered),
-            "certificate": None if (last := find_last(ordered, CERTIFICATE)) is None else last.data,
+            "certificate": None if (last := find_last(ordered, ev.CERTIFICATE)) is None else last.data,
         },
         configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
@@ -263,7 +244,7 @@ def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> dict[str, 
 
 def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
     """List the results of the newest preflight: title, status and detail."""
-    newest = find_last(events, PREFLIGHT)
+    newest = find_last(events, ev.PREFLIGHT)
     results = [] if newest is None else newest.data.get("results") or []
     return [
         {name: str(one.get(name) or "") for name in ("title", "status", "detail")} for one in results if "title" in one
@@ -286,7 +267,7 @@ def _list_generations(
 ) -> list[dict[str, Any]]:
     steps: dict[int, int] = {}
     for event in events:
-        if event.name == STEP:
+        if event.name == ev.STEP:
             steps[event.generation] = max(steps.get(event.generation, 0), event.step or 0)
     micros: Counter[int] = Counter()
     for bill in ledger.nodes:
@@ -314,10 +295,10 @@ def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneratio
         if newest.planned:
             return Outcome(newest.reason)
         return Outcome.FAILED if newest.user_code else Outcome.INTERRUPTED
-    plan = find_last(events, PLAN)
+    plan = find_last(events, ev.PLAN)
     if plan is not None and plan.data.get("refusal"):
         return Outcome(plan.data["refusal"]["outcome"])
-    checks = [result for event in events if event.name == PREFLIGHT for result in event.data.get("results") or []]
+    checks = [result for event in events if event.name == ev.PREFLIGHT for result in event.data.get("results") or []]
     refused = any(one.get("status") == "failed" and one.get("severity") == "error" for one in checks)
     # A run that passed preflight and made no plan was interrupted.
     return Outcome.PREFLIGHT if plan is None and refused else Outcome.INTERRUPTED
@@ -354,7 +335,7 @@ def list_failures(events: Sequence[Event], generations: dict[int, RecordedGenera
     for event in events:
         found += _describe_failures(event)
     causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
-    last = {str(event.data.get("job_id")): event for event in events if event.name == BATCH_ATTEMPT}
+    last = {str(event.data.get("job_id")): event for event in events if event.name == ev.BATCH_ATTEMPT}
     for job_id, event in last.items():
         cause = causes.get(job_id) or str(event.data.get("cause") or "unknown")
         if cause != "ended":
@@ -384,7 +365,7 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
             ),
         }
         for event in events
-        if event.name in _NOTABLE or (event.name == RESTORE and event.data.get("rejected"))
+        if event.name in _NOTABLE or (event.name == ev.RESTORE and event.data.get("rejected"))
     ]
 
 
@@ -395,10 +376,10 @@ def _describe_interruption(events: Sequence[Event], generation: RecordedGenerati
     generation, else the generation's last event.
     """
     mine = [event for event in events if event.generation == generation.number]
-    detected = next((event for event in mine if event.name == FAULT_DETECTED), None)
-    sign = detected or next((event for event in mine if event.name == GENERATION_ENDED), None)
+    detected = next((event for event in mine if event.name == ev.FAULT_DETECTED), None)
+    sign = detected or next((event for event in mine if event.name == ev.GENERATION_ENDED), None)
     culprit = "" if detected is None else str(detected.data.get("culprit") or "")
-    notice = next((event for event in mine if event.name == NOTICE and event.data.get("does") == "leave"), None)
+    notice = next((event for event in mine if event.name == ev.NOTICE and event.data.get("does") == "leave"), None)
     if notice is None:
         noticed = ""
     else:
@@ -420,16 +401,16 @@ def _describe_failures(event: Event) -> list[dict[str, Any]]:
     def failure(what: str, culprit: str) -> dict[str, Any]:
         return _failure(event.t_wall, event.generation, what, culprit)
 
-    if event.name == PREFLIGHT:
+    if event.name == ev.PREFLIGHT:
         return [
             failure(f"preflight: {result.get('title') or result.get('id')}", str(result.get("detail") or ""))
             for result in event.data.get("results", [])
             if isinstance(result, dict) and result.get("status") == "failed" and result.get("severity") != "warning"
         ]
-    if event.name == PLAN and event.data.get("refusal"):
+    if event.name == ev.PLAN and event.data.get("refusal"):
         refusal = event.data["refusal"]
         return [failure(f"plan refused: {refusal['outcome']}", refusal["message"])]
-    if event.name == RESTORE:
+    if event.name == ev.RESTORE:
         return [
             failure(
                 f"commit {rejected.get('key')} rejected",
@@ -437,7 +418,7 @@ def _describe_failures(event: Event) -> list[dict[str, Any]]:
             )
             for rejected in event.data.get("rejected") or []
         ]
-    if event.name == ROLLBACK:
+    if event.name == ev.ROLLBACK:
         has = f"goes on from step {event.data.get('found_step')}" if event.data.get("found_key") else "begins anew"
         what = f"the store was restored from an older snapshot: the commit of step {event.step} is missing"
         return [failure(what, f"accepted with --accept-rollback; the job {has}")]

@@ -4,23 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import ebbflow.infra.events as ev
 from ebbflow.infra.diagnose.judging import Diagnosis, judge
 from ebbflow.infra.diagnose.matching import Seen, load_matcher
 from ebbflow.infra.diagnose.reading import LogText, time_of
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.diagnose.series import Series
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
-    FAULT_DETECTED,
-    GENERATION_ENDED,
-    GUARD,
-    NOTICE,
-    OUTCOME,
-    STALL,
-    STEP,
-    Event,
-    GuardAction,
-)
+from ebbflow.infra.events import Event, GuardAction
 from ebbflow.infra.notices import NoticeSource
 from ebbflow.infra.rank_logs import LogLine
 
@@ -71,20 +62,20 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
 
 def _last_generation(events: Sequence[Event]) -> int | None:
     """Return the generation with which a failed job ended; None if the job has not failed or never started ranks."""
-    outcome = next((event.data.get("outcome") for event in reversed(events) if event.name == OUTCOME), None)
+    outcome = next((event.data.get("outcome") for event in reversed(events) if event.name == ev.OUTCOME), None)
     if outcome in (None, *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED))):
         return None
-    return max((event.generation for event in events if event.name == GENERATION_ENDED), default=None)
+    return max((event.generation for event in events if event.name == ev.GENERATION_ENDED), default=None)
 
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
     for number, event in enumerate(events, 1):
         data = event.data
-        if event.name not in (FAULT_DETECTED, GENERATION_ENDED, GUARD, NOTICE, STALL):
+        if event.name not in (ev.FAULT_DETECTED, ev.GENERATION_ENDED, ev.GUARD, ev.NOTICE, ev.STALL):
             continue
-        if event.name == NOTICE and data.get("source") in (NoticeSource.SIGNAL, NoticeSource.REHEARSAL):
+        if event.name == ev.NOTICE and data.get("source") in (NoticeSource.SIGNAL, NoticeSource.REHEARSAL):
             continue  # somebody stopped the job, or rehearses; EC2 has not announced anything
-        if event.name == STALL and any(later.name == STEP for later in events[number:]):
+        if event.name == ev.STALL and any(later.name == ev.STEP for later in events[number:]):
             continue  # the rank has continued, or another generation
         words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]
         text = f"{event.name} {' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
@@ -101,7 +92,7 @@ def _price_straggler(guard: Event, events: Sequence[Event]) -> str:
     lost = sum(
         event.data.get("slowest_seconds") or 0.0
         for event in events
-        if event.name == STEP
+        if event.name == ev.STEP
         and (event.generation, event.data.get("slowest_rank")) == (guard.generation, guard.data.get("rank"))
     )
     share, hourly = guard.data.get("share") or 0.0, guard.data.get("usd_per_hour") or 0.0

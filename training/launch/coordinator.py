@@ -13,20 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import ebbflow.infra.events as ev
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import (
-    FAULT_DETECTED,
-    FAULT_INJECTED,
-    GENERATION_ENDED,
-    GENERATION_STARTED,
-    NODE_ENDED,
-    NODE_STARTED,
-    OUTCOME,
-    ROLLBACK,
-    EndReason,
-    Event,
-    read_events,
-)
+from ebbflow.infra.events import EndReason, Event, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.checkpoint.lineage import (
@@ -154,9 +143,9 @@ class Coordinator:
         peers, planner = self._peers, self._planner
         self._restarting, self._ranks_started = self._restarting or self._ranks_started, False
         size = {"nodes": spec.nodes, "processes_per_node": spec.processes_per_node}
-        self._log.emit(GENERATION_STARTED, parent=generation.parent, parent_step=generation.parent_step, **size)
+        self._log.emit(ev.GENERATION_STARTED, parent=generation.parent, parent_step=generation.parent_step, **size)
         if planner.rolled_back is not None:
-            self._log.emit(ROLLBACK, step=planner.rolled_back.known.step, **planner.rolled_back.to_json())
+            self._log.emit(ev.ROLLBACK, step=planner.rolled_back.known.step, **planner.rolled_back.to_json())
             planner.rolled_back = None
         try:
             notice, self._pending_notice = self._pending_notice, None
@@ -174,7 +163,7 @@ class Coordinator:
             )
             if refusal:
                 print_line(refusal.message)
-                self._log.emit(OUTCOME, **asdict(refusal))
+                self._log.emit(ev.OUTCOME, **asdict(refusal))
                 end = GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
                 return peers.give_up(end)
             self._ranks_started = True
@@ -184,7 +173,7 @@ class Coordinator:
             end = peers.give_up(replace(self._end_before_start(error), generation=generation.number))
         if end.culprit:
             self._log.emit(
-                FAULT_DETECTED,
+                ev.FAULT_DETECTED,
                 at=tuple(end.at) or None,
                 **end.details | {"culprit": end.culprit, "reason": end.reason, "fingerprint": end.fingerprint},
                 **run_while(lambda: planner.measure_lost_work(self._log.since, spec.world_size), self._keep_in_touch),
@@ -234,11 +223,11 @@ class Coordinator:
 
     def _record_end(self, ended: GenerationEnd, last: GenerationEnd) -> None:
         data = {name: getattr(ended, name) for name in ("reason", "culprit", "user_code", "fingerprint")}
-        self._log.emit(GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False}))
+        self._log.emit(ev.GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False}))
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
         if incurable or last.failed_as in _RECORDED_HERE:
             print_line(last.culprit)
-            self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)
+            self._log.emit(ev.OUTCOME, outcome=last.failed_as, message=last.culprit)
 
 
 class GenerationPlanner:
@@ -275,7 +264,7 @@ class GenerationPlanner:
 
     def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> GenerationStart:
         spec, fault = self._spec, self._spec.rehearse
-        if fault is not None and any(event.name == FAULT_INJECTED for event in read_events(self._job_store)):
+        if fault is not None and any(event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)):
             fault = None
         address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
         start = GenerationStart(
@@ -361,12 +350,12 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
     ranks: dict[tuple[str, int, int, int], int] = {}
     for event in events:
         node = event.run, event.attempt, event.generation, event.node
-        if event.name == NODE_STARTED:
+        if event.name == ev.NODE_STARTED:
             ranks[node] = len(event.data.get("ranks") or [])
-        elif event.name == NODE_ENDED:
+        elif event.name == ev.NODE_ENDED:
             paid = float(event.data.get("seconds") or 0.0) * ranks.get(node, 0)
             seconds[event.generation] = seconds.get(event.generation, 0.0) + paid
-        elif event.name == GENERATION_ENDED and event.data.get("fingerprint"):
+        elif event.name == ev.GENERATION_ENDED and event.data.get("fingerprint"):
             ended[event.generation] = event.data["fingerprint"]
     return [FailedGeneration(number, ended[number], seconds.get(number, 0.0)) for number in sorted(ended)]
 
