@@ -68,6 +68,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     if config.training.ema is not None:
         keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
+    guards.keep_snapshot = importlib.import_module(PROFILER).record_memory(spec, config, gang, reporter)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
     trainer = Trainer(
         config=config,

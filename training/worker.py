@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RunConfig, TrainingConfig
 from ebbflow.infra.errors import InfraError, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, describe_network
@@ -199,7 +199,7 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
         promised_gpus=spec.promised_gpus if spec else 0,
         kept=Path(spec.kept_path) if spec and spec.kept_path else None,
     )
-    arrange_determinism(config.training.deterministic, gang.device)
+    arrange_arithmetic(config.training, gang.device)
     if gang.device_note and gang.rank == 0:
         print(gang.device_note, flush=True)
     ending = run_rank(share_spec(task, gang) if isinstance(task, Request) else task, gang)
@@ -207,15 +207,17 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
     return ending
 
 
-def arrange_determinism(mode: str, device: torch.device) -> None:
-    """Apply the setting `training.deterministic`, given as `mode`.
+def arrange_arithmetic(training: TrainingConfig, device: torch.device) -> None:
+    """Apply the settings `training.tf32` and `training.deterministic`.
 
     On a GPU, the backward pass of fused attention is deterministic only if operations without a deterministic algorithm
     raise an error (mode "strict"). In mode "auto" such operations run, with a warning.
     """
-    if mode == "off":
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
+    if training.deterministic == "off":
         return
-    torch.use_deterministic_algorithms(True, warn_only=mode == "auto" and device.type != "cpu")
+    torch.use_deterministic_algorithms(True, warn_only=training.deterministic == "auto" and device.type != "cpu")
     # Deterministic mode would fill every new tensor, a debugging aid that costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 

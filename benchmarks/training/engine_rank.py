@@ -30,7 +30,7 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.trainer_setup import build_trainer, open_saver
-from ebbflow.training.worker import arrange_determinism
+from ebbflow.training.worker import arrange_arithmetic
 
 UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 
@@ -68,7 +68,7 @@ class EngineLoop:
         training = self._trainer.config.training.model_copy(update={"max_steps": until})
         config = self._trainer.config.model_copy(update={"training": training})
         trainer = replace(self._trainer, config=config, start=self._at)
-        arrange_determinism(training.deterministic, trainer.gang.device)
+        arrange_arithmetic(training, trainer.gang.device)
         began, cpu_began = time.monotonic(), time.process_time()
         ending = train(trainer)
         if ending.step != until or self._last is None:

@@ -1,5 +1,7 @@
 """Profile some steps of each rank: a trace for Perfetto, and tables by kind of kernel and by collective.
 
+Also keep a snapshot of a GPU's memory when it runs out.
+
 Kernels are those of the GPU. Without a GPU, the operators of the CPU and the collectives of gloo are counted instead.
 """
 
@@ -13,7 +15,7 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +62,7 @@ class StepProfiler:
     """Profiler of one rank. It records the configured steps, and reports them after the last one."""
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
-        training, generation = config.training, generation_name(spec.generation, spec.generation_id)
-        store = Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
+        training, store = config.training, _open_profiles(spec)
         self._first = training.profile_from or 1
         self._last = self._first + training.profile_steps - 1
         self._store, self._reporter, self._rank = store, reporter, gang.rank
@@ -170,6 +171,45 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
             hook.remove()
             if attached_job.current is None:
                 reporter.close()
+
+
+def record_memory(spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> Callable[[int], None]:
+    """Record the allocations of this rank's GPU, the newest `guards.memory_history` of them.
+
+    Return a function that is called after an out-of-memory error with the step. It puts a snapshot for
+    pytorch.org/memory_viz into the store: what memory holds, and the recorded allocations with their Python stacks.
+    """
+    entries = config.guards.memory_history
+    if gang.device.type != "cuda" or not entries:
+        return lambda step: None
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    reporter.on_close(lambda: torch.cuda.memory._record_memory_history(enabled=None))
+    store = _open_profiles(spec)
+
+    def keep_snapshot(step: int) -> None:
+        over = reporter.enter_temporarily("store")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, f"rank-{gang.rank}-memory-step-{step}.pickle")
+                torch.cuda.memory._dump_snapshot(str(path))
+                store.put(path.name, path.read_bytes())
+            told = f"open {store.uri}/{path.name} in pytorch.org/memory_viz"
+        except Exception as error:  # such as a full disk; what to do about the memory is decided all the same
+            told = f"the snapshot is lost: {type(error).__name__}: {error}"
+        finally:
+            over()
+        message = f"rank {gang.rank}, step {step}: out of memory; {told}"
+        print(message, flush=True)
+        reporter.emit(NOTICE, step=step, message=message)
+
+    return keep_snapshot
+
+
+def _open_profiles(spec: WorkerSpec) -> Store:
+    generation = generation_name(spec.generation, spec.generation_id)
+    return Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
 
 
 def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:

@@ -148,6 +148,9 @@ class TrainingConfig(Section):
         "equal runs give equal bits. auto: on a CPU, and on a GPU where it is cheap; strict: on a GPU too, or an error "
         "names the operation that cannot; off: nowhere promised",
     )
+    tf32: bool = key(
+        False, "float32 matrix products on NVIDIA GPUs in TF32: a 10-bit mantissa for a multiple of the speed"
+    )
     micro_batch: Literal["fixed", "auto"] = key(
         "fixed", "auto: the fewest micro-batches that fit into memory, at least gradient_accumulation_steps"
     )
@@ -402,6 +405,9 @@ class GuardsConfig(Section):
     )
     out_of_memory: Literal["split", "stop"] = key(
         "split", "response to out of memory: restart with smaller micro-batches, or stop"
+    )
+    memory_history: int = key(
+        20_000, "on a GPU, newest allocations in the snapshot that is kept when memory runs out; 0: no snapshot", ge=0
     )
     memory_growth: Literal["renew", "off"] = key(
         "renew", "response to memory that will run out within minutes: save and restart the processes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 import threading
 import time
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.no_saver import NoSaver
-from ebbflow.infra.config.schema import DataConfig, RunConfig
+from ebbflow.infra.config.schema import DataConfig, RunConfig, TrainingConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin, read_events
 from ebbflow.infra.store import Store
+from ebbflow.tracking.profiler import record_memory
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagingArea
@@ -28,14 +30,14 @@ from ebbflow.training.errors import MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.guards.memory import is_out_of_memory
-from ebbflow.training.launch.messages import OrderRecord
+from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Trainer
-from ebbflow.training.worker import arrange_determinism, describe_promise, flush_before_end
+from ebbflow.training.worker import arrange_arithmetic, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workloads.language_model import TextWorkload
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
@@ -264,13 +266,24 @@ def test_what_is_deterministic_is_what_the_report_promises(
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
-        arrange_determinism(mode, torch.device(device))
+        arrange_arithmetic(TrainingConfig.model_validate({"deterministic": mode}), torch.device(device))
         enabled = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         assert enabled == (on, warns)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     promise = describe_promise(mode, torch.device(device))
     assert promise["level"] == level and bool(promise["reasons"]) == ((mode, device) != ("auto", "cpu"))
+
+
+def test_tf32_is_off_unless_it_is_configured_and_no_matter_of_a_cpu() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32, device, expected in ((True, "cpu", before), (True, "cuda", "high"), (False, "cuda", "highest")):
+            arrange_arithmetic(TrainingConfig(tf32=tf32, deterministic="off"), torch.device(device))
+            assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert before == "highest" and not TrainingConfig().tf32, "the defaults"
 
 
 def test_a_rank_that_waits_for_its_gpu_flushes_its_events_before_it_is_ended(tmp_path: Path) -> None:
@@ -360,6 +373,34 @@ def test_memory_that_runs_out_in_the_optimizer_splits_the_batch(gpu: FakeGpu, me
     with pytest.raises(MicroBatchTooLarge, match="out of memory in one of 1 micro-batches"):
         train(trainer)
     assert [data["accumulation"] for name, data in events if name == "guard"] == [2]
+
+
+@pytest.mark.parametrize("response", ["split", "stop"])
+def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(gpu: FakeGpu, tmp_path: Path, response: str) -> None:
+    trainer, events = make_trainer(make_config(steps=4, every=100, out_of_memory=response, memory_history=500))
+    spec = WorkerSpec(
+        job="one", run="1", attempt=0, node=0, generation=3, generation_id="abc", candidates=[],
+        config={}, store_uri=str(tmp_path), prepared={},
+    )  # fmt: skip
+    keep = record_memory(spec, trainer.config, trainer.gang, trainer.reporter)
+    trainer = replace(trainer, guards=replace(trainer.guards, keep_snapshot=keep))
+    assert gpu.recorded == (500, "python")
+
+    def step() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.optimizer.step = step  # type: ignore[method-assign,assignment]
+    with pytest.raises(MicroBatchTooLarge if response == "split" else torch.OutOfMemoryError):
+        train(trainer)
+    (kept,) = tmp_path.rglob("*.pickle")
+    assert kept.relative_to(tmp_path).as_posix() == "jobs/one/profiles/000003-abc/rank-0-memory-step-1.pickle"
+    assert pickle.loads(kept.read_bytes())["recorded"] == (500, "python")
+    said = [data["message"] for name, data in events if name == "notice"]
+    assert said == [f"rank 0, step 1: out of memory; open {kept} in pytorch.org/memory_viz"]
+    trainer.reporter.close()
+    assert gpu.recorded is None
+    record_memory(spec, trainer.config, Gang(), trainer.reporter)(2)
+    assert [*tmp_path.rglob("*.pickle")] == [kept], "of a CPU there is none"
 
 
 def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) -> None:

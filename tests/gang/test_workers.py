@@ -244,3 +244,20 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
         assert (ended.again, ended.curable, ended.reason) == (False, True, "node_lost") and device in ended.culprit
     else:
         assert ended == verdict and ended.again
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_ranks_get_segments_that_grow_unless_the_user_has_settings(
+    own: str | None, spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:64")
+    group = WorkerGroup(range(1), 1, tmp_path, spec, ("127.0.0.1", 1))
+    try:
+        content = Path(f"/proc/{group.workers[0].process.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        group.end(range(1))
+    found = [line.decode() for line in content if b"ALLOC_CONF=" in line]
+    assert found == [f"{own}=max_split_size_mb:64" if own else "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]

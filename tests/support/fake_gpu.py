@@ -8,6 +8,7 @@ before a later write gets the later values, as it may on a GPU.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -139,6 +140,7 @@ class FakeGpu(TorchDispatchMode):
         refuse_pinning: whether page-locking memory fails.
         threads: the threads that page-locked memory.
         free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
+        recorded: how allocations are recorded: the most entries, and the kind of stacks; None: not at all.
     """
 
     newest: FakeGpu  # the one in use
@@ -151,6 +153,7 @@ class FakeGpu(TorchDispatchMode):
         self.refuse_pinning, self.pinned = False, dict[int, int]()
         self.milliseconds, self.free_bytes = 10.0, 77 * GIB
         self.threads: list[str] = []
+        self.recorded: tuple[int, str] | None = None
 
     def note(self, what: str) -> None:
         frames = [
@@ -282,6 +285,15 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+
+    def record(enabled: str | None = "all", *, max_entries: int = 0, stacks: str = "all") -> None:
+        gpu.recorded = (max_entries, stacks) if enabled else None
+
+    def dump(filename: str) -> None:
+        Path(filename).write_bytes(pickle.dumps({"segments": [], "device_traces": [], "recorded": gpu.recorded}))
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     group_tensors = torch.optim.Optimizer._group_tensors_by_device_and_dtype
 
     def group_on_gpu(*args: Any, **kwargs: Any) -> Any:  # C++ code, which takes the tensors for those of a CPU

@@ -239,6 +239,7 @@ class Guards:
     overrides: Overrides = field(default_factory=Overrides)  # those that this start applies
     growth: tuple[MemoryGrowthMonitor, ...] = ()  # monitors of memory growth; empty if they are off
     pace: PaceMonitor = field(default_factory=PaceMonitor)  # the detector of slowdowns
+    keep_snapshot: Callable[[int], object] = lambda step: None  # keeps a snapshot of the GPU's memory; takes the step
     agreed_step: int | None = None  # the last step after which replicas had equal weights; None before a comparison
     saved_step: int | None = None  # the last step that this start saved; None before the first save
 
@@ -334,7 +335,10 @@ class Guards:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
+            if not is_out_of_memory(error):
+                raise
+            self.keep_snapshot(step)
+            if self.config.guards.out_of_memory == "stop":
                 raise
             if step == self._first_step and (held := memory_of_other_processes(self.gang.device)):
                 # Such as a rank that was killed just now. A smaller micro-batch would be used for the rest of the job.

@@ -191,6 +191,8 @@ _LONGEST_RECORD = 8 * 1024 * 1024
 _LONGEST_NAME = 200
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _KILLED_SECONDS = 10.0
+# Settings of torch's allocator on GPUs. All releases read the first; torch 2.9 and later also read the second.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Worker:
@@ -409,6 +411,8 @@ def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size:
     )
     for variable, value in RECORDER_VARIABLES.items():
         environment.setdefault(variable, value)
+    if not any(variable in environment for variable in _ALLOCATOR_VARIABLES):
+        environment[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"  # less fragmentation; no effect on a CPU
     if address == "127.0.0.1":
         # Otherwise gloo resolves the host name, which may fail or lead to an interface that is down.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
