@@ -223,14 +223,6 @@ def _shards_divide_ranks(config: RunConfig) -> Breach:
     return message, suggest_values(("parallel.shard_size", nearest_divisors(world_size, shard)))
 
 
-@RULES.about("parallel.shard_size", "parallel.mode")
-def _shard_size_is_of_hsdp(config: RunConfig) -> Breach:
-    if config.parallel.shard_size is None or config.parallel.mode == "hsdp":
-        return None
-    message = f"parallel.shard_size has no effect with parallel.mode {config.parallel.mode}: it is of mode hsdp"
-    return message, suggest_values(("parallel.mode", ["hsdp"]), ("parallel.shard_size", ["null"]))
-
-
 @RULES.about("fsdp.reduce_dtype", "fsdp.use_mixed_precision", "parallel.mode")
 def _dtypes_need_mixed_precision(config: RunConfig) -> Breach:
     sharded = config.parallel.mode in _SHARDED
@@ -281,6 +273,7 @@ def _only_with(key: str, default: object, selector: str, values: tuple[str, ...]
 
 for _name, _field in DdpConfig.model_fields.items():
     _only_with(f"ddp.{_name}", _field.default, "parallel.mode", ("ddp",))
+_only_with("parallel.shard_size", None, "parallel.mode", ("hsdp",))
 for _name in ("reduce_dtype", "cpu_offload"):
     _only_with(f"fsdp.{_name}", FsdpConfig.model_fields[_name].default, "parallel.mode", _SHARDED)
 for _name, _field in ModelConfig.model_fields.items():
@@ -288,29 +281,20 @@ for _name, _field in ModelConfig.model_fields.items():
         _only_with(f"model.{_name}", _field.default, "model.architecture", ("llama",))
 
 
-@RULES.about("cluster.min_nodes", "cluster.nodes")
-def _no_more_than_there_are(config: RunConfig) -> Breach:
-    least, nodes = config.cluster.min_nodes, config.cluster.nodes
-    if least is None or nodes == "auto" or least <= nodes:
-        return None
-    message = f"cluster.min_nodes {least} is more than cluster.nodes {nodes}: the job could not even start"
-    return message, suggest_values(("cluster.min_nodes", [nodes]), ("cluster.nodes", [least]))
+def _at_most(low: str, high: str, *others: object) -> None:
+    """Add a rule: the number of the key `low` must not exceed that of `high`. The hint also offers `others` for it."""
+
+    @RULES.about(low, high)
+    def check(config: RunConfig) -> Breach:
+        value, limit = value_of(config, low), value_of(config, high)
+        if not (isinstance(value, int) and isinstance(limit, int)) or value <= limit:  # auto or null
+            return None
+        return f"{low} {value} is more than {high} {limit}", suggest_values((low, [limit, *others]), (high, [value]))
 
 
-@RULES.about("cluster.max_nodes", "cluster.nodes", "cluster.min_nodes")
-def _no_more_than_allowed(config: RunConfig) -> Breach:
-    cluster = config.cluster
-    if cluster.max_nodes is None:
-        return None
-    if cluster.nodes != "auto" and cluster.nodes > cluster.max_nodes:
-        message = f"cluster.nodes {cluster.nodes} is more than cluster.max_nodes {cluster.max_nodes}"
-        return message, suggest_values(("cluster.max_nodes", ["null"]), ("cluster.nodes", [cluster.max_nodes, "auto"]))
-    if cluster.min_nodes is not None and cluster.min_nodes > cluster.max_nodes:
-        message = f"cluster.min_nodes {cluster.min_nodes} is more than cluster.max_nodes {cluster.max_nodes}"
-        return message, suggest_values(
-            ("cluster.min_nodes", [cluster.max_nodes]), ("cluster.max_nodes", [cluster.min_nodes])
-        )
-    return None
+_at_most("cluster.min_nodes", "cluster.nodes")
+_at_most("cluster.nodes", "cluster.max_nodes", "auto")
+_at_most("cluster.min_nodes", "cluster.max_nodes")
 
 
 @RULES.about("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes")
