@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from ebbflow.training.trainer_setup import make_rehearsal
 from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
 _UNEQUAL_SECONDS = 4.0  # in a step beyond the last one of another rank, which may be about to end by a break
+_ALL_END = timedelta(seconds=3)  # for all ranks to learn that they end; each looks every second
 
 
 class ScriptGuards:
@@ -152,13 +154,15 @@ class LoopWatch:
     """Thread that ends this rank if it is in a step that another rank does not take: their next collective would hang.
 
     Each rank that leaves its loop records this in the process group's store. The thread reads the store every second.
+    The rank whose steps ended first is at fault, unless most ranks have left: then it is a rank that goes on.
 
     Args:
         step_begun: returns the number of the step in the loop, or 0 outside it.
     """
 
     def __init__(self, gang: Gang, generation: str, step_begun: Callable[[], int]) -> None:
-        self._rank, self._step_begun, self._store = gang.rank, step_begun, None
+        self._rank, self._size, self._step_begun, self._store = gang.rank, gang.world_size, step_begun, None
+        self._left_at = 0.0
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # a store that cannot be cloned
             if not gang.alone:
                 store: Any = dist.distributed_c10d._get_default_store()
@@ -166,9 +170,11 @@ class LoopWatch:
                 threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
 
     def leave(self, step: int) -> None:
+        self._left_at = time.time()
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set("left", json.dumps([self._rank, step]))
+                self._store.compare_set("left", "", json.dumps([self._rank, step]))  # the first one counts
+                self._store.add("leavers", 1)
 
     def _watch(self) -> None:
         store, since = self._store, 0.0
@@ -176,21 +182,32 @@ class LoopWatch:
             while store is not None:
                 time.sleep(1.0)
                 if store.check(["verdict"]):
-                    _end_process(*json.loads(store.get("verdict")))
+                    self._end_process(*json.loads(store.get("verdict")))
                 rank, left = json.loads(store.get("left")) if store.check(["left"]) else (0, sys.maxsize)
                 step = self._step_begun()
                 since = (since or time.monotonic()) if step > left else 0.0
                 if since and time.monotonic() - since > _UNEQUAL_SECONDS:
+                    leavers = store.add("leavers", 0)
                     text = f"rank {rank} left its loop after step {left}, and rank {self._rank} is in step {step}; "
+                    text += f"{leavers} of {self._size} ranks have left; " if self._size > 2 else ""
                     text += "fix: equally many steps on all ranks, such as by DistributedSampler or drop_last=True"
-                    store.set("verdict", json.dumps(verdict := (text, time.time() + 2.0)))
-                    _end_process(*verdict)
+                    odd = self._rank if 2 * leavers > self._size else rank
+                    store.compare_set("verdict", "", json.dumps([text, odd]))  # of several verdicts, the first counts
+                    self._end_process(*json.loads(store.get("verdict")))
 
+    def _end_process(self, text: str, odd: int) -> None:
+        """End this process when all ranks do: if one ended earlier, the others would report closed connections.
 
-def _end_process(text: str, at: float) -> None:
-    time.sleep(max(0.0, at - time.time()))  # all ranks end at once; otherwise they would report closed connections
-    record_exception(error := AttachError(text), one_line=True)
-    os._exit(error.outcome.exit_code)
+        The error of the rank at fault has the time at which its steps became unequal, and so is the first failure.
+        """
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # another rank is late, or the process with the store has ended
+                self._store.set(f"informed {self._rank}", "")
+                self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
+        begun = self._left_at or time.time() - _UNEQUAL_SECONDS
+        at = begun if odd == self._rank else time.time()
+        record_exception(error := AttachError(text), one_line=True, at=at)
+        os._exit(error.outcome.exit_code)
 
 
 EXACT, CLOSE, NOT_EXACT = "bit for bit", "within tolerance", "not exact"

@@ -179,8 +179,10 @@ def write_result(path: Path, ending: LoopResult) -> None:
     write_atomically(path, json.dumps(asdict(ending)).encode())
 
 
-def record_exception(error: BaseException, *, one_line: bool = False) -> None:
+def record_exception(error: BaseException, *, one_line: bool = False, at: float | None = None) -> None:
     """Print the error, and write it to the error file for the agent, in the format of torch's `@record`.
+
+    `at` is the Unix time of its cause, if that is earlier: of several failures, the first is the culprit.
 
     `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the text, does not catch
     sys.exit, and prints nothing.
@@ -189,7 +191,7 @@ def record_exception(error: BaseException, *, one_line: bool = False) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        known = {"py_callstack": text, "timestamp": str(int(time.time())), "class": name}
+        known = {"py_callstack": text, "timestamp": str(int(at or time.time())), "class": name}
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
             write_atomically(Path(path), json.dumps(record).encode())

@@ -1,6 +1,5 @@
 """Diagnosis of an Ebbflow job from the output of its ranks and the events of its agents and guards."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,30 +13,6 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import Event, GuardAction
 from ebbflow.infra.notices import NoticeSource
 from ebbflow.infra.rank_logs import LogLine
-
-# What a verdict's kind and text, an end's reason or a guard's action mean; the first match counts.
-_MEANINGS = tuple(
-    (re.compile(expression, re.IGNORECASE), symptom)
-    for expression, symptom in (
-        (r"param\w* .{0,80}(?:unused|did not use|no gradient)|find_unused_parameters", "D07"),
-        (r"different collectives|collective", "D04"),
-        (r"left early|uneven", "D03"),
-        (r"killed for memory|kernel .{0,40}memory|oom", "C11"),
-        (r"OutOfMemory|out of memory", "C01"),
-        (r"DataLoader worker", "E01"),
-        (r"killed by SIG(?:SEGV|ABRT|BUS|ILL|FPE)", "D12"),
-        (r"killed by SIGKILL", "B10"),
-        (r"non.?finite|\bnan\b", "F01"),
-        (r"diverged", "D10"),
-        (r"slow_rank", "G03"),
-        (r"data_bound", "E06"),
-        (r"node_lost|lost node|node \d+ (?:is|was) (?:lost|gone)|peer is gone|silent node", "I02"),
-        (r"\bnotice\b|preempt|spot", "I01"),
-        (r"no space left|disk", "H10"),
-        (r"\bbudget\b", "I05"),
-        (r"\bhang\b|stopped by a signal|no heartbeat|stuck|silent|frozen", "D02"),
-    )
-)
 
 
 def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
@@ -79,7 +54,7 @@ def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
             continue  # the rank has continued, or another generation
         words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]
         text = f"{event.name} {' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
-        symptom = next((symptom for pattern, symptom in _MEANINGS if pattern.search(text)), None)
+        symptom = load_rules().read_verdict(text)
         if symptom is not None:
             rank = data.get("rank", event.rank)
             yield symptom, LogText("events", number, text, rank if isinstance(rank, int) else None, event.t_wall)

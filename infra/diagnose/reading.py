@@ -216,10 +216,18 @@ def _rank_of_path(path: Path) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-_ISO = re.compile(r"(20\d\d)[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?\s?(Z|[+-]\d\d:?\d\d)?")
-_US = re.compile(r"\b(\d\d)/(\d\d)/(20\d\d) (\d\d):(\d\d):(\d\d)")
-_GLOG = re.compile(r"\[?[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?")
-_SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(\d{1,2}) (\d\d):(\d\d):(\d\d)")
+_STAMPS = tuple(
+    re.compile(expression)
+    for expression in (
+        r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<hour>\d\d):(?P<minute>\d\d)"
+        r"(?::(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?)?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?",
+        r"\[?[EWIF](?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+        r"(?:\.(?P<fraction>\d{1,9}))?",
+        r"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{1,2}) "
+        r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)",
+        r"\b(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)",
+    )
+)
 _EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
 _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 
@@ -228,26 +236,15 @@ def time_of(text: str) -> float | None:
     """Parse the timestamp in the first 120 characters of a line. Return the Unix time, or None if there is none."""
     head = text[:120]
     try:
-        if match := _ISO.search(head):
-            year, month, day, hour, minute, second, fraction, zone = match.groups()
-            moment = datetime(int(year), int(month), int(day), int(hour), int(minute), int(second or 0), tzinfo=UTC)
-            offset = 0
-            if zone and zone != "Z":
-                digits = zone[1:].replace(":", "")
-                offset = (int(digits[:2]) * 3600 + int(digits[2:]) * 60) * (-1 if zone[0] == "-" else 1)
-            return moment.timestamp() - offset + float(f"0.{fraction or 0}")
-        this_year = datetime.now(UTC).year
-        if match := _GLOG.search(head):
-            month, day, hour, minute, second = (int(part) for part in match.groups()[:5])
-            return datetime(this_year, month, day, hour, minute, second, tzinfo=UTC).timestamp() + float(
-                f"0.{match[6] or 0}"
-            )
-        if match := _SYSLOG.search(head):
-            month = _MONTHS.index(match[1]) // 3 + 1
-            return datetime(this_year, month, *(int(part) for part in match.groups()[1:]), tzinfo=UTC).timestamp()
-        if match := _US.search(head):
-            month, day, year, hour, minute, second = (int(part) for part in match.groups())
-            return datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp()
+        if match := next((found for one in _STAMPS if (found := one.search(head))), None):
+            parts = match.groupdict()
+            month = _MONTHS.index(parts["name"]) // 3 + 1 if "name" in parts else int(parts["month"])
+            date = int(parts.get("year") or datetime.now(UTC).year), month, int(parts["day"])
+            moment = datetime(*date, int(parts["hour"]), int(parts["minute"]), int(parts["second"] or 0), tzinfo=UTC)
+            zone, offset = (parts.get("zone") or "Z").replace(":", ""), 0
+            if zone != "Z":
+                offset = (int(zone[1:3]) * 3600 + int(zone[3:]) * 60) * (-1 if zone[0] == "-" else 1)
+            return moment.timestamp() - offset + float(f"0.{parts.get('fraction') or 0}")
         if match := _EPOCH.search(head):
             return float(f"{match[1]}.{match[2] or match[3] or 0}")
     except ValueError:

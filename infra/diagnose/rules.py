@@ -108,6 +108,11 @@ class RuleBook:
 
     families: tuple[Family, ...]
     rules: tuple[SymptomRule, ...]
+    verdicts: tuple[tuple[re.Pattern[str], str], ...]  # what a verdict of agents and guards means
+
+    def read_verdict(self, text: str) -> str | None:
+        """Return the id of the symptom that a verdict of an agent or a guard describes, or None."""
+        return next((symptom for pattern, symptom in self.verdicts if pattern.search(text)), None)
 
     def find(self, identifier: str) -> SymptomRule | None:
         return next((rule for rule in self.rules if rule.id == identifier.upper()), None)
@@ -144,7 +149,10 @@ def load_rules() -> RuleBook:
         raise ValueError(f"two rules have the id {', '.join(sorted(doubled))}")
     families.sort(key=lambda family: family.letter)
     rules.sort(key=lambda rule: rule.id)
-    return RuleBook(tuple(families), tuple(rules))
+    verdicts = yaml.safe_load((RULES_FOLDER.parent / "verdicts.yaml").read_bytes())
+    return RuleBook(
+        tuple(families), tuple(rules), tuple((re.compile(text, re.IGNORECASE), symptom) for text, symptom in verdicts)
+    )
 
 
 def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
