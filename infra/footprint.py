@@ -263,11 +263,16 @@ def rank_bytes(
     again = one - kept / blocks  # activations of the recomputed block
     if config.parallel.recompute != "none":
         kept += one * STREAM_FLOATS / shape.block_floats  # the inputs of the head and of the recomputed block
-    logits = shape.logits_bytes_per_sample
-    if config.parallel.recompute == "selective" and logits:
+    logits, chunk = shape.logits_bytes_per_sample, config.training.loss_chunk_tokens
+    first = early
+    if chunk is not None:
+        if parts == 1:  # the gradient of the output layer grows from the first chunk on
+            first = max(early, FLOAT32_BYTES * config.model.vocab_size * config.model.hidden_size)
+        logits = min(logits, logits * chunk / (shape.tokens_per_sample * max(1, samples)))
+    elif config.parallel.recompute == "selective" and logits:
         logits += int(logits / 3 * _compute_share(config))  # the output of the head's matrix product is kept too
     moments = [
-        (early, samples * kept, float(samples * logits)),
+        (first, samples * kept, float(samples * logits)),
         (early, samples * (kept + again + backward), 0.0),
         (gradients, samples * (one + backward), 0.0),
     ]

@@ -379,7 +379,8 @@ def spread_model(
     size, tensor = shard_ranks(config, place.ranks, place.ranks_per_node), config.parallel.tensor_size
     small = 4 * parameters <= small_model_bytes
     fsdp, sharded = config.fsdp, config.parallel.mode != "ddp"
-    recompute_units(units, config.parallel.recompute)
+    chunked = [unit for unit in units if getattr(unit, "chunk_tokens", None)]  # they recompute their logits themselves
+    recompute_units([unit for unit in units if unit not in chunked], config.parallel.recompute)
     # Compiling units instead of the whole model means that equal blocks are compiled once, and that FSDP2's hooks
     # between them still run. Different units count towards one limit, beyond which torch runs units uncompiled.
     for unit in units if config.parallel.compile else ():

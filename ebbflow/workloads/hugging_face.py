@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import nn
 
 from ebbflow.infra.config.schema import DataConfig
@@ -24,9 +23,16 @@ from ebbflow.training.data.build import prepare_tokens
 from ebbflow.training.data.tokenizer import BYTES, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.training.workloads.language_model import TextBatch, TextWorkload, sum_cross_entropy
 from ebbflow.workloads.chat_data import AnswerMask, KeptOrder, MarkedText, prepare_chat
-from ebbflow.workloads.model_folder import ChatTemplate, ModelFolder, find_folder, flops_per_token, list_blocks
+from ebbflow.workloads.model_folder import (
+    BypassedHead,
+    ChatTemplate,
+    ModelFolder,
+    find_folder,
+    flops_per_token,
+    list_blocks,
+)
 from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_questions
 from ebbflow.workloads.readers import find_files
 
@@ -143,9 +149,18 @@ class HuggingFace(TextWorkload):
         return self._answers.mark(batch, "train" if tokens is self._tokens.train else "held_out", windows)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
-        logits = model(input_ids=batch.inputs, use_cache=False).logits
-        total = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
-        return Loss(total, batch.weight)
+        chunk = self._config.training.loss_chunk_tokens
+        if chunk is None:
+            logits = model(input_ids=batch.inputs, use_cache=False).logits
+            return Loss(sum_cross_entropy(nn.Identity(), logits, batch.targets), batch.weight)
+        with BypassedHead(model) as head:
+            x = model(input_ids=batch.inputs, use_cache=False).logits
+        if not head.has_returned(x):
+            raise WorkloadError(
+                f"training.loss_chunk_tokens {chunk}: the model in {self._folder.root} changes the logits of its "
+                "output layer, so they cannot be computed in chunks; fix: training.loss_chunk_tokens null"
+            )
+        return Loss(sum_cross_entropy(head, x, batch.targets, chunk), batch.weight)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the held-out loss, and with `choices` the shares of questions that are answered rightly."""

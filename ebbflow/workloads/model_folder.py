@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.weights.files import StoredTensor, find_weights, open_weights
@@ -95,6 +96,42 @@ def list_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the decoder's blocks. Embeddings and head, whose weights may be tied, are not among them."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters())))
+
+
+class BypassedHead:
+    """The output layer of a model. Inside its context, the model's own call of the layer returns its input.
+
+    `model` may be wrapped, sharded or replicated.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        whole = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
+        layer = whole.get_output_embeddings()
+        assert isinstance(layer, nn.Module)
+        # The model then returns a view, in the eyes of autograd. No code changes it in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self._layer, self._input, self._dtype = layer, torch.empty(0), torch.float32
+
+    def __enter__(self) -> BypassedHead:
+        self._layer.forward = self._keep
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._layer.forward
+
+    def has_returned(self, logits: Tensor) -> bool:
+        """Return whether `logits` are what the bypassed layer returned, so that the model computed nothing from it."""
+        return logits.shape == self._input.shape and logits.data_ptr() == self._input.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute logits as the model would have."""
+        with torch.autocast(x.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            return self._layer(x)
+
+    def _keep(self, x: Tensor) -> Tensor:
+        self._input, kind = x, x.device.type
+        self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        return x
 
 
 def flops_per_token(model: nn.Module) -> float:

@@ -154,6 +154,9 @@ class TrainingConfig(Section):
     micro_batch: Literal["fixed", "auto"] = key(
         "fixed", "auto: the fewest micro-batches that fit into memory, at least gradient_accumulation_steps"
     )
+    loss_chunk_tokens: int | None = key(
+        None, "language models: tokens whose logits exist at once, instead of those of a micro-batch; null: all", ge=1
+    )
     ema: float | None = key(
         None, "decay of an average of the weights, which is then evaluated and can be exported; null: none", gt=0, lt=1
     )

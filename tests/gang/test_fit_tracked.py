@@ -35,6 +35,16 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
     "wide": ((512, 3, 8, 512, 256), 16, {}),
     "few samples": ((1024, 2, 16, 512, 256), 4, {}),
     "many words": ((512, 2, 8, 1024, 32768), 4, {}),
+    "many words in chunks": ((512, 2, 8, 1024, 32768), 4, {"training": {"loss_chunk_tokens": 512}}),
+    "sharded, full, many words in chunks": (
+        (1024, 4, 8, 1024, 32768),
+        4,
+        {
+            "fsdp": {"use_mixed_precision": True},
+            "parallel": {"recompute": "full"},
+            "training": {"loss_chunk_tokens": 256},
+        },
+    ),
     "length 2048": ((768, 4, 12, 2048, 8192), 4, {}),
     "length 8192": ((512, 4, 4, 8192, 1024), 2, {}),
     "length 8192, many heads": ((512, 4, 16, 8192, 256), 1, {}),
@@ -124,7 +134,8 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
     mesh = spread.make_mesh(gang, shard=world_size, tensor=tensor) if world_size > 1 else None
     with torch.device("meta"):
         model = CausalLM(config.model)
-    spread.recompute_units(model.units(), config.parallel.recompute)
+    model.head.chunk_tokens = chunk = config.training.loss_chunk_tokens
+    spread.recompute_units(model.units()[: -1 if chunk else None], config.parallel.recompute)
     if mesh is not None:
         if tensor > 1:
             split_weights(model, layers := model.split_layers(), mesh["tensor"])
@@ -140,9 +151,12 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
             for _ in range(2):  # the second step has the optimizer's state from its beginning
                 for _ in range(config.training.gradient_accumulation_steps):
                     tokens = torch.randint(0, config.model.vocab_size, (samples, config.model.sequence_length))
-                    logits = model(tokens).flatten(0, 1).float()
-                    loss = cross_entropy(logits, tokens.flatten(), reduction="sum")
-                    del logits
+                    if chunk:
+                        loss = model(tokens, targets=tokens)
+                    else:
+                        logits = model(tokens).flatten(0, 1).float()
+                        loss = cross_entropy(logits, tokens.flatten(), reduction="sum")
+                        del logits
                     loss.backward()
                     tracker.reset_mod_stats()
                 optimizer.step()

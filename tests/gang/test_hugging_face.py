@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -197,6 +198,33 @@ def test_a_workload_learns_what_transformers_learns(config: PreTrainedConfig, lo
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
         frozen = lora_rank and "lora_" not in name
         assert not frozen or torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize("mode", ["alone", "fsdp2", "ddp"])
+def test_a_loss_in_chunks_is_the_loss_of_the_whole_logits(mode: str, tmp_path: Path) -> None:
+    """Also through FSDP2's and autocast's bfloat16, where rounding is coarser. The same text is trained on."""
+    folder = tmp_path / "model"
+    random_model(TIED if mode != "fsdp2" else GPT2, folder)
+    losses = {}
+    for chunk in (None, 7):
+        config = settings_for(folder).changed("training", loss_chunk_tokens=chunk)
+        config = config.model_copy(update={"store": str(tmp_path / f"store-{chunk}")})
+        if mode != "alone":
+            config = config.changed("parallel", mode=mode).changed("fsdp", use_mixed_precision=True)
+        assert run_alone(config, "tide").step == 4
+        steps = read_events(Store.open(config.store).sub("jobs/tide"))
+        losses[chunk] = [event.data["loss"] for event in steps if event.name == "step"]
+    assert losses[7] == pytest.approx(losses[None], rel=1e-6 if mode == "alone" else 2e-3)
+    assert len(set(losses[7])) == 4
+
+
+def test_a_model_that_changes_its_logits_has_no_loss_in_chunks(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    random_model(GraniteConfig(vocab_size=300, logits_scaling=2.0, **SIZE), folder)
+    config = settings_for(folder).changed("training", loss_chunk_tokens=7)
+    own = workload_context(config, Gang(), store=Store.open(config.store))
+    with pytest.raises(WorkloadError, match="changes the logits of its output layer"):
+        try_workload(config, replace(own, prepared=HuggingFace.prepare(own)))
 
 
 def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
@@ -242,3 +245,40 @@ def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
     initialise(model, meta_model(MODELS[0]), seed=config.training.seed)
     digest = weights_sha256(model)
     assert sorted(found) == sorted([name, digest] for name in ARRANGEMENTS for _ in range(3))
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most rows that a tensor as wide as the vocabulary has, apart from the weights."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self._vocabulary, self.rows = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.ndim > 1 and one.shape[-1] == self._vocabulary:
+                self.rows = max(self.rows, one.numel() // self._vocabulary)
+        return result
+
+
+@pytest.mark.parametrize("config", [MODELS[1], MODELS[3]], ids=["gpt", "llama-tied"])
+def test_a_loss_in_chunks_is_the_whole_loss_without_the_whole_logits(config: ModelConfig) -> None:
+    torch.manual_seed(0)
+    model, text = CausalLM(config), torch.randint(config.vocab_size, (3, 51))
+    targets = text[:, 1:].clone()
+    targets[1, 20:] = -100  # as of a conversation's questions
+    found = {}
+    for chunk in (None, 20, 1000):
+        model.head.chunk_tokens = chunk
+        with LargestLogits(config.vocab_size) as largest:
+            loss = model(text[:, :-1], targets=targets)
+            loss.backward()
+        found[chunk] = loss.item(), [one.grad.clone() for one in model.parameters()], largest.rows
+        model.zero_grad()
+    plain = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum")
+    (whole, gradients, rows), (ours, ours_too, few), (_, _, all_of_them) = found.values()
+    assert whole == plain.item() and rows == all_of_them == 150 and few == 20
+    assert ours == pytest.approx(whole, rel=1e-6)
+    for one, other in zip(ours_too, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * gradients[0].abs().max().item() + 1e-5)

@@ -45,6 +45,7 @@ class Variant:
     stops: bool = False
     tensor: int = 1
     optimizer: str = "adamw"
+    chunk: int | None = None  # tokens of the loss at a time
 
     @property
     def reference(self) -> str:
@@ -53,12 +54,12 @@ class Variant:
 
 # In the order in which gangs are started: who goes on comes after who stopped.
 VARIANTS = {
-    "HSDP 2×2": Variant(4, "hsdp"),
-    "FSDP2 × tensor 2 on 4 ranks, to step 100": Variant(4, "fsdp2", tensor=2, stops=True),
+    "HSDP 2×2": Variant(4, "hsdp", chunk=50),
+    "FSDP2 × tensor 2 on 4 ranks, to step 100": Variant(4, "fsdp2", tensor=2, stops=True, chunk=100),
     "HSDP 2×2, to step 100": Variant(4, "hsdp", stops=True),
     "Muon, HSDP 2×2, to step 100": Variant(4, "hsdp", stops=True, optimizer="muon"),
     "DDP on 2 ranks": Variant(2),
-    "DDP on 2 ranks, 2 micro-batches": Variant(2, accumulation=2),
+    "DDP on 2 ranks, 2 micro-batches": Variant(2, accumulation=2, chunk=30),
     "FSDP2 on 2 ranks": Variant(2, "fsdp2"),
     "FSDP2 on 2 ranks, recompute full": Variant(2, "fsdp2", recompute="full"),
     "tensor 2 on 2 ranks": Variant(2, "fsdp2", tensor=2),
@@ -100,6 +101,7 @@ def make_config(variant: Variant, store: str) -> RunConfig:
             optimizer=variant.optimizer,
             max_steps=STEPS,
             gradient_accumulation_steps=variant.accumulation,
+            loss_chunk_tokens=variant.chunk,
             evaluation_interval_steps=60,  # not a step that a variant stops at, where nobody evaluates
         ),
         data=DataConfig(path=str(TEXT), suffixes=[".txt"], held_out_fraction=0.15, held_out_samples=32),

@@ -71,6 +71,18 @@ def test_mixed_precision_halves_what_is_computed_in_not_what_is_kept():
     assert plain.unsharded - mixed.unsharded == 2 * (1_000_001 + 100_000), "gradients wait in float32"
 
 
+def test_a_loss_in_chunks_has_the_logits_of_one_chunk():
+    """8 MB of activations remain; the whole logits of 4 samples of 128 tokens are 2 MB."""
+    chunked = config().changed("training", loss_chunk_tokens=64)
+    whole, fit = memory_fit(config(), 4, SHAPE), memory_fit(chunked, 4, SHAPE)
+    assert (whole.logits, fit.logits) == (2_000_000, 2_000_000 * 64 / 512)
+    assert fit.activations == whole.activations
+    assert memory_fit(config().changed("training", loss_chunk_tokens=5000), 4, SHAPE).logits == whole.logits
+    many = replace(SHAPE, logits_bytes_per_sample=5_000_000)
+    again = [memory_fit(one.changed("parallel", recompute="selective"), 4, many) for one in (config(), chunked)]
+    assert again[0].logits == 4 * 6_666_666 and again[1].logits == 2_500_000
+
+
 def test_a_small_model_stays_gathered_and_its_gradients_wait():
     """On the limit of 1 GiB and one parameter above it, with one micro-batch and with two."""
     limit = SMALL_MODEL_BYTES // 4

@@ -7,7 +7,7 @@ model's size with `ebbflow.infra.footprint.causal_lm_shape`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ebbflow.infra.config.schema import ModelConfig
 from ebbflow.infra.footprint import causal_lm_shape
@@ -202,15 +203,42 @@ class Embeddings(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the projection to logits `[batch, length, vocabulary]`."""
+    """The final norm and the projection to logits `[batch, length, vocabulary]`, or to the loss of `targets`."""
+
+    chunk_tokens: int | None = None  # as training.loss_chunk_tokens
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.norm = _norm(model, model.hidden_size)
         self.logits = Linear(model.hidden_size, model.vocab_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.norm(x)
+        return self.logits(x) if targets is None else sum_cross_entropy(self.logits, x, targets, self.chunk_tokens)
+
+
+def sum_cross_entropy(
+    head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk_tokens: int | None = None
+) -> Tensor:
+    """Return the sum of the cross entropies of the logits `head(x)`, in float32. Targets of -100 do not count.
+
+    With `chunk_tokens`, the logits of so many tokens at a time are computed, and again in the backward pass, so that
+    the logits of all tokens never exist at once.
+
+    Args:
+        x: inputs of the output layer, `[batch, length, hidden]`.
+        targets: token numbers, `[batch, length]`.
+    """
+
+    def sum_part(part: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(part).flatten(0, 1).float(), wanted, reduction="sum")
+
+    rows, wanted = x.flatten(0, 1)[None], targets.flatten()
+    if chunk_tokens is None:
+        return sum_part(rows, wanted)
+    parts = zip(rows.split(chunk_tokens, dim=1), wanted.split(chunk_tokens), strict=True)
+    sums = [checkpoint(sum_part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(sums).sum()
 
 
 class CausalLM(nn.Module):
@@ -226,12 +254,15 @@ class CausalLM(nn.Module):
         if model.tied_embeddings:
             self.head.logits.weight = self.embeddings.token.weight
 
-    def forward(self, tokens: Tensor, past: list[KeyValues] | None = None) -> Tensor:
-        """Compute the logits of `tokens`, which follow those in `past`, one `KeyValues` for each block."""
+    def forward(self, tokens: Tensor, past: list[KeyValues] | None = None, targets: Tensor | None = None) -> Tensor:
+        """Compute the logits of `tokens`, which follow those in `past`, one `KeyValues` for each block.
+
+        With `targets`, return the sum of their losses instead.
+        """
         x = self.embeddings(tokens, past[0].length if past else 0)
         for number, block in enumerate(self.blocks):
             x = block(x, past[number]) if past else block(x)
-        return self.head(x)
+        return self.head(x, targets)
 
     def units(self) -> list[nn.Module]:
         """Return the parts that are sharded as one. Tied weights stay outside, because a parameter has one unit."""
@@ -342,7 +373,9 @@ class TextWorkload:
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
-            return CausalLM(self._config.model)
+            model = CausalLM(self._config.model)
+        model.head.chunk_tokens = self._config.training.loss_chunk_tokens
+        return model
 
     def translate_weights(self, name: str) -> str | None:
         """Return the model's name for a tensor of Llama or Qwen, as transformers names it."""
@@ -377,9 +410,9 @@ class TextWorkload:
             self._tokens.train.read_ahead(windows.tolist())
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
-        logits = model(batch.inputs)
-        total = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
-        return Loss(total, batch.weight)
+        if self._config.training.loss_chunk_tokens is not None:
+            return Loss(model(batch.inputs, targets=batch.targets), batch.weight)
+        return Loss(sum_cross_entropy(nn.Identity(), model(batch.inputs), batch.targets), batch.weight)
 
     def flops(self, batch: TextBatch) -> float:
         return len(batch.inputs) * self._shape.flops_per_sample
