@@ -1,7 +1,10 @@
 """The packages that a job needs, with the supported versions of each package (the same ranges as in setup.cfg)."""
 
+import platform
+import re
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 OLDEST_PYTHON, NEWEST_PYTHON, TESTED_PYTHON = (3, 11), (3, 13), (3, 11)
 
@@ -50,6 +53,17 @@ REQUIREMENTS = (
     Requirement("safetensors", "safetensors", (0, 8), (1,)),
     Requirement("rich", "rich", (14,), (16,)),
 )
+
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, of the NVIDIA driver and of the required packages, without those not installed."""
+    driver = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", DRIVER_FILE.read_text() if DRIVER_FILE.exists() else "")
+    versions = {"python": platform.python_version(), "NVIDIA driver": driver and driver[1]}
+    versions |= {requirement.name: requirement.installed() for requirement in REQUIREMENTS}
+    return {name: version for name, version in versions.items() if version}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -200,13 +200,13 @@ class LoopWatch:
 
         The error of the rank at fault has the time at which its steps became unequal, and so is the first failure.
         """
+        begun = self._left_at or time.time() - _UNEQUAL_SECONDS
+        at = begun if odd == self._rank else time.time()
+        record_exception(error := AttachError(text), one_line=True, at=at)
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # another rank is late, or the process with the store has ended
                 self._store.set(f"informed {self._rank}", "")
                 self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
-        begun = self._left_at or time.time() - _UNEQUAL_SECONDS
-        at = begun if odd == self._rank else time.time()
-        record_exception(error := AttachError(text), one_line=True, at=at)
         os._exit(error.outcome.exit_code)
 
 

@@ -123,6 +123,10 @@ class DeviceUnavailable(TrainingError, outcome=Outcome.CONFIG, curable=False, en
     """The ranks cannot use GPUs that this machine should have."""
 
 
+class NodesDiffer(TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL):
+    """A node has other versions or settings than node 0, so that its ranks would not compute the same."""
+
+
 class AgentFailure(TrainingError, end_reason=EndReason.AGENT_FAILED):
     """A node's agent raised an exception while it watched its ranks."""
 

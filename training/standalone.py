@@ -189,7 +189,7 @@ def record_exception(error: BaseException, *, one_line: bool = False, at: float 
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path and not os.path.exists(path):  # what follows from this process's first error is not its cause
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         known = {"py_callstack": text, "timestamp": str(int(at or time.time())), "class": name}
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}

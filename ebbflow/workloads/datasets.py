@@ -12,10 +12,11 @@ import itertools
 import json
 import math
 import mmap
+import os
 import signal
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -285,6 +286,37 @@ class SampleLoader:
         return ""
 
 
+_SIZES_COMPARED = 10_000  # of a dataset with more files, the sizes of as many are compared
+
+
+def _digest_files(dataset: Any) -> str:
+    """Return a digest of the names and sizes of the dataset's files; "" if it has no list of files.
+
+    The list is an attribute as in torchvision's folders: `samples`, `imgs`, `files` or `paths`. Names are relative.
+    """
+    lists = (getattr(dataset, name, None) for name in ("samples", "imgs", "files", "paths"))
+    entries = next((one for one in lists if isinstance(one, list | tuple) and one), ())
+    names = [entry[0] if isinstance(entry, list | tuple) and entry else entry for entry in entries]
+    paths = [os.path.abspath(str(name)) for name in names if isinstance(name, str | os.PathLike)]
+    if not paths or len(paths) < len(names):
+        return ""
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    digest = hashlib.sha256("\n".join(os.path.relpath(path, root) for path in paths).encode("utf-8", "replace"))
+    for path in paths[:: math.ceil(len(paths) / _SIZES_COMPARED)]:
+        digest.update(f"{os.path.getsize(path) if os.path.exists(path) else -1} ".encode())
+    return digest.hexdigest()
+
+
+def _compare_data(dataset: Any, prepared: Mapping[str, Any]) -> None:
+    """Raise DataError if this node has other data than the node that prepared the job."""
+    begin = "other data on this node than where they were prepared"
+    fix = "fix: copy or mount the same files on all nodes, or read them from one store"
+    if (count := prepared.get("samples")) not in (None, len(dataset)):
+        raise DataError(f"{begin}: {len(dataset)} samples instead of {count}; {fix}")
+    if (digest := prepared.get("file_digest")) and digest != _digest_files(dataset):
+        raise DataError(f"{begin}: {len(dataset)} samples on both, but files have other names or sizes; {fix}")
+
+
 class DatasetWorkload:
     """Base of a workload with a map-style dataset. A subclass has `dataset`, `model` and `loss_sum`.
 
@@ -310,6 +342,7 @@ class DatasetWorkload:
             pin_memory=context.device.type == "cuda", corrupt_samples=corrupt,
         )  # fmt: skip
         self._train = train
+        _compare_data(train, context.prepared)
         self._held_out_count = 0 if held_out is None else min(len(held_out), context.config.data.held_out_samples)
         if held_out is not None:
             self._held_out = _Reader(held_out, self.collate, training.seed, shuffled=False, corrupt_samples=corrupt)
@@ -321,7 +354,8 @@ class DatasetWorkload:
         own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
         options = {name: value for name, value in context.options.items() if name != "corrupt_samples"}
         known = [context.config.workload, {**options, "workers": 0}, len(dataset), str(own)]
-        return {"fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
+        found = {"fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
+        return found | {"samples": len(dataset), "file_digest": _digest_files(dataset)}
 
     def dataset(self, train: bool) -> Any:
         """Return the dataset to train on or, with `train` False, the one to evaluate on; None: no evaluation."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from ebbflow.infra.footprint import local_gang
 from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.program import python_path
+from ebbflow.infra.requirements import DRIVER_FILE, installed_versions
 
 GPU_FILES = "/dev/nvidia[0-9]*"  # one for each GPU
 RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike
@@ -42,7 +43,6 @@ def has_rdma() -> bool:
     return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _ANSWER_SECONDS = 15.0  # nvidia-smi initializes each GPU that no process keeps awake
 _TORCH_SECONDS = 75.0
 # The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
@@ -200,10 +200,10 @@ def _fix_of(said: str) -> str:
 def _ask_driver() -> _Driver:
     """Return the driver's version and GPUs from nvidia-smi. Without nvidia-smi, read only the version from /proc."""
     if shutil.which("nvidia-smi") is None:
-        match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
-        if match is None:
-            raise NoAnswer(f"{GPU_FILES} exist, but neither nvidia-smi nor {_DRIVER_FILE} shows the driver's version")
-        return _Driver(match[1], [])
+        version = installed_versions().get("NVIDIA driver")
+        if version is None:
+            raise NoAnswer(f"{GPU_FILES} exist, but neither nvidia-smi nor {DRIVER_FILE} shows the driver's version")
+        return _Driver(version, [])
     lines = run_program(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
     rows = [line.split(", ", 1) for line in lines.splitlines() if ", " in line]
     if not rows or not rows[0][0].split(".")[0].isdecimal():

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.training.workloads.trial import try_workload
 from ebbflow.workloads.datasets import DatasetWorkload, SampleLoader, Samples
+from tests.support.headline import OfFiles
 
 BATCH = 8
 
@@ -224,6 +226,26 @@ def test_the_fingerprint_is_that_of_the_data_and_not_of_the_workers(tmp_path: Pa
     assert first == Lines.prepare(context(tmp_path, workers=7)) != Lines.prepare(context(tmp_path, split="b"))
     with pytest.raises(DataError, match=r"workload_options\.workers is -1; fix"):
         Lines(context(tmp_path, workers=-1))
+
+
+def test_a_node_with_other_data_than_were_prepared_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = {}
+    for place in ("a", "moved/b"):
+        (tmp_path / place).mkdir(parents=True)
+        for number in range(3):
+            (tmp_path / place / f"{number}.bin").write_bytes(bytes(number))
+        monkeypatch.setenv("HEADLINE_FILES", str(tmp_path / place))
+        prepared[place] = OfFiles.prepare(context(tmp_path))
+    assert prepared["a"] == prepared["moved/b"], "another mount point does not matter"
+    own = replace(context(tmp_path), prepared=prepared["a"])
+    OfFiles(own)
+    (tmp_path / "moved/b" / "2.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"other data on this node .*: 3 samples on both, but files have other names"):
+        OfFiles(own)
+    (tmp_path / "moved/b" / "2.bin").unlink()
+    with pytest.raises(DataError, match=r"other data on this node .*: 2 samples instead of 3; fix: copy or mount"):
+        OfFiles(own)
+    OfFiles(replace(own, prepared={"fingerprint": "of an older version"}))
 
 
 def test_the_evaluation_is_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:

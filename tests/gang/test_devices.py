@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from ebbflow.infra.preflight import CheckFinding
 from ebbflow.training.errors import DeviceUnavailable, GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, detect_gpus
+from ebbflow.training.launch.messages import GangSpec, describe_node, find_differences
 from tests.support.gangs import endless_gang, run_ranks
+from tests.support.headline import start_nodes
 
 # A rank that joins several gangs with the GPUs named on its command line, and prints its device in each.
 _RANK = """
@@ -132,6 +135,34 @@ def test_a_node_without_its_gpus_ends_the_job_as_refused(tmp_path: Path) -> None
     assert "set cluster.device to cpu" in str(refused.value)
     assert refused.value.outcome is Outcome.CONFIG and not refused.value.curable
     assert not list((tmp_path / "logs").rglob("rank-1.log")), "no rank was started there"
+
+
+def test_a_node_with_another_torch_is_named_before_a_rank_starts(tmp_path: Path) -> None:
+    spec = endless_gang(tmp_path, survival={"standby": False})
+    begun = time.monotonic()
+    with pytest.raises(GangError) as refused:
+        start_nodes(spec, "other_torch", 1, tmp_path).wait(120)
+    assert "rank 1: NodesDiffer: node 1 differs from node 0 in torch 2.12.1 (node 0: 2." in str(refused.value)
+    assert "fix: start all nodes from one image" in str(refused.value) and time.monotonic() - begun < 60
+    assert refused.value.outcome is Outcome.CONFIG and not refused.value.curable
+
+
+def test_nodes_are_compared_by_versions_and_by_the_settings_of_a_step(tmp_path: Path) -> None:
+    config = {"training": {"seed": 1, "batch_size": 8}, "store": "a", "survival": {"notice_file": "a"}}
+    spec = GangSpec(
+        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1",
+        config=config, store_uri="a", prepared={}, log_folder="a",
+    )  # fmt: skip
+    own = describe_node(spec)
+    assert own["versions"]["torch"].startswith("2.") and find_differences(spec, own) == ([], False)
+    assert find_differences(spec, {}) == ([], False), "node 0 runs an older version"
+    for versions, fatal in (({"numpy": "2.4.9"}, False), ({"python": "3.11.0"}, True), ({"NVIDIA driver": "1"}, False)):
+        texts, found = find_differences(spec, {"versions": own["versions"] | versions})
+        assert found is fatal and f"(node 0: {next(iter(versions.values()))})" in texts[0]
+    moved = replace(spec, config=config | {"store": "b", "survival": {}})
+    assert find_differences(moved, own) == ([], False)
+    other = replace(spec, config=config | {"training": {"seed": 2, "batch_size": 8}})
+    assert find_differences(other, own) == (["training.seed 2 (node 0: 1)"], True)
 
 
 def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_likely() -> None:

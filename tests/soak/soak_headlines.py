@@ -21,12 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.diagnose.judging import Diagnosis, diagnose_files
 from ebbflow.infra.events import Event, read_events
@@ -36,8 +37,11 @@ from ebbflow.infra.rank_logs import read_logs
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.errors import GangError
+from ebbflow.training.gang import Gang
+from ebbflow.training.workloads.loader import prepare_data, workload_context
+from tests.support.gangs import endless_gang
 from tests.support.guard_jobs import Job
-from tests.support.headline import LASTING, SCRIPTS, SLOW_SECONDS
+from tests.support.headline import LASTING, SCRIPTS, SLOW_SECONDS, start_nodes
 from tests.support.injected import INJECTIONS, inject
 
 LIMIT_SECONDS = 10.0
@@ -81,6 +85,13 @@ ATTACHED = {
     "unequal_steps": Case(_SYNC, ("equally many steps",)),
     "unused_in_a_script": Case(_SYNC, ("branch.weight",)),
 }
+# One of two nodes differs. Node 0 is the reference for software and settings, so that node 1 has the trouble there.
+OF_NODES = {
+    "other_torch": Case(("startup",), ("node 1 differs from node 0 in torch 2.12.1",), outcome="config"),
+    "other_setting": Case(_SYNC, ("training.seed 5 (node 0: ",), outcome="config"),
+    "fewer_files": Case(("data",), ("15 samples instead of 16",), outcome="config"),
+    "cut_file": Case(("data",), ("other names or sizes",), outcome="config"),
+}
 # In plain torch, without a job: the symptom in the logs. seconds: to the first failure.
 PLAIN = (
     "stale_port", "wrong_master_address", "master_without_name", "wrong_interface", "rank_never_starts",
@@ -88,7 +99,7 @@ PLAIN = (
     "rank_killed", "error_on_one_rank", "loader_worker_killed", "loader_worker_bus_error", "no_rollouts",
     "optimizer_of_another_model", "nan_in_a_layer",
 )  # fmt: skip
-CASES = [*JOBS, *ATTACHED, *(f"plain:{name}" for name in PLAIN)]
+CASES = [*JOBS, *ATTACHED, *OF_NODES, *(f"plain:{name}" for name in PLAIN)]
 SYMPTOMS = [f"plain:{name}" for name in INJECTIONS if name not in PLAIN]  # the others that are made
 
 
@@ -99,7 +110,10 @@ def run_case(name: str, seed: int, folder: Path) -> dict[str, Any]:
     draw = random.Random(f"{name} {seed}")
     guilty, step, mark = draw.randrange(2), draw.choice([1, 1, 2, 3, 5, 8]), folder / "mark"
     began = time.monotonic()
-    if name in ATTACHED:
+    if name in OF_NODES:
+        guilty = guilty if name.endswith(("files", "file")) else 1
+        case, (events, lines) = OF_NODES[name], _run_nodes(name, folder, guilty, mark)
+    elif name in ATTACHED:
         case, (events, lines) = ATTACHED[name], _run_script(name, folder, guilty, step, mark)
     else:
         case, (events, lines) = JOBS[name], _run_job(name, folder, guilty, step, mark)
@@ -133,6 +147,24 @@ def _run_script(name: str, folder: Path, guilty: int, step: int, mark: Path) -> 
     return read_events(part), read_logs([folder], [part]).lines
 
 
+def _run_nodes(name: str, folder: Path, guilty: int, mark: Path) -> tuple[list[Event], Any]:
+    folder.joinpath("job").mkdir()
+    spec = endless_gang(folder / "job", survival={"standby": False})
+    config = RunConfig.model_validate({**spec.config, "workload": "tests.support.headline:OfFiles"})
+    sound = folder / "job" / "sound"  # of the machine that prepares the job
+    sound.mkdir()
+    for number in range(16):
+        (sound / f"{number}.bin").write_bytes(bytes(100 + number))
+    os.environ["HEADLINE_FILES"] = str(sound)
+    prepared = prepare_data(config, workload_context(config, Gang(), store=Store.open(spec.store_uri)))
+    spec = replace(spec, config=config.model_dump(mode="json"), prepared=prepared)
+    mark.write_text(str(time.time()))
+    with contextlib.suppress(GangError):
+        start_nodes(spec, name, guilty, folder).wait(120)
+    part = Store.open(spec.store_uri).sub(job_prefix("job"))
+    return read_events(part), read_logs([folder / "job"], [part]).lines
+
+
 def _judge(
     name: str, case: Case, events: list[Event], diagnosis: Diagnosis, guilty: int, struck: float
 ) -> dict[str, Any]:
@@ -148,8 +180,9 @@ def _judge(
     starts = sum(one.name == "generation_ended" for one in events)
     outcome = next((str(one.data.get("outcome")) for one in reversed(events) if one.name == "outcome"), "")
     price = _price_error(events, diagnosis) if name == "slow_down" else None
-    limit = 60.0 if name == "slow_down" else LIMIT_SECONDS  # a slow rank is told after 20 steps in a row
-    allowed = 1 if name in LASTING or name in SCRIPTS else 2
+    # A slow rank is told after 20 steps in a row. Of nodes, the time counts from the start of all processes.
+    limit = 60.0 if name == "slow_down" else 2 * LIMIT_SECONDS if name in OF_NODES else LIMIT_SECONDS
+    allowed = 1 if name in LASTING or name in SCRIPTS or name in OF_NODES else 2
     checks = {
         "family": root is not None and root.rule.family in case.families,
         "rank": bool(named) and accused <= {guilty},

@@ -1,6 +1,6 @@
 """A workload that has one headline trouble of the guides on one rank, at one step; it records when.
 
-The scripts SCRIPTS have theirs in a loop of their own, with `ebbflow.attach`.
+The scripts SCRIPTS have theirs in a loop of their own, with `ebbflow.attach`. NODES are of one of two nodes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ebbflow.infra.program import python_path
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.workload import Cursor
+from ebbflow.workloads.datasets import DatasetWorkload
 from tests.support.guard_jobs import Branching, OneSided
 from tests.support.workload_cases import Points, Sound
 
@@ -112,6 +117,59 @@ class Headline(OneSided):
 
         for _ in torch.utils.data.DataLoader(Fatal(), num_workers=1):
             pass
+
+
+class Folder:
+    """The files of the folder that this node has; the length of each is its only number."""
+
+    def __init__(self) -> None:
+        self.files = sorted(Path(os.environ["HEADLINE_FILES"]).iterdir())
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(self.files[index].stat().st_size)])
+
+
+class OfFiles(DatasetWorkload):
+    def dataset(self, train: bool) -> Any:
+        return Folder() if train else None
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(1, 1))
+
+    def loss_sum(self, model: nn.Module, samples: Any) -> Tensor:
+        return model(samples).square().sum()
+
+
+NODES = ("other_torch", "other_setting", "fewer_files", "cut_file")
+
+
+def start_nodes(spec: GangSpec, name: str, guilty: int, folder: Path) -> LocalGang:
+    """Start two nodes, of which `guilty` has other software, settings or files. The workload is `OfFiles`."""
+    for node in range(2):
+        (folder / f"files-{node}").mkdir()
+        for number in range(16):
+            (folder / f"files-{node}" / f"{number}.bin").write_bytes(bytes(100 + number))
+    if name == "fewer_files":
+        (folder / f"files-{guilty}" / "7.bin").unlink()
+    if name == "cut_file":
+        (folder / f"files-{guilty}" / "7.bin").write_bytes(b"")
+    (folder / "older" / "torch-2.12.1.dist-info").mkdir(parents=True)
+    (folder / "older" / "torch-2.12.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.12.1\n")
+
+    def command(node: int) -> list[str]:
+        paths = [str(folder / "older")] if name == "other_torch" and node == guilty else []
+        return ["env", f"HEADLINE_FILES={folder}/files-{node}", f"PYTHONPATH={':'.join([*paths, python_path()])}"]
+
+    def alter(own: GangSpec) -> GangSpec:
+        if name != "other_setting" or own.node != guilty:
+            return own
+        return replace(own, config=own.config | {"training": own.config["training"] | {"seed": 5}})
+
+    return LocalGang(spec, folder / "gang", folder / "output.log", alter=alter, command=command)
 
 
 _HEAD = """

@@ -35,6 +35,7 @@ from ebbflow.training.launch.messages import (
     GangSpec,
     GenerationEnd,
     GenerationStart,
+    describe_node,
     end_from_stop_request,
     end_if_unaffordable,
 )
@@ -277,6 +278,7 @@ class GenerationPlanner:
             hosts=list(hosts),
             nodes=list(nodes),
             overrides=read_overrides(self._job_store).to_json(),
+            node_0=describe_node(spec),
         )
         self._world_size = len(nodes) * spec.processes_per_node
         return start

@@ -19,14 +19,21 @@ from ebbflow.infra.keeper import Keeper
 from ebbflow.infra.layout import generation_name
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.errors import AgentFailure, RankNotStarted, TrainingError, describe_exception, describe_traceback
+from ebbflow.training.errors import (
+    AgentFailure,
+    NodesDiffer,
+    RankNotStarted,
+    TrainingError,
+    describe_exception,
+    describe_traceback,
+)
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback
 from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error
 from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits
 from ebbflow.training.launch.logs import RankOutput, print_line, show_failed_logs
 from ebbflow.training.launch.membership import Peers, StickyFlag
-from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, WorkerSpec
+from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, WorkerSpec, find_differences
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Standby, WorkerGroup
@@ -74,6 +81,13 @@ class NodeGeneration:
             return end
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
             return self._report_own(refusal)
+        texts, fatal = find_differences(self._spec, self._start.node_0)
+        if texts:
+            difference = f"node {self._spec.node} differs from node 0 in {'; '.join(texts)}"
+            if fatal:
+                fix = "fix: start all nodes from one image, named by its digest, with one configuration"
+                return self._report_own(NodesDiffer(f"{difference}; {fix}"))
+            print_line(difference)
         if self._gpus is not None:
             self._gpus.note_idle()
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)

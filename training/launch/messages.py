@@ -22,6 +22,7 @@ from ebbflow.infra.config.schema import SurvivalConfig
 from ebbflow.infra.diagnose.rules import load_rules
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
+from ebbflow.infra.requirements import installed_versions
 from ebbflow.infra.terms import Terms
 from ebbflow.training import errors
 from ebbflow.training.launch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
@@ -223,9 +224,42 @@ class GenerationStart:
     hosts: list[str]  # host names of these nodes
     nodes: list[int]  # nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
     overrides: dict = field(default_factory=dict)  # changes to the section `training` of the configuration
+    node_0: dict = field(default_factory=dict)  # `describe_node` of node 0
 
     def colocated_nodes(self, node: int) -> int:
         return self.hosts.count(self.hosts[node])
+
+
+# Sections of the configuration that decide what a step computes.
+_ALIKE = ("model", "training", "data", "parallel", "workload", "workload_options")
+_VITAL = ("python", "torch")  # packages that must have the same version on all nodes
+
+
+def describe_node(spec: GangSpec) -> dict[str, dict]:
+    """Return what all nodes should have alike: the versions of their packages, and the settings of a step."""
+    return {"versions": installed_versions(), "settings": {name: spec.config.get(name) for name in _ALIKE}}
+
+
+def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[str], bool]:
+    """Return how this node differs from node 0, as texts, and whether its ranks may not start."""
+    texts, fatal = [], False
+    own = describe_node(spec)
+    for kind, first in node_0.items():
+        for name in dict.fromkeys([*first, *own[kind]]):
+            one, other = own[kind].get(name), first.get(name)
+            if isinstance(one, dict) and isinstance(other, dict):
+                name, one, other = next(
+                    (
+                        (f"{name}.{key}", one.get(key), other.get(key))
+                        for key in [*other, *one]
+                        if one.get(key) != other.get(key)
+                    ),
+                    (name, None, None),
+                )
+            if one != other:
+                texts.append(f"{name} {one} (node 0: {other})")
+                fatal = fatal or kind == "settings" or name in _VITAL
+    return texts, fatal
 
 
 @dataclass(frozen=True, kw_only=True)
