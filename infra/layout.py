@@ -90,6 +90,10 @@ def script_key(sha256: str) -> str:
     return f"scripts/{sha256}.tar"
 
 
+def compile_cache_key(sha256: str) -> str:
+    return f"compile-cache/{sha256}"
+
+
 def workload_prefix(workload: str) -> str:
     """Return the key prefix of the prepared data of a workload such as ``package.module:Name``.
 

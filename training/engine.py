@@ -25,8 +25,8 @@ def train(trainer: Trainer) -> LoopResult:
     at, stop = trainer.start, trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
         step = at.step + 1
-        if trainer.profiler is not None:
-            trainer.profiler.reach(step)
+        for reach in trainer.on_step:
+            reach(step)
         trainer.enter(getattr(trainer.workload, "batch_phase", "data"), step)
         trainer.seed_random_numbers(step)
         batch = trainer.workload.next_batch(spread.model, trainer.share(at))

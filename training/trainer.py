@@ -9,7 +9,7 @@ forward pass, and waits for the votes of the other ranks. If not all ranks vote 
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -164,7 +164,7 @@ class Trainer:
     progress: Progress | None = None  # the printer of progress lines, on rank 0; None on other ranks
     save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
     rehearsal: Rehearsal | None = None  # a fault to inject; None if there is none
-    profiler: Any = None  # the `ebbflow.tracking.profiler.StepProfiler`; None if no step is profiled
+    on_step: Sequence[Callable[[int], object]] = ()  # called before each step with its number
 
     @cached_property
     def save_controller(self) -> SaveController:

@@ -46,6 +46,7 @@ from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
 
 PROFILER = "ebbflow.tracking.profiler"  # no room imports it when it is loaded itself
+COMPILE_CACHE = "ebbflow.integrations.inductor"
 _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
@@ -64,11 +65,15 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         time_waits(clock.exclude)
     spread = spread_model(workload, config, gang, overwritten=overwritten, progress=alive)
     reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
+    on_step = [importlib.import_module(COMPILE_CACHE).open_compile_cache(config, gang, store)]
     optimizer = _optimizer(workload, spread.module, config)
     if config.training.ema is not None:
         keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
-    guards.keep_snapshot = importlib.import_module(PROFILER).record_memory(spec, config, gang, reporter)
+    tracking: Any = importlib.import_module(PROFILER)
+    guards.keep_snapshot = tracking.record_memory(spec, config, gang, reporter)
+    if (profiler := tracking.make_profiler(spec, config, gang, reporter)) is not None:
+        on_step.append(profiler.reach)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
     trainer = Trainer(
         config=config,
@@ -88,7 +93,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         progress=_progress(spec, gang, config, limits.terms, reporter),
         save_schedule=make_save_schedule(spec, config, limits.terms) if gang.rank == 0 else None,
         rehearsal=make_rehearsal(spec, nodes),
-        profiler=importlib.import_module(PROFILER).make_profiler(spec, config, gang, reporter),
+        on_step=on_step,
         guards=guards,
     )
     saver.prepare(spread.module, trainer.optimizer)

@@ -202,6 +202,7 @@ class ParallelConfig(Section):
         "none", "activations recomputed in backward: none, all but matrix products, or all of a unit"
     )
     compile: bool = key(False, "apply torch.compile to each unit")
+    compile_cache: bool = key(True, "keep compiled code in the store for later starts; not if commits are signed")
 
 
 class DdpConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import LedgerClass
+from ebbflow.infra.store import Store
+from ebbflow.integrations.inductor import open_compile_cache
+from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import HangLimits, Heartbeat, HeartbeatReading, PhaseThresholds
 from ebbflow.training.parallel import report_compilation
 from ebbflow.training.reporter import Clock, Reporter
@@ -112,3 +117,41 @@ def test_the_second_evaluation_may_be_as_long_as_the_first() -> None:
     second = replace(evaluation, step=2, t_mono=130.0, entered=2)
     limits.observe(second, 130.0)
     assert limits.hang_threshold(second) > 30.0 > DEADLINES.floor_seconds
+
+
+def test_a_start_on_another_machine_finds_compiled_code_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another machine has another folder for torch's files. What cannot be read is compiled again."""
+    from torch._dynamo.utils import counters
+
+    config, store = RunConfig().changed("parallel", compile=True), Store.open(str(tmp_path / "store"))
+
+    def start(machine: str, config: RunConfig = config) -> dict[str, int]:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / machine))
+        torch._dynamo.reset()
+        counters.clear()
+        reach = open_compile_cache(config, Gang(), store)
+        square = torch.compile(torch.mm, dynamic=False)  # calls a library: no C++ compiler takes seconds
+        for step in (1, 2):
+            reach(step)
+            square(torch.ones(4, 4), torch.ones(4, 4))
+        for thread in threading.enumerate():
+            if thread.name == "compile cache":
+                thread.join()
+        return {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
+
+    try:
+        assert start("first") == {"hit": 0, "miss": 1}
+        (key,) = store.list("compile-cache/")
+        kept = store.get(key.key)
+        assert start("second") == {"hit": 1, "miss": 0} and store.get(key.key) == kept
+        assert start("signed", config.changed("checkpoint", signing_key_env="KEY")) == {"hit": 0, "miss": 1}
+        assert start("off", config.changed("parallel", compile_cache=False)) == {"hit": 0, "miss": 1}
+        capfd.readouterr()
+        store.put(key.key, b"damaged")
+        assert start("third") == {"hit": 0, "miss": 1}
+        assert f"rank 0: compile cache {store.uri}/{key.key}: " in capfd.readouterr().out
+        assert start("fourth") == {"hit": 1, "miss": 0}, "it was saved again"
+    finally:
+        torch._dynamo.reset()
