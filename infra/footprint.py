@@ -83,6 +83,7 @@ def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
     """
     d, layers, heads, m = model.hidden_size, model.num_layers, model.num_heads, model.mlp_width
     length, vocab, gated = model.sequence_length, model.vocab_size, model.architecture == "llama"
+    masked = model.end_of_document is not None  # with one mask for all blocks
     q, k = (heads * model.head_width, model.kv_heads * model.head_width) if gated else (d, d)
     matrices = 2 * d * (q + k) + (3 if gated else 2) * d * m
     biases = (q + 2 * k if model.qkv_bias else 0) + (2 * model.head_width if model.qk_norm else 0)
@@ -97,7 +98,7 @@ def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
     return ModelShape(
         parameters=layers * block + sum(outer),
         largest_unit_parameters=max(block, *outer),
-        activation_bytes_per_sample=4 * length * (layers * (block_floats + rows) + 3 * d),
+        activation_bytes_per_sample=4 * length * (layers * (block_floats + rows) + 3 * d + masked * length),
         logits_bytes_per_sample=3 * 4 * length * vocab,
         flops_per_sample=float(length) * (6.0 * (layers * matrices + head) + 12.0 * layers * length * q),
         tokens_per_sample=length,

@@ -93,9 +93,11 @@ class Policy(CausalLM):
         self.values = Linear(model.hidden_size, 1, bias=True) if values else None
         self.record = record
 
-    def forward(self, tokens: Tensor, past: Any = None) -> Any:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (no loss of its own)
+        self, tokens: Tensor, past: Any = None
+    ) -> Any:
         """Return logits `[batch, length, vocabulary]`; with a value head, also values `[batch, length]`."""
-        x = self.embeddings(tokens, past[0].length if past else 0)
+        x = self.embeddings(tokens, past[0] if past else None)
         for number, block in enumerate(self.blocks):
             x = block(x, past[number]) if past else block(x)
         logits = self.head(x)

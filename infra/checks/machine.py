@@ -252,16 +252,13 @@ def check_derived(context: PreflightContext) -> CheckFinding:
     return passed(", ".join(f"{one.name} {one.value(config)}" for one in known))
 
 
-def check_batch(context: PreflightContext) -> CheckFinding:
+@_with_gang
+def check_batch(config: RunConfig, gang: HostGang) -> CheckFinding:
     """Check that each rank gets the same number of samples in each micro-batch."""
-    gang = local_gang(context.config)
-    if gang is None:
-        return skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
-    training = context.config.training
-    accumulation = training.gradient_accumulation_steps
+    batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     parts = gang.ranks * accumulation
-    samples, rest = divmod(training.batch_size, parts)
-    arithmetic = f"{training.batch_size} = {gang.ranks} ranks × {accumulation} accumulation × {samples}"
+    samples, rest = divmod(batch, parts)
+    arithmetic = f"{batch} = {gang.ranks} ranks × {accumulation} accumulation × {samples}"
     if rest:
         return failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
     return passed(f"{arithmetic} samples per micro-batch")

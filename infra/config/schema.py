@@ -88,6 +88,9 @@ class ModelConfig(Section):
         "gpt: learned positions, GELU; llama: rotary positions (RoPE), gated MLP (SwiGLU), as in Llama and Qwen. Both "
         "have RMSNorm",
     )
+    end_of_document: int | None = key(
+        None, "token that ends a document: attention stays in it, and positions start anew; null: no documents", ge=0
+    )
     tied_embeddings: bool = key(False, "the head has the same weights as the token embedding")
     norm_epsilon: float | None = key(
         None, "added to the mean square in norms; null: 1e-5 (llama), the precision of the dtype (gpt)", gt=0

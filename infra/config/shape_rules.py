@@ -223,29 +223,6 @@ def _shards_divide_ranks(config: RunConfig) -> Breach:
     return message, suggest_values(("parallel.shard_size", nearest_divisors(world_size, shard)))
 
 
-@RULES.about("fsdp.reduce_dtype", "fsdp.use_mixed_precision", "parallel.mode")
-def _dtypes_need_mixed_precision(config: RunConfig) -> Breach:
-    sharded = config.parallel.mode in _SHARDED
-    if not sharded or config.fsdp.use_mixed_precision or config.fsdp.reduce_dtype == "float32":
-        return None
-    message = (
-        f"fsdp.reduce_dtype {config.fsdp.reduce_dtype} has no effect without fsdp.use_mixed_precision: "
-        "gradients of float32 parameters are added up in float32"
-    )
-    return message, suggest_values(("fsdp.use_mixed_precision", ["true"]), ("fsdp.reduce_dtype", ["float32"]))
-
-
-@RULES.about("ddp.find_unused_parameters", "ddp.static_graph", "parallel.mode")
-def _static_graph_finds_unused(config: RunConfig) -> Breach:
-    if not (config.parallel.mode == "ddp" and config.ddp.static_graph and config.ddp.find_unused_parameters):
-        return None
-    message = (
-        "ddp.find_unused_parameters has no effect with ddp.static_graph: torch finds them once, in the first step, and "
-        "takes them to be the same in every step"
-    )
-    return message, suggest_values(("ddp.find_unused_parameters", ["false"]), ("ddp.static_graph", ["false"]))
-
-
 @RULES.about("ddp.static_graph", "ddp.gradient_compression", "training.gradient_accumulation_steps", "parallel.mode")
 def _compressed_once(config: RunConfig) -> Breach:
     ddp, parts = config.ddp, config.training.gradient_accumulation_steps
@@ -258,21 +235,31 @@ def _compressed_once(config: RunConfig) -> Breach:
     return message, suggest_values(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
 
 
-def _only_with(key: str, default: object, selector: str, values: tuple[str, ...]) -> None:
-    """Add a rule: an option must keep its default unless the key `selector` has one of `values`."""
+def _only_with(key: str, default: object, selector: str, values: tuple[object, ...], why: str = "") -> None:
+    """Add a rule: an option must keep its default unless the key `selector` has one of `values`. `why`: the reason."""
 
     @RULES.about(key, selector)
     def check(config: RunConfig) -> Breach:
         selected, value = value_of(config, selector), value_of(config, key)
         if selected in values or value == default:
             return None
-        message = f"{key} has no effect with {selector} {selected}: it is an option of {' and '.join(values)}"
-        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
-        return message, suggest_values((selector, values), (key, [f"{shown}, the default"]))
+        shown, given, *others = (_write(one) for one in (default, selected, *values))
+        reason = why or f"it is an option of {' and '.join(others)}"
+        message = f"{key} has no effect with {selector} {given}: {reason}"
+        return message, suggest_values((selector, others), (key, [f"{shown}, the default"]))
+
+
+def _write(value: object) -> str:
+    """Return a value as it is written in YAML."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 for _name, _field in DdpConfig.model_fields.items():
     _only_with(f"ddp.{_name}", _field.default, "parallel.mode", ("ddp",))
+_in_float32 = "gradients of float32 parameters are added up in float32"
+_only_with("fsdp.reduce_dtype", "float32", "fsdp.use_mixed_precision", (True,), _in_float32)
+_once = "torch finds them once, in the first step, and takes them to be the same in every step"
+_only_with("ddp.find_unused_parameters", False, "ddp.static_graph", (False,), _once)
 _only_with("parallel.shard_size", None, "parallel.mode", ("hsdp",))
 for _name in ("reduce_dtype", "cpu_offload"):
     _only_with(f"fsdp.{_name}", FsdpConfig.model_fields[_name].default, "parallel.mode", _SHARDED)
@@ -292,6 +279,7 @@ def _at_most(low: str, high: str, *others: object) -> None:
         return f"{low} {value} is more than {high} {limit}", suggest_values((low, [limit, *others]), (high, [value]))
 
 
+_at_most("model.end_of_document", "model.vocab_size")
 _at_most("cluster.min_nodes", "cluster.nodes")
 _at_most("cluster.nodes", "cluster.max_nodes", "auto")
 _at_most("cluster.min_nodes", "cluster.max_nodes")

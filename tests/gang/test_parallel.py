@@ -282,3 +282,44 @@ def test_a_loss_in_chunks_is_the_whole_loss_without_the_whole_logits(config: Mod
     assert ours == pytest.approx(whole, rel=1e-6)
     for one, other in zip(ours_too, gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * gradients[0].abs().max().item() + 1e-5)
+
+
+@pytest.mark.parametrize("config", [MODELS[1], MODELS[2], MODELS[3]], ids=["gpt", "llama-gqa", "llama-tied"])
+def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelConfig) -> None:
+    """Token 3 ends a document. The last one goes on beyond the row, and one has nothing but its end."""
+    torch.manual_seed(0)
+    config = config.model_copy(update={"end_of_document": 3})
+    model = CausalLM(config)
+    with torch.no_grad():  # larger weights than the initial ones, so that attention matters
+        for parameter in model.double().parameters():
+            parameter.mul_(4)
+    lengths = [[5, 1, 6, 4], [9, 7]]  # 16 tokens in each row
+    documents = [[torch.randint(4, 200, (length,)) for length in row] for row in lengths]
+    for row in documents:
+        for document in row[:-1]:
+            document[-1] = 3
+    rows = torch.stack([torch.cat(row) for row in documents])
+
+    def losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+
+    packed = model(rows)
+    for number, row in enumerate(documents):
+        start = 0
+        for document in row:
+            part = packed[number : number + 1, start : start + len(document)]
+            torch.testing.assert_close(part, alone := model(document[None]), rtol=1e-5, atol=1e-5)
+            ours, theirs = losses(part, document[None]).sum(), losses(alone, document[None]).sum()
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            start += len(document)
+    (one, other) = (
+        torch.autograd.grad(total, list(model.parameters()), allow_unused=True, materialize_grads=True)
+        for total in (packed.square().sum(), sum(model(one[None]).square().sum() for row in documents for one in row))
+    )
+    for ours, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item()))
+    crossing = CausalLM(config.model_copy(update={"end_of_document": None}))
+    crossing.double().load_state_dict(model.state_dict())
+    assert (crossing(rows) - packed).abs().max() > 0.01, "without documents, attention crosses"
+    prefix = generate(model, rows[:1, :5], 1)
+    assert torch.equal(prefix, generate(model, rows[:1, :5], 1, cached=False)), "the cache agrees in one document"

@@ -195,8 +195,8 @@ bad.yaml:1:8: model must be a section of 'key: value' lines, not the number 3
      1 | model: 3
        |        ^
   hint: known keys: hidden_size, num_layers, num_heads, sequence_length, vocab_size, \
-architecture, tied_embeddings, norm_epsilon, num_kv_heads, head_size, intermediate_size, qkv_bias, qk_norm, \
-rope_theta, rope_factor, rope_original_length""",
+architecture, end_of_document, tied_embeddings, norm_epsilon, num_kv_heads, head_size, intermediate_size, \
+qkv_bias, qk_norm, rope_theta, rope_factor, rope_original_length""",
     ),
     "text for a list": (
         "data:\n  suffixes: .txt\n",

@@ -6,6 +6,7 @@ model's size with `ebbflow.infra.footprint.causal_lm_shape`.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
+DOCUMENTS = "ebbflow.workloads.documents"  # no room imports it when it is loaded itself
 _INITIAL_STD = 0.02
 _STEPS_AHEAD = 4  # of a token stream
 
@@ -56,9 +58,15 @@ class KeyValues:
     It is not a tensor, because FSDP2 would pass a copy in another dtype to the block.
     """
 
+    mask: Tensor | None = None  # added to attention's scores instead of the causal mask
+
     def __init__(self, capacity: int) -> None:
         self.length, self._capacity = 0, capacity
         self._both: Tensor | None = None  # [2, batch, heads, capacity, head width]
+
+    def positions(self, length: int) -> slice | Tensor:
+        """Return the positions of the next `length` tokens, as an index."""
+        return slice(self.length, self.length + length)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of further tokens, `[batch, heads, length, head width]`, and return all so far."""
@@ -75,7 +83,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -
 
     After the first call with `past`, the length must be 1.
     """
-    first = past is None or past.length == 0
+    mask = None if past is None else past.mask
+    first = mask is None and (past is None or past.length == 0)
     if past is not None:
         key, value = past.append(key, value)
     grouped = key.shape[1] < query.shape[1]
@@ -83,7 +92,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -
         # Of CUDA's kernels, only flash attention, which is for 16-bit floats on newer GPUs, groups heads by itself.
         key, value = (kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1) for kv in (key, value))
         grouped = False
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=first, enable_gqa=grouped)
+    attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=first, enable_gqa=grouped)
     return attended.transpose(1, 2).flatten(2)
 
 
@@ -134,9 +143,9 @@ class Rotation(nn.Module):
         self.cos.copy_(angles.cos().repeat(1, 2))
         self.sin.copy_(angles.sin().repeat(1, 2))
 
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        """Rotate queries or keys, `[batch, heads, length, head width]`, whose first token has the position `start`."""
-        cos, sin = (table[start : start + x.shape[2]] for table in (self.cos, self.sin))
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
+        """Rotate queries or keys, `[batch, heads, length, head width]`, which are at `positions`."""
+        cos, sin = (table[positions].unsqueeze(-3) for table in (self.cos, self.sin))  # the same for all heads
         low, high = x.float().chunk(2, dim=-1)
         return (x.float() * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
 
@@ -159,10 +168,10 @@ class RotaryAttention(nn.Module):
         self.rotation = rotation  # the same module in all blocks
 
     def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
-        start = 0 if past is None else past.length
+        positions = slice(x.shape[1]) if past is None else past.positions(x.shape[1])
         query, key, value = (part(x).unflatten(2, (-1, self.width)) for part in (self.query, self.key, self.value))
-        query = self.rotation(self.query_norm(query).transpose(1, 2), start)
-        key = self.rotation(self.key_norm(key).transpose(1, 2), start)
+        query = self.rotation(self.query_norm(query).transpose(1, 2), positions)
+        key = self.rotation(self.key_norm(key).transpose(1, 2), positions)
         return self.projection(_attend(query, key, value.transpose(1, 2), past))
 
 
@@ -195,11 +204,12 @@ class Embeddings(nn.Module):
         rotary = model.architecture == "llama"
         self.position = None if rotary else Embedding(model.sequence_length, model.hidden_size)
 
-    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        vectors = self.token(tokens)
+    def forward(self, tokens: Tensor, past: KeyValues | None = None) -> Tensor:
+        vectors, length = self.token(tokens), tokens.shape[1]
         if self.position is None:
             return vectors
-        return vectors + tensor.local_part(self.position.weight)[start : start + tokens.shape[1]]
+        positions = slice(length) if past is None else past.positions(length)
+        return vectors + tensor.local_part(self.position.weight)[positions]
 
 
 class Head(nn.Module):
@@ -259,9 +269,15 @@ class CausalLM(nn.Module):
 
         With `targets`, return the sum of their losses instead.
         """
-        x = self.embeddings(tokens, past[0].length if past else 0)
-        for number, block in enumerate(self.blocks):
-            x = block(x, past[number]) if past else block(x)
+        end, documents = self.config.end_of_document, None
+        if end is not None and not past:
+            documents = importlib.import_module(DOCUMENTS).Documents(tokens, end)
+        context = past or [documents] * len(self.blocks)
+        x = self.embeddings(tokens, context[0])
+        if documents is not None:
+            documents.make_mask(x)
+        for block, earlier in zip(self.blocks, context, strict=True):
+            x = block(x, earlier)
         return self.head(x, targets)
 
     def units(self) -> list[nn.Module]:
