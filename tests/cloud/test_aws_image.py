@@ -84,3 +84,59 @@ def test_nothing_secret_and_nothing_that_forbids_sockets_stands_in_it(steps: lis
     assert "METAFLOW_SKIP_INSTALL_DEPENDENCIES=1" in environment, "no container installs anything as it starts"
     assert "FI_PROVIDER" not in environment and "NCCL_SOCKET_IFNAME" not in environment
     assert not re.search(r"(?i)secret|token|password|AWS_ACCESS", DOCKERFILE.read_text())
+
+
+def lint(recipe: str) -> set[str]:
+    """The rules of hadolint that a recipe breaks, by their numbers; those that matter for this image."""
+    joined = re.sub(
+        r"\\\n\s*", " ", "\n".join(line for line in recipe.splitlines() if not line.lstrip().startswith("#"))
+    )
+    lines = [line.strip() for line in joined.splitlines() if line.strip()]
+    runs = [line for line in lines if line.startswith("RUN ")]
+    user = [line.split()[1] for line in lines if line.startswith("USER ")][-1:]
+    installs = [part for run in runs for part in re.split(r"&&|;", run) if "apt-get install" in part]
+    bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    named = dict(line[4:].split("=", 1) for line in lines if line.startswith("ARG ") and "=" in line)
+    bases = [named.get(base.strip("${}"), base) for base in bases]
+    found = {
+        "DL3000": any(line.startswith("WORKDIR ") and not line.split()[1].startswith("/") for line in lines),
+        "DL3002": user in ([], ["root"], ["0"]),
+        "DL3004": any(re.search(r"\bsudo\b", run) for run in runs),
+        "DL3006": any(":" not in base and "@" not in base for base in bases),
+        "DL3007": any(base.endswith(":latest") for base in bases),
+        "DL3009": any(
+            "apt-get update" in run and "rm -rf /var/lib/apt/lists" not in run.replace("/tmp/efa ", "") for run in runs
+        ),
+        "DL3014": any(" -y" not in part for part in installs),
+        "DL3015": any("--no-install-recommends" not in part for part in installs),
+        "DL3020": any(line.startswith("ADD ") for line in lines),
+        "DL3025": any(re.match(r"(CMD|ENTRYPOINT) [^[]", line) for line in lines),
+        "DL3027": any(re.search(r"\bapt (install|update)", run) for run in runs),
+        "DL3042": any("pip install" in run and "--no-cache-dir" not in run for run in runs),
+        "DL3045": any(
+            line.startswith("COPY ") and not line.split()[-1].startswith("/") for line in before_workdir(lines)
+        ),
+        "DL4000": any(line.startswith("MAINTAINER") for line in lines),
+    }
+    return {rule for rule, broken in found.items() if broken}
+
+
+def before_workdir(lines: list[str]) -> list[str]:
+    at = next((number for number, line in enumerate(lines) if line.startswith("WORKDIR ")), len(lines))
+    return lines[:at]
+
+
+def test_a_linter_finds_nothing_in_it_and_something_in_a_careless_one() -> None:
+    assert lint(DOCKERFILE.read_text()) == set()
+    careless = """FROM ubuntu
+ADD https://example.com/x.tar /x
+COPY here there
+RUN sudo apt-get update && apt-get install g++
+RUN pip install torch && apt install vim
+WORKDIR work
+CMD python train.py
+MAINTAINER me
+"""
+    rules = "DL3000 DL3002 DL3004 DL3006 DL3009 DL3014 DL3015 DL3020 DL3025 DL3027 DL3042 DL3045 DL4000"
+    assert lint(careless) == set(rules.split())
+    assert lint(careless.replace("FROM ubuntu", "FROM ubuntu:latest")) == (set(rules.split()) - {"DL3006"}) | {"DL3007"}
