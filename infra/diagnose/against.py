@@ -10,15 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ebbflow.infra.events import COMMIT, CONFIGURED, PHASE, STEP, Event
+from ebbflow.infra.events import COMMIT, CONFIGURED, PHASE, STEP, Event, LedgerClass
 from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.untrusted_text import one_line
 
-SLOWER = 1.3  # a duration this many times the sound job's is reported
+SLOWER, _RARELY_SLOWER = 1.3, 2.0  # a duration this many times the sound job's is reported; of few ones, the second
+_FEW = 10
 _SHORTEST_SECONDS = 0.005  # a shorter difference is noise
 _WARM_UP_STEPS = 3
 _IN_A_ROW = 3  # steps that must be slow for "since"
 _MOST_LINES = 5
+_WAIT = "waiting for other ranks"  # if no rank computes or reads slower, collectives or the network are slow
 _Timed = tuple[int | None, int, float]  # step (None: not of a step), node, seconds
 _DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
 
@@ -103,7 +105,9 @@ def compare_jobs(
         if form and form not in known:
             new.setdefault(form, line)
     have, had = ({event.name for event in each} for each in (events, sound))
-    slower = sorted(_slower(events, sound), key=lambda each: each.sound_seconds - each.seconds)
+    slower = sorted(_slower(events, sound), key=lambda one: (one.since_step is None, one.sound_seconds - one.seconds))
+    if any(each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower):  # the other ranks wait for this one
+        slower = [each for each in slower if each.part != _WAIT]
     straggler, usual = _straggler(events), _straggler(sound)
     if straggler and usual and usual.rank == straggler.rank and straggler.ratio < SLOWER * usual.ratio:
         straggler = None
@@ -137,7 +141,7 @@ def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple
 
 def _straggler(events: Sequence[Event]) -> Straggler | None:
     steps = [
-        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
+        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"] if _is_long(event) else 1.0)
         for event in events
         if event.name == STEP and event.step is not None and isinstance(event.data.get("slowest_rank"), int)
         and isinstance(event.data.get("slowest_ratio"), int | float)
@@ -146,12 +150,17 @@ def _straggler(events: Sequence[Event]) -> Straggler | None:
     if len(slow) < max(_IN_A_ROW, len(steps) // 10):
         return None
     rank, count = Counter(rank for _, rank, _ in slow).most_common(1)[0]
-    if 2 * count < len(slow):
-        return None
     ratio = statistics.median(ratio for _, slowest, ratio in slow if slowest == rank)
     since = _since([(step, slowest == rank and ratio > SLOWER) for step, slowest, ratio in steps])
+    if 2 * count < len(slow) or since is None:
+        return None
     node = next((event.node for event in events if event.name == STEP and event.rank == rank), None)
     return Straggler(rank=rank, node=node, ratio=ratio, steps=count, since_step=since)
+
+
+def _is_long(event: Event) -> bool:
+    lost = event.data.get("slowest_seconds")  # no number in older logs
+    return not isinstance(lost, int | float) or lost > _SHORTEST_SECONDS
 
 
 def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerPart]:
@@ -159,14 +168,10 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
         for part in dict.fromkeys(part for part, _ in mine):
             reference = [second for (name, _), each in theirs.items() if name == part for _, _, second in each]
             ranks = {rank: each for (name, rank), each in mine.items() if name == part}
-            slow = {
-                rank: found
-                for rank, each in ranks.items()
-                if (found := _compare([second for _, _, second in each], reference))
-            }
+            slow = {rank: found for rank, each in ranks.items() if (found := _compare(each, reference))}
             if len(slow) == len(ranks) > 1:  # ranks wait for each other
-                everyone = [value for each in ranks.values() for value in each]
-                if found := _compare([second for _, _, second in everyone], reference):
+                everyone = sorted((value for each in ranks.values() for value in each), key=lambda one: one[0] or 0)
+                if found := _compare(everyone, reference):
                     yield _part(part, None, everyone, found)
                 continue
             for rank, found in slow.items():
@@ -174,23 +179,28 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
 
 
 def _part(part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]) -> SlowerPart:
-    steps = sorted((step, second > SLOWER * found[1]) for step, _, second in values if step is not None)
+    steps = sorted((step, second > sum(found) / 2) for step, _, second in values if step is not None)
     node = None if rank is None else values[0][1]
     return SlowerPart(
         part=part, rank=rank, node=node, seconds=found[0], sound_seconds=found[1], since_step=_since(steps)
     )
 
 
-def _compare(seconds: list[float], sound: list[float]) -> tuple[float, float] | None:
-    if not seconds or not sound:
+def _compare(values: Sequence[_Timed], sound: list[float]) -> tuple[float, float] | None:
+    """Return the medians of both jobs if this one is slower. Its median is that of all steps or of the last third."""
+    if not values or not sound:
         return None
-    mine, other = statistics.median(seconds), statistics.median(sound)
-    return (mine, other) if mine > SLOWER * other and mine - other > _SHORTEST_SECONDS else None
+    seconds = [second for _, _, second in values]
+    mine = max(statistics.median(seconds), statistics.median(seconds[-(len(seconds) // 3 + 1) :]))
+    other = statistics.median(sound)
+    ratio = SLOWER if len(values) >= _FEW else _RARELY_SLOWER
+    return (mine, other) if mine > ratio * other and mine - other > _SHORTEST_SECONDS else None
 
 
 def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
     """Return the times that steps took, by (ledger class, rank).
 
+    A step is divided into the rank's own computation and its wait for other ranks, if the rank recorded its own time.
     The first three steps of each rank in each generation are left out as warm-up.
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
@@ -201,7 +211,11 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
         taken[event.generation, event.rank] += 1
         if taken[event.generation, event.rank] <= _WARM_UP_STEPS:
             continue
-        for part, seconds in (event.data.get("seconds") or {}).items():
+        parts = dict(event.data.get("seconds") or {})
+        if isinstance(own := event.data.get("own_seconds"), int | float) and own > 0:
+            parts["compute"] = max(own - parts.get(LedgerClass.DATA_WAIT, 0.0), 0.0)
+            parts[_WAIT] = max(parts.pop(LedgerClass.USEFUL_STEP, 0.0) - parts["compute"], 0.0)
+        for part, seconds in parts.items():
             found[str(part), event.rank].append((event.step, event.node, seconds))
     return found
 
@@ -219,13 +233,13 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first step of the first three slow steps in a row, or None.
+    """Return the first step of the stretch with the most slow steps beyond other ones; None if these are below three.
 
     steps: (step, whether the step was slow).
     """
-    row = 0
-    for at, (_, slow) in enumerate(steps):
-        row = row + 1 if slow else 0
-        if row == _IN_A_ROW:
-            return steps[at - _IN_A_ROW + 1][0]
-    return None
+    most, found, beyond, begin = 0, None, 0, None
+    for step, slow in steps:
+        beyond, begin = (beyond, begin) if beyond > 0 else (0, step)
+        beyond += 1 if slow else -1
+        most, found = (beyond, begin) if beyond > most else (most, found)
+    return found if most >= _IN_A_ROW else None

@@ -33,6 +33,8 @@ LASTING = {
     "ask_for_no_rollouts",
     "load_another_optimizer",
     "slow_down",
+    "read_slowly",
+    "run_soundly",
 }
 SLOW_SECONDS = 0.06  # per step, of slow_down
 
@@ -99,6 +101,12 @@ class Headline(OneSided):
 
     def slow_down(self) -> None:
         self.pause = SLOW_SECONDS
+
+    def read_slowly(self) -> None:
+        time.sleep(SLOW_SECONDS)
+
+    def run_soundly(self) -> None:
+        """Only the mark is written, as of a trouble that comes from outside."""
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
