@@ -154,7 +154,10 @@ class AttachedJob:
         if error is None:
             self._complete()
         elif not self._closed:
-            self._fail(error)
+            if self._spec.agent_pid is None and self._gang.rank == 0:
+                message = describe_exception(error)
+                self._reporter.emit(OUTCOME, step=self.step, outcome=str(Outcome.FAILED), message=message)
+            self._close()
 
     def log(self, **values: Any) -> None:
         """Record the `loss` and `tokens` of this step, and metrics of your own under any other names.
@@ -554,11 +557,6 @@ class AttachedJob:
         if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
             model = nn.ModuleDict({name: getattr(one, "module", one) for name, one in model.items()})
         return None if self._by_library else weights_sha256(model)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._spec.agent_pid is None and self._gang.rank == 0:
-            self._reporter.emit(OUTCOME, step=self.step, outcome=str(Outcome.FAILED), message=describe_exception(error))
-        self._close()
 
     def _end(self, outcome: Outcome, message: str, sha256: str | None = None) -> None:
         if self._gang.rank == 0:

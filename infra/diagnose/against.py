@@ -16,7 +16,7 @@ from ebbflow.infra.untrusted_text import one_line
 
 SLOWER, _RARELY_SLOWER = 1.3, 2.0  # a duration this many times the sound job's is reported; of few ones, the second
 _FEW = 10
-_SHORTEST_SECONDS = 0.005  # a shorter difference is noise
+_SHORTEST_SECONDS = 0.01  # a shorter difference is noise
 _WARM_UP_STEPS = 3
 _IN_A_ROW = 3  # steps that must be slow for "since"
 _MOST_LINES = 5
@@ -141,26 +141,22 @@ def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple
 
 def _straggler(events: Sequence[Event]) -> Straggler | None:
     steps = [
-        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"] if _is_long(event) else 1.0)
+        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
         for event in events
         if event.name == STEP and event.step is not None and isinstance(event.data.get("slowest_rank"), int)
         and isinstance(event.data.get("slowest_ratio"), int | float)
+        and event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
     ]  # fmt: skip
     slow = [(step, rank, ratio) for step, rank, ratio in steps if ratio > SLOWER]
-    if len(slow) < max(_IN_A_ROW, len(steps) // 10):
+    if not slow:
         return None
     rank, count = Counter(rank for _, rank, _ in slow).most_common(1)[0]
     ratio = statistics.median(ratio for _, slowest, ratio in slow if slowest == rank)
     since = _since([(step, slowest == rank and ratio > SLOWER) for step, slowest, ratio in steps])
-    if 2 * count < len(slow) or since is None:
+    if since is None or 2 * count < max(len(slow), sum(step >= since for step, _, _ in steps)):
         return None
     node = next((event.node for event in events if event.name == STEP and event.rank == rank), None)
     return Straggler(rank=rank, node=node, ratio=ratio, steps=count, since_step=since)
-
-
-def _is_long(event: Event) -> bool:
-    lost = event.data.get("slowest_seconds")  # no number in older logs
-    return not isinstance(lost, int | float) or lost > _SHORTEST_SECONDS
 
 
 def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerPart]:

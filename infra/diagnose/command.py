@@ -122,6 +122,9 @@ def _render(finding: Finding) -> Iterator[str]:
         yield f"  {place}{rank}{stamp} | {shorten(line.text)}"
     if finding.count > len(finding.evidence):
         yield f"  … {finding.count} such lines" + (f" on {len(finding.ranks)} ranks" if len(finding.ranks) > 1 else "")
+    if finding.note or finding.suspects:
+        named = ", ".join(f"rank {rank}" for rank in finding.suspects[:8]) or "a rank without these lines"
+        yield f"  suspect: {named}{'; ' if finding.note else ''}{finding.note}"
     if finding.role != "cascade":
         causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
         yield from ([f"  cause: {causes}"] if causes else [])

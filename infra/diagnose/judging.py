@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.diagnose.matching import Seen, load_matcher
-from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates
+from ebbflow.infra.diagnose.reading import FileScan, LogText, candidates, rank_of_path
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.diagnose.series import Series, judge_series
 from ebbflow.infra.diagnose.vocabulary import MARGIN, TRIGGERS, confidence_of, guess_family
@@ -23,6 +23,12 @@ _GENERIC_RANK = 3
 _VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them, or by words
 _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
+# The last collective that a rank of the default group has called: the rank with the smallest number is behind.
+_ENQUEUED = re.compile(r"\[PG ID 0 [^]]*?Rank (\d+)\].*?last enqueued(?: NCCL)? work: (-?\d+)", re.IGNORECASE)
+_NOTES = {
+    "others": "the lines above come from a rank that waits, and not from the one at fault",
+    "all": "the ranks differ, and no line tells which of them is wrong",
+}
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
 # Rules whose message does not tell the family; the code that raised it does.
 _BY_PLACE = {"O02": ("data",), "E09": ("storage", "monitoring"), "H01": ("data", "monitoring"), "D06": ("data",)}
@@ -43,8 +49,10 @@ class Finding:
     role: str
     confidence: float
     evidence: tuple[LogText, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that wrote it
     count: int
+    suspects: tuple[int, ...] = ()  # ranks that the lines accuse, or that did not write them although others wait
+    note: str = ""  # how far the lines tell which rank is at fault
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,6 +74,8 @@ class Finding:
             "title": self.rule.title,
             "causes": self.rule.causes,
             "ranks": list(self.ranks),
+            "suspects": list(self.suspects),
+            "note": self.note,
             "matches": self.count,
         }
 
@@ -126,7 +136,9 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     root = _by_words(root, suspects, series)
     findings = []
     if root is not None:
-        findings.append(_finding(root, "root", suspects))
+        ranks = {rank for scan in scans if (rank := rank_of_path(Path(scan.file))) is not None}
+        accused = _accuse(root, ranks.union(*(found.ranks for found in suspects)))
+        findings.append(replace(_finding(root, "root", suspects), **accused))
         rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
         after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
         findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
@@ -179,7 +191,9 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
         return None
     chosen = _earliest(top)
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
-    if effects and chosen.rule.rank <= 2 and _gap(_earliest(effects), chosen) > _AFTERMATH_SECONDS:
+    first, second = (_earliest(effects).first if effects else None), chosen.first
+    late = first and second and first.time and second.time and second.time - first.time > _AFTERMATH_SECONDS
+    if late and chosen.rule.rank <= 2:
         return _earliest(effects)  # a generic exception long after an effect, such as a timeout, comes from clean-up
     # A nearby match of a more specific rule usually describes the same exception.
     margin, reach = (1, _SAME_FAILURE) if chosen.rule.rank == 1 else (2, 8)
@@ -253,9 +267,17 @@ def _earliest(found: list[Seen]) -> Seen:
     return min(found, key=lambda each: (each.first.time if timed and each.first else 0, each.order, -each.rule.rank))
 
 
-def _gap(earlier: Seen, later: Seen) -> float:
-    first, second = earlier.first, later.first
-    return (second.time - first.time) if first and second and first.time and second.time else 0.0
+def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
+    """Return the ranks that the symptom's lines accuse or, if their writers only wait, the other ranks of the logs."""
+    lines, rule = [*found.lines, *found.ranks.values()], found.rule
+    hits = (hit for line in lines for text in rule.accuses if (hit := re.search(text, line.text)))
+    named = {int(number) for hit in hits for number in re.findall(r"\d+", hit[1])}
+    reached = {int(hit[1]): int(hit[2]) for line in lines if (hit := _ENQUEUED.search(line.text))}
+    named = named or {rank for rank, work in reached.items() if work < max(reached.values())}
+    if found.verdict or named or not rule.suspects:
+        return {"suspects": tuple(sorted(named))}
+    others = known - set(found.ranks if rule.suspects == "others" else ())
+    return {"suspects": tuple(sorted(others)), "note": _NOTES[rule.suspects]}
 
 
 def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:

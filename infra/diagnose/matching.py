@@ -70,8 +70,9 @@ class Seen:
         self.last = line
         if len(self.lines) < 3:
             self.lines.append(line)
-        if line.rank is not None and len(self.ranks) < 4096:
-            self.ranks.setdefault(line.rank, line)
+        new = line.rank not in self.ranks or "ast enqueued" in line.text  # which tells how far the rank has come
+        if line.rank is not None and new and len(self.ranks) < 4096:
+            self.ranks[line.rank] = line
 
 
 class Matcher:

@@ -87,7 +87,7 @@ def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> 
             if encoding is None:
                 scan.refused = "binary file, not a log"
                 return
-            rank = _rank_of_path(path) if path else None
+            rank = rank_of_path(path) if path else None
             for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan):
                 yield from _parse(scan.file, number, raw, rank)
     except (OSError, EOFError) as error:
@@ -211,22 +211,21 @@ def rank_of(text: str) -> int | None:
     return int(next(group for group in match.groups() if group)) if match else None
 
 
-def _rank_of_path(path: Path) -> int | None:
+def rank_of_path(path: Path) -> int | None:
+    """Return the rank in the name of a log file or of its folders, or None."""
     match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
     return int(match[1] or match[2]) if match else None
 
 
-_STAMPS = tuple(
-    re.compile(expression)
-    for expression in (
+_CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+_STAMPS = (
+    re.compile(
         r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<hour>\d\d):(?P<minute>\d\d)"
-        r"(?::(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?)?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?",
-        r"\[?[EWIF](?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-        r"(?:\.(?P<fraction>\d{1,9}))?",
-        r"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{1,2}) "
-        r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)",
-        r"\b(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)",
-    )
+        r"(?::(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?)?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+    ),
+    re.compile(rf"\[?[EWIF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}(?:\.(?P<fraction>\d{{1,9}}))?"),
+    re.compile(rf"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{{1,2}}) {_CLOCK}"),
+    re.compile(rf"\b(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d) {_CLOCK}"),
 )
 _EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
 _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"

@@ -19,6 +19,8 @@ its rules) and `rules`. Fields of a rule:
     collect         evidence to collect
     fix             changes to make, and `commands`
     cost            what the failure costs
+    suspects        others: the rank that writes it waits for another one; all: no rank's line tells which is wrong
+    accuses         expressions whose group has the numbers of the faulty ranks, in lines of the symptom
     curable         false: an exception with this text comes again in each start, so the job ends
     guides, source  where the symptom is described
     examples        lines that the rule must match
@@ -28,7 +30,7 @@ its rules) and `rules`. Fields of a rule:
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,7 @@ import yaml
 
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
-_NAMES = {
-    "id", "title", "kind", "look", "hint", "need", "unless", "rank", "follows", "weight", "causes", "collect", "fix",
-    "cost", "guides", "source", "examples", "others", "curable",
-}  # fmt: skip
+_LISTS = ("look", "hint", "need", "unless", "follows", "accuses", "collect", "fix", "guides", "examples", "others")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,8 @@ class SymptomRule:
     fix: tuple[str, ...] = ()
     cost: str = ""
     curable: bool = True
+    suspects: str = ""
+    accuses: tuple[str, ...] = ()
     guides: tuple[str, ...] = ()
     source: str = ""
     examples: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ def load_rules() -> RuleBook:
 
 
 def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
-    if unknown := entry.keys() - _NAMES:
+    if unknown := entry.keys() - {one.name for one in fields(SymptomRule) if one.name != "family"}:
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     kind = entry.get("kind", "cause")
     if kind not in KINDS:
@@ -164,7 +165,19 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
         raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
-    for name in ("look", "hint", "need", "unless", "follows", "collect", "fix", "guides", "examples", "others"):
+    for name in (
+        "look",
+        "hint",
+        "need",
+        "unless",
+        "follows",
+        "collect",
+        "fix",
+        "guides",
+        "examples",
+        "others",
+        "accuses",
+    ):
         values[name] = _texts(values.get(name, ()))
     for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
         re.compile(pattern, re.IGNORECASE)

@@ -221,11 +221,15 @@ def _run_plain(name: str, seed: int, folder: Path) -> dict[str, Any]:
     logs, guilty, seconds = inject(name, folder, seed)
     root = next((each for each in diagnose_files(logs).findings if each.role == "root"), None)
     right = root is not None and root.rule.id in (made.symptom, *made.answers)
-    alike = made.ranks == 1 or made.gone or root is None or not root.ranks  # there is no one faulty rank
+    if name == "stale_port":
+        guilty = 0  # the rank that binds the port
+    # There is no one faulty rank, or the finding says that the lines do not tell which it is.
+    alike = made.ranks == 1 or made.gone or root is None or not root.ranks or "no line tells" in root.note
     return {
         "case": f"plain:{name}", "seed": seed, "family": root.rule.family if root else None,
         "symptom": root.rule.id if root else None, "right": right, "seconds": round(seconds, 2),
-        "rank_right": None if alike or root is None else guilty in root.ranks, "starts": 1,
+        "rank_right": None if alike or root is None else (root.suspects or root.ranks[:1]) == (guilty,),
+        "suspects": None if root is None else root.suspects, "note": "" if root is None else root.note, "starts": 1,
         "wrong": [] if right else ["family"],
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from benchmarks.diagnosis import diagnose_lines, evaluate
 from benchmarks.diagnosis_words import fit, measure, read_messages, read_sources, render
 from ebbflow.command import COMMANDS
 from ebbflow.infra.__main__ import main
+from ebbflow.infra.diagnose import command
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.diagnose.judging import diagnose_files
 from ebbflow.infra.diagnose.matching import load_matcher
@@ -251,6 +252,36 @@ def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
         assert main(["explain", symptom]) == 0 and symptom in capsys.readouterr().out
     for name in _SYMPTOMS.values():
         assert load_rules().find(name), name
+
+
+GONE = "Connection closed by peer [10.0.0.7]:24601"
+BEHIND = "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective timeout. Last enqueued NCCL work: {1}"
+
+
+@pytest.mark.parametrize(
+    ("logs", "suspects", "note"),
+    [
+        ({0: "step 3 loss 0.2", 1: GONE}, [0], "from a rank that waits"),
+        ({1: GONE}, [], "from a rank that waits"),
+        ({0: "RuntimeError: [Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms"}, [2, 3], ""),
+        ({0: BEHIND.format(0, 62), 1: BEHIND.format(1, 61), 2: BEHIND.format(2, 62)}, [1], ""),
+        (
+            {0: "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 1000 vs 12", 1: ""},
+            [0, 1],
+            "no line tells",
+        ),
+    ],
+)
+def test_the_rank_that_did_not_come_is_the_suspect(
+    logs: dict[int, str], suspects: list[int], note: str, tmp_path: Path
+) -> None:
+    for rank, text in logs.items():
+        (tmp_path / f"rank-{rank}.log").write_text(f"[rank{rank}]: {text}\n")
+    diagnosis = diagnose_files(sorted(tmp_path.iterdir()))
+    found = diagnosis.to_json()["findings"][0]
+    assert found["role"] == "root" and found["suspects"] == suspects and note in found["note"]
+    shown = ", ".join(f"rank {rank}" for rank in suspects) or "a rank without these lines"
+    assert f"  suspect: {shown}{'; ' if note else ''}{found['note']}" in command.render(diagnosis)
 
 
 # Each takes a second in a process of its own. soak_headlines.py makes all of them, ten times.

@@ -194,7 +194,10 @@ def weights_checksum(module: nn.Module) -> int:
     for parameter in module.parameters():
         local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
         if local.numel():
-            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in _bits(local).split(_CHUNK)]).sum())
+            flat = local.contiguous().view(-1)
+            width = flat.element_size()
+            bits = flat.view(torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8)
+            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_CHUNK)]).sum())
     total = 0
     for value in torch.stack(sums).tolist() if sums else []:
         total = (total * _MULTIPLIER + value) % _MODULUS
@@ -220,12 +223,6 @@ def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int],
         certain = certain and majority
         odd += [rank for rank in ranks if not majority or sums[rank] != usual]
     return sorted(odd), certain
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.contiguous().view(-1)
-    width = flat.element_size()
-    return flat.view(torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8)
 
 
 @dataclass(kw_only=True)

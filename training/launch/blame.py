@@ -80,11 +80,16 @@ class Culprit:
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     """Return the culprit. `evidence` has the failures, and the positions of ranks that have not failed."""
     failures = [one for one in evidence if not one.witness]
-    for rule in (_gpu_fault, _died, _stopped):
-        if (found := rule(failures)) is not None:
-            return _culprit(found[0], found[1], evidence)
+    if broken := [one for one in failures if one.gpu_fault]:
+        return _culprit(min(broken, key=_first), "a GPU of its node has a hardware fault", evidence)
+    if (died := _died(failures)) is not None:
+        return _culprit(*died, evidence)
+    if stopped := [one for one in failures if one.stopped]:
+        return _culprit(min(stopped, key=_first), "its process is stopped", evidence)
     if (mismatch := detect_mismatch(evidence)) is not None:
-        return _mismatched(mismatch, evidence)
+        odd = next(one for one in _latest(evidence) if one.rank == mismatch.ranks[0])
+        message = f"{mismatch} ({odd.where})" if odd.where else str(mismatch)
+        return _culprit(odd, "flight recorders differ", evidence, message=message, certainty=PROVEN)
     for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
             sizes = any(has_other_size(one.message) for one in evidence)
@@ -156,11 +161,6 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
     return 0.2 if all_heard else 1.5
 
 
-def _gpu_fault(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    broken = [one for one in failures if one.gpu_fault]
-    return (min(broken, key=_first), "a GPU of its node has a hardware fault") if broken else None
-
-
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
     """Return the rank that died first, and the reason why it is the culprit; None if all deaths were cascades.
 
@@ -176,11 +176,6 @@ def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
         return not lost_node, one.killed_by == "SIGABRT", one.timestamp - (_KILL_SECONDS if one.killed_by else 0.0)
 
     return min(dead, key=order), "it ended first"
-
-
-def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    stopped = [one for one in failures if one.stopped]
-    return (min(stopped, key=_first), "its process is stopped") if stopped else None
 
 
 def _device_behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
@@ -278,13 +273,6 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
         return _culprit(first, because, evidence)
     text = f"{first.message}; {because} and no process has ended: check the network and the storage for a hang"
     return _culprit(first, because, evidence, message=text, certainty=SLOW)
-
-
-def _mismatched(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> Culprit:
-    latest = {one.rank: one for one in _latest(evidence)}
-    odd = latest[mismatch.ranks[0]]
-    place = f" ({odd.where})" if odd.where else ""
-    return _culprit(odd, "flight recorders differ", evidence, message=f"{mismatch}{place}", certainty=PROVEN)
 
 
 def _culprit(

@@ -82,11 +82,11 @@ class NodeGeneration:
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
             return self._report_own(refusal)
         texts, fatal = find_differences(self._spec, self._start.node_0)
+        difference = f"node {self._spec.node} differs from node 0 in {'; '.join(texts)}"
+        if fatal:
+            fix = "fix: start all nodes from one image, named by its digest, with one configuration"
+            return self._report_own(NodesDiffer(f"{difference}; {fix}"))
         if texts:
-            difference = f"node {self._spec.node} differs from node 0 in {'; '.join(texts)}"
-            if fatal:
-                fix = "fix: start all nodes from one image, named by its digest, with one configuration"
-                return self._report_own(NodesDiffer(f"{difference}; {fix}"))
             print_line(difference)
         if self._gpus is not None:
             self._gpus.note_idle()

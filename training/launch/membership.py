@@ -249,13 +249,6 @@ class CoordinatorPeers(_Peers):
             self._growing = True
             self.order(RankOrder(seconds=self._spec.config["checkpoint"]["stop_seconds"], cause=RETURNED, node=0))
 
-    def _take_in_returned(self) -> None:
-        if self._returns is not None and self._returns.joined:
-            self._number = 0  # the ended generation is not theirs
-            self._add_joined(self._returns)
-            self._replacements -= len(self._returns.joined)
-            self._close_returns()
-
     def _close_returns(self) -> None:
         if self._returns is not None:
             self._returns.close()
@@ -283,7 +276,11 @@ class CoordinatorPeers(_Peers):
             connection = self._members[node]
             connection.closed = connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
             connection.close()
-        self._take_in_returned()
+        if self._returns is not None and self._returns.joined:
+            self._number = 0  # the ended generation is not theirs
+            self._add_joined(self._returns)
+            self._replacements -= len(self._returns.joined)
+            self._close_returns()
         nodes = self.nodes
         lost = [node for node in self._start.nodes if node not in nodes]
         if lost and not self._is_enough(nodes) and not self._await_replacements(lost, stopped, meanwhile):
@@ -361,8 +358,11 @@ class CoordinatorPeers(_Peers):
         for node in self._start.nodes[1:]:
             self._receive(node, self._members[node])
             self._detect_loss(node)
-        if self._first_failure < float("inf") and self._evidence_complete():
-            return self.give_up(self._decide_end())
+        if self._first_failure < float("inf"):
+            known = {one.rank for one in self._evidence()}
+            all_known = len(known) == len(self._start.nodes) * self._spec.processes_per_node
+            if time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_known):
+                return self.give_up(self._decide_end())
         if len(self._finished) == len(self._start.nodes):
             end = self._go_on_without_noticed(end_from_results(self._finished, self._start.generation))
             left = end.outcome is not None and end.outcome.outcome == Outcome.INTERRUPTED
@@ -456,11 +456,6 @@ class CoordinatorPeers(_Peers):
             return end
         self._left_out.add(node)
         return replace(end, left_out=[node], fingerprint="")
-
-    def _evidence_complete(self) -> bool:
-        known = {one.rank for one in self._evidence()}
-        all_known = len(known) == len(self._start.nodes) * self._spec.processes_per_node
-        return time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_known)
 
     def _evidence(self) -> list[WorkerFailure]:
         oldest = time.monotonic() - _WITNESS_SECONDS

@@ -237,27 +237,19 @@ _VITAL = ("python", "torch")  # packages that must have the same version on all 
 
 def describe_node(spec: GangSpec) -> dict[str, dict]:
     """Return what all nodes should have alike: the versions of their packages, and the settings of a step."""
-    return {"versions": installed_versions(), "settings": {name: spec.config.get(name) for name in _ALIKE}}
+    parts = {section: spec.config.get(section) for section in _ALIKE}
+    parts = {section: part if isinstance(part, dict) else {"": part} for section, part in parts.items()}
+    settings = {f"{section}.{key}".strip("."): value for section, part in parts.items() for key, value in part.items()}
+    return {"versions": installed_versions(), "settings": settings}
 
 
 def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[str], bool]:
     """Return how this node differs from node 0, as texts, and whether its ranks may not start."""
-    texts, fatal = [], False
-    own = describe_node(spec)
+    own, texts, fatal = describe_node(spec), list[str](), False
     for kind, first in node_0.items():
         for name in dict.fromkeys([*first, *own[kind]]):
-            one, other = own[kind].get(name), first.get(name)
-            if isinstance(one, dict) and isinstance(other, dict):
-                name, one, other = next(
-                    (
-                        (f"{name}.{key}", one.get(key), other.get(key))
-                        for key in [*other, *one]
-                        if one.get(key) != other.get(key)
-                    ),
-                    (name, None, None),
-                )
-            if one != other:
-                texts.append(f"{name} {one} (node 0: {other})")
+            if (here := own[kind].get(name)) != (there := first.get(name)):
+                texts.append(f"{name} {here} (node 0: {there})")
                 fatal = fatal or kind == "settings" or name in _VITAL
     return texts, fatal
 

@@ -353,14 +353,11 @@ class RollCallServer:
                 return
             connection = Connection(peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES)
             self._callers.append(_Caller(connection, address[0], time.monotonic() + HANDSHAKE_SECONDS))
-            self._drop_excess()
-
-    def _drop_excess(self) -> None:
-        source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
-        if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
-            oldest = next(caller for caller in self._callers if caller.source == source)
-            oldest.connection.close()
-            self._callers.remove(oldest)
+            source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
+            if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
+                oldest = next(caller for caller in self._callers if caller.source == source)
+                oldest.connection.close()
+                self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
         """Process messages of a connecting follower. Return whether its handshake is over, successful or not."""
