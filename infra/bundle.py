@@ -219,7 +219,10 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
             if name in stored or not (_LOCAL_FILES.fullmatch(name) or name in _STORE_FILES) or not path.is_file():
                 continue
             try:
-                stored[name] = _file_end(path)
+                with open(path, "rb") as file:
+                    start = max(0, os.fstat(file.fileno()).st_size - _LARGEST_FILE_BYTES)
+                    file.seek(start)
+                    stored[name] = file.read(), start
             except OSError as error:
                 problems.append(f"{path}: {error.strerror}")
     if lines:
@@ -270,13 +273,6 @@ def _stored_files(store: Store) -> dict[str, tuple[bytes, int]]:
         start = max(0, meta.size - _LARGEST_FILE_BYTES)
         found[meta.key] = store.get_range(meta.key, start, meta.size - start) if start else store.get(meta.key), start
     return found
-
-
-def _file_end(path: Path) -> tuple[bytes, int]:
-    with open(path, "rb") as file:
-        start = max(0, os.fstat(file.fileno()).st_size - _LARGEST_FILE_BYTES)
-        file.seek(start)
-        return file.read(), start
 
 
 def _machine_files() -> tuple[dict[str, str], list[str]]:

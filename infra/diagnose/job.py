@@ -20,7 +20,9 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
 
     If the job has failed, only its last generation counts: the job survived what ended the earlier ones.
     """
-    if (last := _last_generation(events)) is not None:
+    outcome = next((event.data.get("outcome") for event in reversed(events) if event.name == ev.OUTCOME), None)
+    last = max((event.generation for event in events if event.name == ev.GENERATION_ENDED), default=None)
+    if last is not None and outcome not in (None, *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED))):
         events = [event for event in events if event.generation == last]
         lines = (line for line in lines if line.generation == last)
     seen: dict[str, Seen] = {}
@@ -33,14 +35,6 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
             found.strong = found.needed = found.verdict = True
             found.add(line, order)
     return judge(seen, series, [])
-
-
-def _last_generation(events: Sequence[Event]) -> int | None:
-    """Return the generation with which a failed job ended; None if the job has not failed or never started ranks."""
-    outcome = next((event.data.get("outcome") for event in reversed(events) if event.name == ev.OUTCOME), None)
-    if outcome in (None, *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED))):
-        return None
-    return max((event.generation for event in events if event.name == ev.GENERATION_ENDED), default=None)
 
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
