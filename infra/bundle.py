@@ -232,18 +232,15 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
     segments = [stored.pop(name) for name in sorted(stored) if name.startswith("events/")]
     if segments:
         stored["events.jsonl"] = b"".join(data for data, _ in segments), sum(cut for _, cut in segments)
-    for name in sorted((name for name in stored if stored[name][0]), key=_rank_of_importance):
+    order = ("config.json", "report.json", "plan.json", "generations/", "logs/", "metrics.prom", "events.jsonl")
+    names = sorted(name for name in stored if stored[name][0])
+    for name in sorted(names, key=lambda name: [name.startswith(prefix) for prefix in order], reverse=True):
         add(name, *stored[name])
     files += _log_tails(lines, own)
     notes += problems
     if notes:
         add("notes.txt", "\n".join(notes).encode())
     return files, notes
-
-
-def _rank_of_importance(name: str) -> tuple[int, str]:
-    order = ("config.json", "report.json", "plan.json", "generations/", "logs/", "metrics.prom", "events.jsonl")
-    return next((at for at, prefix in enumerate(order) if name.startswith(prefix)), len(order)), name
 
 
 def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFile]:

@@ -189,7 +189,6 @@ class LoopWatch:
                 if since and time.monotonic() - since > _UNEQUAL_SECONDS:
                     leavers = store.add("leavers", 0)
                     text = f"rank {rank} left its loop after step {left}, and rank {self._rank} is in step {step}; "
-                    text += f"{leavers} of {self._size} ranks have left; " if self._size > 2 else ""
                     text += "fix: equally many steps on all ranks, such as by DistributedSampler or drop_last=True"
                     odd = self._rank if 2 * leavers > self._size else rank
                     store.compare_set("verdict", "", json.dumps([text, odd]))  # of several verdicts, the first counts
@@ -200,8 +199,7 @@ class LoopWatch:
 
         The error of the rank at fault has the time at which its steps became unequal, and so is the first failure.
         """
-        begun = self._left_at or time.time() - _UNEQUAL_SECONDS
-        at = begun if odd == self._rank else time.time()
+        at = (self._left_at or time.time() - _UNEQUAL_SECONDS) if odd == self._rank else time.time()
         record_exception(error := AttachError(text), one_line=True, at=at)
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # another rank is late, or the process with the store has ended
