@@ -244,8 +244,8 @@ def _only_with(key: str, default: object, selector: str, values: tuple[object, .
         if selected in values or value == default:
             return None
         shown, given, *others = (_write(one) for one in (default, selected, *values))
-        reason = why or f"it is an option of {' and '.join(others)}"
-        message = f"{key} has no effect with {selector} {given}: {reason}"
+        condition = f"without {selector}" if values == (True,) else f"with {selector} {given}"
+        message = f"{key} has no effect {condition}: {why or 'it is an option of ' + ' and '.join(others)}"
         return message, suggest_values((selector, others), (key, [f"{shown}, the default"]))
 
 
