@@ -131,7 +131,7 @@ def train_curves(folder: Path, names: list[str]) -> dict[str, Curve]:
         tasks = {name: _task(name, variant, store, prepared) for name, variant in together.items()}
         path = folder / f"curves-{ranks}-{late}.json"
         path.write_text(json.dumps(tasks))
-        run_ranks(ranks, ["-m", "tests.support.curve_rank", str(path)], deadline_seconds=240)
+        run_ranks(ranks, ["-m", "tests.support.curve_rank", str(path)], deadline_seconds=420)
         results = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(ranks)]
         for name, variant in together.items():
             curves[name] = _gather(name, variant, [result[name] for result in results], Path(f"{path}.{name}.pt"))
