@@ -24,15 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from ebbflow.infra.process import (
-    MessageReader,
-    ProcessStat,
-    descendants,
-    die_with_parent,
-    process_stat,
-    read_system_file,
-    zombie_status,
-)
+from ebbflow.infra import process
 from ebbflow.infra.program import IMPORT_ROOT
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -83,7 +75,7 @@ class RemoteChild:
             self.returncode = self._parent.ended(self.pid)
         if self.returncode is None and (now := time.monotonic()) >= self._next_look:
             self._next_look = now + _UNREAPED_SECONDS / 4
-            status = zombie_status(self.pid, self._parent.pid)
+            status = process.zombie_status(self.pid, self._parent.pid)
             if status is None:
                 self._unreported_since = None
             elif self._unreported_since is None:
@@ -96,7 +88,7 @@ class RemoteChild:
         if self.poll() is not None:
             return
         # The parent reaps the child before its report arrives; meanwhile another process may get the same id.
-        stat = process_stat(self.pid)
+        stat = process.process_stat(self.pid)
         if stat is None or stat.parent == self._parent.pid:
             try:
                 os.kill(self.pid, number)
@@ -147,7 +139,7 @@ class Keeper:
             other.close()
         own.setblocking(False)
         self._channel = own
-        self._messages = MessageReader(lambda: self._channel.recv(65536))
+        self._messages = process.MessageReader(lambda: self._channel.recv(65536))
         self._number = 0
         self._spawned: dict[int, int | OSError] = {}
         self._ended: dict[int, int] = {}
@@ -237,11 +229,11 @@ class Keeper:
 
 def kill_descendants(keeper: int, seconds: float) -> list[int]:
     """Kill the processes below the keeper, and return the ids of the processes that are still alive after `seconds`."""
-    return kill_until_none(lambda: descendants(keeper), seconds)
+    return kill_until_none(lambda: process.descendants(keeper), seconds)
 
 
 def kill_until_none(
-    find: Callable[[], list[ProcessStat]],
+    find: Callable[[], list[process.ProcessStat]],
     seconds: float,
     *,
     spare_groups: Collection[int] = (),
@@ -292,7 +284,7 @@ def _send(send: Callable[[int, int], None], target: int, number: int) -> None:
 
 
 def _cleans_up(pid: int) -> bool:
-    command = read_system_file(f"/proc/{pid}/cmdline")
+    command = process.read_system_file(f"/proc/{pid}/cmdline")
     return any(cleaner in command for cleaner in _CLEANERS)
 
 
@@ -312,12 +304,12 @@ def serve(agent: int, channel: int) -> None:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     os.set_inheritable(channel, False)
     try:
-        if die_with_parent(agent, by=signal.SIGUSR1):  # the signal only wakes the keeper
+        if process.die_with_parent(agent, by=signal.SIGUSR1):  # the signal only wakes the keeper
             _Desk(agent, socket.socket(fileno=channel), woken).serve()
     finally:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, -10)  # endless forks leave little time to other processes
-        kill_until_none(lambda: descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
+        kill_until_none(lambda: process.descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
         os._exit(0)
 
 
@@ -397,7 +389,7 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
                 continue
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
-        die_with_parent(keeper)
+        process.die_with_parent(keeper)
         for target, descriptor in enumerate(fds):  # all above 2: the keeper has 0 to 2 open
             os.dup2(descriptor, target)  # the copy is inheritable
         os.execve(argv[0], argv, environment)

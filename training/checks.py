@@ -9,16 +9,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from ebbflow.infra import footprint
 from ebbflow.infra.checks.store import nearest_existing, store_folder
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import (
-    causal_lm_shape,
-    commit_bytes,
-    local_gang,
-    optimizer_bytes,
-    shard_ranks,
-    size_text,
-)
+from ebbflow.infra.footprint import size_text
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, Tier
 from ebbflow.training.checkpoint.hugging_face import check_settings, our_name
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
@@ -77,7 +71,7 @@ def check_disk(context: PreflightContext) -> CheckFinding:
     there = nearest_existing(folder)
     needed, commits = commits_room(config)
     needed, free = needed + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
-    kept = size_text(optimizer_bytes(config, causal_lm_shape(config.model)))
+    kept = size_text(footprint.optimizer_bytes(config, footprint.causal_lm_shape(config.model)))
     arithmetic = (
         f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit ({kept} of it the "
         f"optimizer's state) + {size_text(text)} tokens"
@@ -94,7 +88,7 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
     The maximum includes the commits that retention keeps, one that is about to be deleted, and one being written.
     """
     checkpoint, steps = config.checkpoint, config.training.max_steps
-    one = commit_bytes(config, causal_lm_shape(config.model))
+    one = footprint.commit_bytes(config, footprint.causal_lm_shape(config.model))
     every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
     rules["best"] = checkpoint.keep_best.count
@@ -113,7 +107,7 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
     """Check that the text is enough for one training batch and one held-out sample, counting one byte per token."""
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
-    gang = local_gang(config)
+    gang = footprint.local_gang(config)
     most = "" if config.data.tokenizer == BYTES else "at most "
     ranks = "" if gang is None else f" ({batch // gang.ranks} for each of {gang.ranks} ranks)"
     if samples < batch:
@@ -159,7 +153,7 @@ def check_parallel(context: PreflightContext) -> CheckFinding:
 
 
 def _place(config: RunConfig) -> RankLayout:
-    gang = local_gang(config)
+    gang = footprint.local_gang(config)
     # If the plan will choose the number of ranks, checks that depend on it are made by the plan and by the ranks.
     tensor = config.parallel.tensor_size
     chosen = config.parallel.shard_size or 2 * tensor, tensor
@@ -168,15 +162,15 @@ def _place(config: RunConfig) -> RankLayout:
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         gpu=bool(glob.glob("/dev/nvidia[0-9]*")),
-        parameters=causal_lm_shape(config.model).parameters if config.user_code is None else None,
+        parameters=footprint.causal_lm_shape(config.model).parameters if config.user_code is None else None,
     )
 
 
 def _arrangement(config: RunConfig, place: RankLayout) -> str:
     mode = config.parallel.mode
-    if local_gang(config) is None:
+    if footprint.local_gang(config) is None:
         return f"{mode}, on as many ranks as the plan says"
-    shard = shard_ranks(config, place.ranks, place.ranks_per_node)
+    shard = footprint.shard_ranks(config, place.ranks, place.ranks_per_node)
     copies = place.ranks // shard
     ranks = f"{place.ranks} {'rank' if place.ranks == 1 else 'ranks'}"
     holding = "rank that holds" if shard == 1 else "ranks that hold"
@@ -270,7 +264,7 @@ def check_initial_weights(context: PreflightContext) -> CheckFinding:
         return _failed(error, "name a safetensors file, or a folder of them")
     numbers, files = sum(math.prod(stored.shape) for stored in found.values()), len({s.file for s in found.values()})
     arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
-    if config.user_code is None and numbers != (wanted := causal_lm_shape(config.model).parameters):
+    if config.user_code is None and numbers != (wanted := footprint.causal_lm_shape(config.model).parameters):
         fix = "the model section that these weights are of"
         return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
     return CheckFinding.passed(arithmetic)

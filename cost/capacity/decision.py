@@ -27,19 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from ebbflow.cost.capacity.placement import (
-    NEVER_STARTED,
-    NOT_MADE,
-    RECLAIMED,
-    TERMINATED,
-    USER_CODE,
-    AttemptHistory,
-    Placement,
-    QueueOffer,
-    explain_no_offer,
-    find_offers,
-    memory_mib,
-)
+from ebbflow.cost.capacity import placement
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import (
@@ -73,7 +61,7 @@ _DEARER = 1.25
 class _Choice:
     """The chosen pool and the limits of the attempt. `wait_hours` None means the limit `batch.runnable_minutes`."""
 
-    offer: QueueOffer
+    offer: placement.QueueOffer
     reason: str
     rule: str = ""
     wait_hours: float | None = None
@@ -85,12 +73,12 @@ def choose_placement(
     config: RunConfig,
     *,
     plan: Plan,
-    history: AttemptHistory,
+    history: placement.AttemptHistory,
     queues: Mapping[str, QueueState],
     now_utc: float,
     catalogue: Catalogue | None = None,
     held: Sequence[Reservation] | None = None,
-) -> Placement:
+) -> placement.Placement:
     """Choose the queue, instance type and number of nodes of the next attempt.
 
     Args:
@@ -108,9 +96,9 @@ def choose_placement(
     now = history.latest_utc(now_utc)
     kinds = load_catalogue() if catalogue is None else catalogue
     region = config.batch.region
-    found = find_offers(plan.ranked, queues, region=region, catalogue=kinds)
+    found = placement.find_offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
-        why = explain_no_offer(plan.ranked, queues, region=region, catalogue=kinds)
+        why = placement.explain_no_offer(plan.ranked, queues, region=region, catalogue=kinds)
         raise PlacementError(
             Outcome.NO_CAPACITY,
             f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: {why}; fix: "
@@ -126,7 +114,11 @@ def choose_placement(
 
 
 def _apply_rule(
-    config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
+    config: RunConfig,
+    plan: Plan,
+    found: Sequence[placement.QueueOffer],
+    history: placement.AttemptHistory,
+    now_utc: float,
 ) -> _Choice:
     """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`; else make that choice."""
     choice = _spot_or_on_demand(config, plan, found, history, now_utc)
@@ -176,7 +168,11 @@ def _with_move(
 
 
 def _spot_or_on_demand(
-    config: RunConfig, plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, now_utc: float
+    config: RunConfig,
+    plan: Plan,
+    found: Sequence[placement.QueueOffer],
+    history: placement.AttemptHistory,
+    now_utc: float,
 ) -> _Choice:
     """Choose Spot if on-demand capacity could still finish the job in time and budget afterwards, else on-demand.
 
@@ -193,12 +189,12 @@ def _spot_or_on_demand(
     hours_left = deadline - (now_utc - plan.started_utc) / HOUR
     usd_left = math.inf if plan.budget_usd is None else plan.budget_usd - plan.spent_usd
 
-    def spare(spot: QueueOffer, last: QueueOffer) -> tuple[float, float]:
+    def spare(spot: placement.QueueOffer, last: placement.QueueOffer) -> tuple[float, float]:
         pair = spot.candidate, last.candidate
         left = min(hours_left, hours_until_end(last.candidate, now_utc))
         return spare_hours(config, *pair, left), spare_usd(config, *pair, usd_left)
 
-    def is_safe(spot: QueueOffer, last: QueueOffer) -> bool:
+    def is_safe(spot: placement.QueueOffer, last: placement.QueueOffer) -> bool:
         hours, usd = spare(spot, last)
         return hours >= min(DECIDE_HOURS, delay_hours(config)) and usd >= 0
 
@@ -224,20 +220,22 @@ def _spot_or_on_demand(
 RULE = "spot_first"
 
 
-def _in_order(spots: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
+def _in_order(spots: Sequence[placement.QueueOffer], history: placement.AttemptHistory) -> list[placement.QueueOffer]:
     """Sort Spot offers. Pools that are not known to lack capacity come first, in the plan's order.
 
     The other pools follow: those whose last attempt got no capacity or was reclaimed, the oldest attempt first.
     """
 
-    def gone(offer: QueueOffer) -> float:
+    def gone(offer: placement.QueueOffer) -> float:
         last = next((one for one in reversed(history.attempts) if one.placement.pool == offer.id), None)
-        return last.ended_utc if last is not None and (last.refused or last.cause == RECLAIMED) else -math.inf
+        return last.ended_utc if last is not None and (last.refused or last.cause == placement.RECLAIMED) else -math.inf
 
     return sorted(spots, key=gone)
 
 
-def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
+def _fallback_offers(
+    found: Sequence[placement.QueueOffer], history: placement.AttemptHistory
+) -> list[placement.QueueOffer]:
     """Return the on-demand offers in the plan's order, without pools that lacked capacity in the latest attempts.
 
     If every on-demand pool lacked capacity, return all on-demand offers. Reservations are returned only if there are no
@@ -250,13 +248,13 @@ def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> li
     return [one for one in all_of_them if one.id not in full] or ([] if len(all_of_them) < len(found) else all_of_them)
 
 
-def _refused_lately(history: AttemptHistory) -> set[str]:
+def _refused_lately(history: placement.AttemptHistory) -> set[str]:
     """Return the pools of the attempts that got no capacity since the last attempt that started."""
     latest = itertools.takewhile(lambda attempt: attempt.refused, reversed(history.attempts))
     return {attempt.placement.pool for attempt in latest}
 
 
-def _refused_last(history: AttemptHistory) -> set[str]:
+def _refused_last(history: placement.AttemptHistory) -> set[str]:
     return {history.last.placement.pool} if history.last is not None and history.last.refused else set()
 
 
@@ -272,16 +270,18 @@ def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
 _FORECAST = ("usd_per_hour", "quoted_usd_per_hour", "price_kind", "expected_hours", "expected_usd")
 
 
-def _placement(config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float) -> Placement:
+def _placement(
+    config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float
+) -> placement.Placement:
     one = choice.offer.candidate
     wait = one.case.wait_hours + delay_hours(config) if choice.wait_hours is None else choice.wait_hours
     start_by = now_utc + choice.start_within_hours * HOUR
-    return Placement(
+    return placement.Placement(
         **{name: getattr(one, name) for name in (*Pool.__dataclass_fields__, *_FORECAST)},
         queue=choice.offer.queue,
         cpu=kind.vcpu,
         gpu=min(one.processes_per_node, kind.gpu_count),
-        memory_mib=memory_mib(kind),
+        memory_mib=placement.memory_mib(kind),
         wall_seconds=wall,
         runnable_seconds=math.ceil(wait * HOUR),
         reason=choice.reason,
@@ -296,7 +296,7 @@ LEAST_WALL_SECONDS, _MOST_WALL_SECONDS = 60, 2**31 - 1  # the latter is the most
 _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
 
-def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: float) -> int:
+def wall_seconds(config: RunConfig, plan: Plan, offer: placement.QueueOffer, now_utc: float) -> int:
     """Return the time limit of an attempt in seconds, given by budget, deadline and the end of a reservation.
 
     If none of these is set, the limit is a multiple of the expected duration. The job itself normally stops before the
@@ -315,7 +315,7 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
     return max(LEAST_WALL_SECONDS, math.floor(min(*limits, _MOST_WALL_SECONDS)))
 
 
-def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:
+def _after_a_bug(found: tuple[placement.QueueOffer, ...], history: placement.AttemptHistory) -> _Choice | None:
     """If the user's code ended the last attempt, choose the same pool again, or a pool that costs no more.
 
     Returns:
@@ -325,7 +325,7 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
         PlacementError: The pool is no longer available, and all other pools cost more.
     """
     last = history.last
-    if last is None or last.cause != USER_CODE:
+    if last is None or last.cause != placement.USER_CODE:
         return None
     before = last.placement
     how = (
@@ -349,7 +349,7 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
     return _Choice(offer=cheaper[0], reason=reason)
 
 
-def _last_end(history: AttemptHistory) -> str:
+def _last_end(history: placement.AttemptHistory) -> str:
     """Describe how the last attempt ended. The result is placed before the reason for the next placement."""
     last = history.last
     if last is None:
@@ -358,10 +358,10 @@ def _last_end(history: AttemptHistory) -> str:
 
 
 _ENDS = {
-    RECLAIMED: "was reclaimed",
-    NEVER_STARTED: "had no capacity",
-    NOT_MADE: "had capacity, and no container in time",
-    TERMINATED: "was terminated",
-    USER_CODE: "was ended by the program",
+    placement.RECLAIMED: "was reclaimed",
+    placement.NEVER_STARTED: "had no capacity",
+    placement.NOT_MADE: "had capacity, and no container in time",
+    placement.TERMINATED: "was terminated",
+    placement.USER_CODE: "was ended by the program",
     "ended": "ended",
 }

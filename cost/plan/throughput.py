@@ -35,20 +35,8 @@ from dataclasses import asdict, dataclass, replace
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType
 from ebbflow.cost.job_history import JobHistory, MeasuredSpeed
+from ebbflow.infra import footprint
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
-from ebbflow.infra.footprint import (
-    BFLOAT16_BYTES,
-    FLOAT32_BYTES,
-    HostGang,
-    ModelShape,
-    causal_lm_shape,
-    data_ranks,
-    gpu_host_bytes,
-    rank_bytes,
-    reduced_bytes_per_parameter,
-    shard_ranks,
-    stays_gathered,
-)
 
 GIB = 2**30
 # The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel buffers about as much,
@@ -92,13 +80,13 @@ def gib_text(size: int) -> str:
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
     """Return batch_size / (ranks × accumulation steps), the samples per rank and micro-batch; None if not whole."""
-    parts = data_ranks(config, world_size) * config.training.gradient_accumulation_steps
+    parts = footprint.data_ranks(config, world_size) * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
     return samples if rest == 0 and samples > 0 else None
 
 
 def memory_fit(
-    config: RunConfig, world_size: int, shape: ModelShape | None = None, *, ranks_per_node: int | None = None
+    config: RunConfig, world_size: int, shape: footprint.ModelShape | None = None, *, ranks_per_node: int | None = None
 ) -> MemoryFit:
     """Estimate the peak memory per GPU.
 
@@ -113,20 +101,20 @@ def memory_fit(
     samples = micro_batch(config, world_size)
     if samples is None:
         raise ValueError(explain_batch(config, world_size))
-    shape = shape or causal_lm_shape(config.model)
-    found = rank_bytes(config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node)
+    shape = shape or footprint.causal_lm_shape(config.model)
+    found = footprint.rank_bytes(config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node)
     return MemoryFit(**asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total))
 
 
 def why_host_too_small(
-    config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
+    config: RunConfig, shape: footprint.ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
 ) -> tuple[str, float] | None:
     """Return why a node's main memory is too small for its ranks.
 
     Returns:
         An explanation and the ratio of needed to usable memory; None if the memory is large enough.
     """
-    needed = gpu_host_bytes(config, shape, HostGang(nodes=nodes, processes_per_node=ranks_per_node))
+    needed = footprint.gpu_host_bytes(config, shape, footprint.HostGang(nodes=nodes, processes_per_node=ranks_per_node))
     usable = int(HOST_SHARE * ram_bytes)
     if needed <= usable:
         return None
@@ -139,7 +127,7 @@ def why_host_too_small(
 def explain_batch(config: RunConfig, world_size: int) -> str:
     """Explain in numbers why the batch cannot be divided evenly among `world_size` ranks."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
-    groups, tensor = data_ranks(config, world_size), config.parallel.tensor_size
+    groups, tensor = footprint.data_ranks(config, world_size), config.parallel.tensor_size
     parts = groups * accumulation
     ranks = f"{world_size} ranks" if tensor == 1 else f"{world_size} / {tensor} groups of ranks"
     return (
@@ -188,7 +176,7 @@ class Throughput:
 
 
 def estimate_throughput(
-    config: RunConfig, shape: ModelShape, kind: InstanceType, nodes: int, processes_per_node: int
+    config: RunConfig, shape: footprint.ModelShape, kind: InstanceType, nodes: int, processes_per_node: int
 ) -> Throughput | None:
     """Estimate the speed of a gang from the bounds in this module's docstring.
 
@@ -201,7 +189,7 @@ def estimate_throughput(
     ranks = nodes * processes_per_node
     flops = shape.flops_per_sample * config.training.batch_size
     again = RECOMPUTE_FACTOR[config.parallel.recompute]
-    shard = shard_ranks(config, ranks, processes_per_node)
+    shard = footprint.shard_ranks(config, ranks, processes_per_node)
     received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)  # by one node from the others
     if nodes > 1 and processes_per_node % config.parallel.tensor_size:  # of a group's ring, one rank receives for all
         received += _tensor_bytes(config, shape, ranks)
@@ -243,7 +231,7 @@ def speed_fingerprint(config: RunConfig) -> str:
 
 def known_throughput(
     config: RunConfig,
-    shape: ModelShape,
+    shape: footprint.ModelShape,
     kind: InstanceType,
     nodes: int,
     processes_per_node: int,
@@ -276,7 +264,7 @@ def known_throughput(
 
 
 def _estimate_there(
-    config: RunConfig, shape: ModelShape, seen: MeasuredSpeed, catalogue: Catalogue
+    config: RunConfig, shape: footprint.ModelShape, seen: MeasuredSpeed, catalogue: Catalogue
 ) -> Throughput | None:
     try:
         kind = catalogue[seen.instance_type]
@@ -308,33 +296,35 @@ def _micro_steps(config: RunConfig) -> int:
     return config.training.gradient_accumulation_steps
 
 
-def _gatherings(config: RunConfig, shape: ModelShape) -> int:
+def _gatherings(config: RunConfig, shape: footprint.ModelShape) -> int:
     """Count the all-gathers of the parameters per step: one per micro-batch for a small model, two for a large one."""
-    return _micro_steps(config) * (1 if stays_gathered(shape.parameters) else 2)
+    return _micro_steps(config) * (1 if footprint.stays_gathered(shape.parameters) else 2)
 
 
-def _reductions(config: RunConfig, shape: ModelShape) -> int:
+def _reductions(config: RunConfig, shape: footprint.ModelShape) -> int:
     """Count the gradient reductions per step among the ranks that share one copy of the model.
 
     A small model needs one per step. A large model needs one per micro-batch, so that no rank holds all gradients.
     """
-    return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
+    return 1 if footprint.stays_gathered(shape.parameters) else _micro_steps(config)
 
 
-def _pcie_bytes(config: RunConfig, shape: ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int) -> float:
+def _pcie_bytes(
+    config: RunConfig, shape: footprint.ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int
+) -> float:
     """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
 
     In a ring every member receives the same number of bytes, so the formula for a ring of nodes holds for its ranks.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
-    tensor, shard = config.parallel.tensor_size, shard_ranks(config, ranks, ranks_per_node)
+    tensor, shard = config.parallel.tensor_size, footprint.shard_ranks(config, ranks, ranks_per_node)
     # A rank exchanges its part of the layers with one rank of each other tensor group.
     parts = _exchanged_bytes(config, shape, ranks // tensor, 1, shard // tensor) / tensor
     return parts + _tensor_bytes(config, shape, ranks)
 
 
-def _tensor_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> float:
+def _tensor_bytes(config: RunConfig, shape: footprint.ModelShape, ranks: int) -> float:
     """Return the bytes that a rank receives from its tensor group per step.
 
     A ring all-reduce moves its tensor twice. Each block has two in the forward pass (again with `recompute` full) and
@@ -344,12 +334,14 @@ def _tensor_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> float:
     tensor, width = config.parallel.tensor_size, config.model.hidden_size
     passes = 3 if config.parallel.recompute == "full" else 2
     floats = 2 * passes * 2 * (shape.units - 2) * width + 2 * width + 2 * config.model.vocab_size
-    tokens = shape.tokens_per_sample * config.training.batch_size / data_ranks(config, ranks)
-    each = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
+    tokens = shape.tokens_per_sample * config.training.batch_size / footprint.data_ranks(config, ranks)
+    each = footprint.BFLOAT16_BYTES if config.fsdp.use_mixed_precision else footprint.FLOAT32_BYTES
     return tokens * floats * each * (tensor - 1) / tensor
 
 
-def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_each: int, shard: int) -> float:
+def _exchanged_bytes(
+    config: RunConfig, shape: footprint.ModelShape, members: int, ranks_each: int, shard: int
+) -> float:
     """Return the bytes that one group of ranks receives from all other groups per optimizer step.
 
     DDP's ring all-reduce moves the gradients twice, after each step or, with a static graph, after every micro-batch.
@@ -362,11 +354,11 @@ def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_e
         shard: Number of ranks that share one copy of the model.
     """
     if config.parallel.mode == "ddp":
-        moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES
+        moved = footprint.BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else footprint.FLOAT32_BYTES
         all_reductions = _micro_steps(config) if config.ddp.static_graph else 1
         return 2 * all_reductions * moved * (members - 1) / members * shape.trained_parameters
-    gathered = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
-    reduced = reduced_bytes_per_parameter(config)
+    gathered = footprint.BFLOAT16_BYTES if config.fsdp.use_mixed_precision else footprint.FLOAT32_BYTES
+    reduced = footprint.reduced_bytes_per_parameter(config)
     per_copy = max(1, shard // ranks_each)
     within = _gatherings(config, shape) * gathered * shape.parameters
     within += _reductions(config, shape) * reduced * shape.trained_parameters
@@ -375,7 +367,7 @@ def _exchanged_bytes(config: RunConfig, shape: ModelShape, members: int, ranks_e
     return within + 2 * reduced / per_copy * (copies_apart - 1) / copies_apart * shape.trained_parameters
 
 
-def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
+def _host_bytes(config: RunConfig, shape: footprint.ModelShape, ranks: int, ranks_per_node: int) -> float:
     """Return the bytes that one rank moves between GPU and host memory per step; 0 without offloading.
 
     Each gather moves the rank's shard of the parameters to the GPU, and each reduction its shard of the gradients to
@@ -384,7 +376,7 @@ def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node
     """
     if not config.fsdp.cpu_offload or config.parallel.mode == "ddp":
         return 0.0
-    shard = shard_ranks(config, ranks, ranks_per_node)
+    shard = footprint.shard_ranks(config, ranks, ranks_per_node)
     downs = _reductions(config, shape) if shard == ranks else 1
     moved = _gatherings(config, shape) * shape.parameters + downs * shape.trained_parameters
-    return FLOAT32_BYTES * moved / shard
+    return footprint.FLOAT32_BYTES * moved / shard

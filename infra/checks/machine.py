@@ -11,18 +11,12 @@ from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
+from ebbflow.infra import footprint
 from ebbflow.infra.checks.gpu import gpu_files, has_rdma
 from ebbflow.infra.config.rule_base import division, nearest_divisors, nearest_multiples
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.config.shape_rules import DERIVED
-from ebbflow.infra.footprint import (
-    HostGang,
-    host_memory_bytes,
-    local_gang,
-    open_files_per_rank,
-    size_text,
-    staging_bytes,
-)
+from ebbflow.infra.footprint import size_text
 from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
 from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.process import available_bytes, read_system_file
@@ -155,19 +149,21 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
     )
 
 
-def _with_gang(check: Callable[[RunConfig, HostGang], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
+def _with_gang(
+    check: Callable[[RunConfig, footprint.HostGang], CheckFinding],
+) -> Callable[[PreflightContext], CheckFinding]:
     """Decorate a check that needs the number of ranks. The check is skipped if the plan chooses this number."""
 
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
-        gang = local_gang(context.config)
+        gang = footprint.local_gang(context.config)
         return skipped("the number of ranks is auto") if gang is None else check(context.config, gang)
 
     return run
 
 
 @_with_gang
-def check_cores(config: RunConfig, gang: HostGang) -> CheckFinding:
+def check_cores(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that this machine, or its container, has a core for each rank."""
     if gpu_files():
         return skipped("ranks compute on the GPUs of this machine")
@@ -179,10 +175,10 @@ def check_cores(config: RunConfig, gang: HostGang) -> CheckFinding:
 
 
 @_with_gang
-def check_open_files(config: RunConfig, gang: HostGang) -> CheckFinding:
+def check_open_files(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that RLIMIT_NOFILE is large enough for the sockets and files of the rank that opens the most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = open_files_per_rank(gang)
+    needed = footprint.open_files_per_rank(gang)
     arithmetic = f"{soft} open files allowed, about {needed} needed by a rank of {gang.ranks}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return passed(arithmetic)
@@ -192,7 +188,7 @@ def check_open_files(config: RunConfig, gang: HostGang) -> CheckFinding:
 
 
 @_with_gang
-def check_memory(config: RunConfig, gang: HostGang) -> CheckFinding:
+def check_memory(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that this machine, or its container, has enough main memory for all ranks together."""
     limits = _memory_limits()
     if not limits:
@@ -200,8 +196,8 @@ def check_memory(config: RunConfig, gang: HostGang) -> CheckFinding:
     where, available = min(limits.items(), key=lambda item: item[1])
     if config.user_code is not None:
         return skipped(f"what {config.user_code} takes is not known before its model is measured")
-    needed = host_memory_bytes(config, gang)
-    staging = f"{size_text(staging_bytes(config))} of it to stage commits"
+    needed = footprint.host_memory_bytes(config, gang)
+    staging = f"{size_text(footprint.staging_bytes(config))} of it to stage commits"
     arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {staging}), {size_text(available)} {where}"
     if needed > available:
         larger = 2 * config.training.gradient_accumulation_steps
@@ -253,7 +249,7 @@ def check_derived(context: PreflightContext) -> CheckFinding:
 
 
 @_with_gang
-def check_batch(config: RunConfig, gang: HostGang) -> CheckFinding:
+def check_batch(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that each rank gets the same number of samples in each micro-batch."""
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     parts = gang.ranks * accumulation
@@ -265,7 +261,7 @@ def check_batch(config: RunConfig, gang: HostGang) -> CheckFinding:
 
 
 @_with_gang
-def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
+def check_elastic(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that batch and shards divide evenly among fewer nodes too, so that a job can survive lost nodes."""
     if gang.nodes == 1:
         return skipped("a single node cannot lose another")
@@ -273,7 +269,7 @@ def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
     shard = config.parallel.shard_size if config.parallel.mode == "hsdp" else None
     fits, fails = [], []
     for nodes in range(gang.nodes, 0, -1):
-        smaller = HostGang(nodes=nodes, processes_per_node=gang.processes_per_node)
+        smaller = footprint.HostGang(nodes=nodes, processes_per_node=gang.processes_per_node)
         trouble = _trouble(batch, accumulation, shard, smaller)
         if trouble is None:
             fits.append(str(nodes))
@@ -285,7 +281,7 @@ def check_elastic(config: RunConfig, gang: HostGang) -> CheckFinding:
     return failed(told, _fix(batch, accumulation, gang, shard))
 
 
-def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -> str | None:
+def _trouble(batch: int, accumulation: int, shard: int | None, gang: footprint.HostGang) -> str | None:
     """Return why a gang cannot divide the batch or the shards evenly, or None if it can.
 
     The text suggests numbers of gradient accumulation steps that would work.
@@ -301,7 +297,7 @@ def _trouble(batch: int, accumulation: int, shard: int | None, gang: HostGang) -
     return f"{share} samples per rank do not divide by {accumulation} accumulation; {would} would do"
 
 
-def _fix(batch: int, accumulation: int, gang: HostGang, shard: int | None) -> str:
+def _fix(batch: int, accumulation: int, gang: footprint.HostGang, shard: int | None) -> str:
     smallest = lcm(*(nodes * gang.processes_per_node * accumulation for nodes in range(1, gang.nodes + 1)))
     batches = [size for size in nearest_multiples(smallest, batch) if size <= _NEAR * batch]
     if batch % smallest == 0 or not batches:

@@ -22,30 +22,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ebbflow.infra import layout
 from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
-from ebbflow.infra.layout import (
-    generation_key,
-    generation_name,
-    parse_commit_key,
-    permit_prefix,
-    quarantine_key,
-    tombstone_key,
-)
 from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
+from ebbflow.training import errors
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process
 from ebbflow.training.checkpoint.signing import Signer, signer
 from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified, seal, unseal
-from ebbflow.training.errors import (
-    CheckpointError,
-    CorruptCommit,
-    DamagedLineage,
-    NothingToRestore,
-    RefusedCommit,
-    TwoLaunchers,
-    UnreliableReader,
-)
 
 LISTING_SECONDS = 10.0
 _BEFORE = 500  # listings begin this many numbers before the wanted one; a page holds 1,000
@@ -66,7 +51,7 @@ class Generation:
 
     @property
     def name(self) -> str:
-        return generation_name(self.number, self.id)
+        return layout.generation_name(self.number, self.id)
 
 
 def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
@@ -75,13 +60,13 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
     Raises ObjectNotFound if there is no record, and DamagedLineage if the record is damaged or belongs to another
     generation.
     """
-    key = generation_key(number, generation_id)
+    key = layout.generation_key(number, generation_id)
     try:
         record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
-    except CorruptCommit as error:
-        raise DamagedLineage(str(error)) from error
+    except errors.CorruptCommit as error:
+        raise errors.DamagedLineage(str(error)) from error
     if (record["generation"], record["id"]) != (number, generation_id):
-        raise DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
+        raise errors.DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
     return Generation(number, generation_id, record["parent"], record["parent_step"])
 
 
@@ -91,7 +76,7 @@ def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> No
     Call this if the recorded parent could not be restored. Otherwise the abandoned commits between the two parents
     would stay reachable. One process calls it, before the generation's first save. Raises StoreError or CorruptCommit.
     """
-    key = generation_key(opened.number, opened.id)
+    key = layout.generation_key(opened.number, opened.id)
     record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
     start = {"parent": actual.parent, "parent_step": actual.parent_step, "refused": opened.parent}
     put_verified(job_store, key, seal({**record, **start}))
@@ -171,7 +156,7 @@ class LineageChain:
         self._records = GenerationRecords(job_store, near=near)
         self.newest = self._records.newest
         if self.newest < near:  # going on without it would silently start from scratch
-            raise DamagedLineage(
+            raise errors.DamagedLineage(
                 f"{self._store.uri}: there are commits of generation {near}, its record is missing from generations/ "
                 f"and the newest there is {self.newest}; fix: put the record back, or export a commit into a new job"
             )
@@ -201,10 +186,12 @@ class LineageChain:
     def _follow(self, number: int, limit: float) -> None:
         ids = self._records.ids(number)
         if not ids:
-            raise DamagedLineage(f"{self._store.uri}: the record of generation {number} is missing from generations/")
+            raise errors.DamagedLineage(
+                f"{self._store.uri}: the record of generation {number} is missing from generations/"
+            )
         if len(ids) > 1:
-            keys = " and ".join(generation_key(number, i) for i in ids)
-            raise TwoLaunchers(
+            keys = " and ".join(layout.generation_key(number, i) for i in ids)
+            raise errors.TwoLaunchers(
                 f"{self._store.uri}: generation {number} has two records: {keys}; "
                 "hint: stop one of the two launchers and delete the record of the one to give up"
             )
@@ -212,9 +199,9 @@ class LineageChain:
         self._ahead = None
         generation = read_generation(self._store, number, ids[0])
         if generation.parent is not None:
-            _, parent_number, _ = parse_commit_key(generation.parent)
+            _, parent_number, _ = layout.parse_commit_key(generation.parent)
             if parent_number >= number:
-                raise DamagedLineage(
+                raise errors.DamagedLineage(
                     f"{self._store.uri}: generation {number} names a parent of generation {parent_number}"
                 )
             self._ahead = parent_number, min(limit, generation.parent_step)
@@ -232,7 +219,7 @@ class CommitRef:
     @classmethod
     def from_key(cls, key: str) -> CommitRef:
         """Parse a commit key. Raises ValueError if `key` is not a commit key."""
-        return cls(key, *parse_commit_key(key))
+        return cls(key, *layout.parse_commit_key(key))
 
 
 @dataclass(frozen=True)
@@ -306,29 +293,29 @@ def open_generation(
         "attempt": attempt,
         "t_wall": time.time(),
     }
-    key = generation_key(number, generation.id)
+    key = layout.generation_key(number, generation.id)
     opening.number = number
     job_store.put(key, seal(record))
     others = [i for i in await_listed_ids(job_store, generation) if i != generation.id]
     if others:  # every launcher that sees a rival withdraws, so at most one goes on
         job_store.delete(key)
-        rivals = ", ".join(generation_key(number, i) for i in others)
-        raise TwoLaunchers(
+        rivals = ", ".join(layout.generation_key(number, i) for i in others)
+        raise errors.TwoLaunchers(
             f"{job_store.uri}: generation {number} was opened twice at once: {key} (this one, withdrawn) and {rivals}; "
             "hint: two launchers work on one job; stop one of them, then start again"
         )
     # A deletion puts the commit's tombstone, checks for generations, and deletes the manifest: one of the two stops.
-    if chosen and (job_store.head(tombstone_key(chosen.sha256)) or job_store.head(chosen.key) is None):
+    if chosen and (job_store.head(layout.tombstone_key(chosen.sha256)) or job_store.head(chosen.key) is None):
         job_store.delete(key)
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
         )
     return generation
 
 
-def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
+def nothing_to_restore_error(job_store: Store, cause: str) -> errors.NothingToRestore:
     """Return the error for a start that would lose every commit of the job."""
-    return NothingToRestore(
+    return errors.NothingToRestore(
         f"{job_store.uri}: {cause}; nothing was started; hint: where `ebbflow checkpoints verify "
         f"{job_store.uri}` on another machine finds a commit sound, delete its record in quarantine/ and start again; "
         "to give up all steps and begin anew, start again with --from-scratch"
@@ -337,7 +324,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 def permitted_generation(job_store: Store, what: str) -> int:
     """Return the newest generation that a permit of the kind `what` covers, or 0. See `checkpoint.rollback`."""
-    names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
+    names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(layout.permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
@@ -366,7 +353,7 @@ def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> s
     try:
         if signs is not None:
             signs.check(job_store, ref.key)
-    except RefusedCommit as error:
+    except errors.RefusedCommit as error:
         return str(error)
     return ""
 
@@ -404,7 +391,7 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
         if ref.sha256 in tombstones:
             reason = "it is being deleted"
         elif ref.sha256 in quarantined:
-            reason = f"it is quarantined, see {quarantine_key(ref.sha256)}"
+            reason = f"it is quarantined, see {layout.quarantine_key(ref.sha256)}"
         elif ref.generation not in limits:
             reason = f"generation {ref.generation} is no ancestor of generation {newest}"
         elif ref.step > (limit := limits[ref.generation]):
@@ -443,9 +430,9 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)
-    except (CorruptCommit, ObjectNotFound) as error:
-        if isinstance(error, CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
-            raise UnreliableReader(
+    except (errors.CorruptCommit, ObjectNotFound) as error:
+        if isinstance(error, errors.CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
+            raise errors.UnreliableReader(
                 f"this machine ({socket.gethostname()}) reads wrongly: {error}; a new process finds it as it was "
                 "saved, so the commit is sound; fix: check that machine's memory, disk and network"
             ) from error
@@ -472,7 +459,7 @@ def _given_parent(job_store: Store, key: str) -> CommitRef:
     fetch_verified(job_store, key, Manifest.from_bytes)
     if (signs := signer()) is not None:
         signs.check(job_store, key)
-    for name in (quarantine_key(ref.sha256), tombstone_key(ref.sha256)):
+    for name in (layout.quarantine_key(ref.sha256), layout.tombstone_key(ref.sha256)):
         if job_store.head(name) is not None:
-            raise CheckpointError(f"{job_store.uri}/{key}: cannot be a parent: there is {name}")
+            raise errors.CheckpointError(f"{job_store.uri}/{key}: cannot be a parent: there is {name}")
     return ref

@@ -12,17 +12,9 @@ from typing import Any
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
 from ebbflow.infra.multipart.requests import Throttle
 from ebbflow.infra.multipart.sinks import LARGEST_COUNT, UploadedPart, UploadSink
+from ebbflow.training.checkpoint import verified_io
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
-from ebbflow.training.checkpoint.verified_io import (
-    CHUNK_BYTES,
-    Deadline,
-    chunk_crcs,
-    combine_crcs,
-    crc_digits,
-    is_curable,
-    retry_until,
-)
 from ebbflow.training.errors import CheckpointError
 
 _ABORT_SECONDS = 5.0
@@ -34,8 +26,8 @@ _LONGEST_PAUSE_SECONDS = 5.0
 class PartSettings:
     """The part and chunk sizes of an upload, and its parallelism."""
 
-    part_bytes: int = 2 * CHUNK_BYTES  # bytes per part, a multiple of `chunk_bytes`
-    chunk_bytes: int = CHUNK_BYTES  # bytes per checksum in the index
+    part_bytes: int = 2 * verified_io.CHUNK_BYTES  # bytes per part, a multiple of `chunk_bytes`
+    chunk_bytes: int = verified_io.CHUNK_BYTES  # bytes per checksum in the index
     parallel: int = 4  # parts uploaded at once
     sha256: bool = False  # also compute the SHA-256 of each chunk
 
@@ -56,7 +48,7 @@ class PartUploader:
         self._throttle = throttle
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
-    def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
+    def upload(self, key: str, view: memoryview, deadline: verified_io.Deadline) -> DataObject:
         """Upload an object, and verify its size and checksum in the store. Return its key, size and checksums.
 
         Raises CheckpointError.
@@ -78,17 +70,17 @@ class PartUploader:
             def send() -> _Sent:
                 if stop.is_set():
                     raise CheckpointError(f"{what}: part {number} was stopped, because another part failed")
-                sums = chunk_crcs(piece, settings.chunk_bytes)
-                crc = combine_crcs(sums)
+                sums = verified_io.chunk_crcs(piece, settings.chunk_bytes)
+                crc = verified_io.combine_crcs(sums)
                 part = sink.put_part(begun, number, start, piece, crc, seconds=self._try_seconds(deadline, len(piece)))
                 _compare("", part.crc64nvme, crc, StoreUnavailable)
                 return _Sent(part, sums, sha256)
 
-            return retry_until(
+            return verified_io.retry_until(
                 deadline,
                 what,
                 send,
-                curable=lambda error: is_curable(error) and not isinstance(error, ObjectNotFound),
+                curable=lambda error: verified_io.is_curable(error) and not isinstance(error, ObjectNotFound),
                 longest_seconds=_LONGEST_PAUSE_SECONDS,
                 where=f"part {number} of {len(starts)}, {len(piece)} bytes from {start}",
                 sleep=stop.wait,
@@ -97,7 +89,7 @@ class PartUploader:
         def finish() -> None:
             seconds = self._try_seconds(deadline, 0)
             try:
-                parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
+                parts, crcs = [one.part for one in sent], [verified_io.combine_crcs(one.sums) for one in sent]
                 stated = sink.finish(begun, parts, crcs, whole, seconds=seconds)
             except StoreError:  # the object may have arrived all the same; no other process writes this key
                 try:
@@ -108,13 +100,13 @@ class PartUploader:
                     raise
             _compare(f"{key}: ", stated, whole, CheckpointError)
 
-        begun = retry_until(deadline, what, begin)
+        begun = verified_io.retry_until(deadline, what, begin)
         try:
             futures = [self._pool.submit(send_part, *part) for part in enumerate(starts, start=1)]
             sent = _results(futures, stop)
             sums = [row for one in sent for row in one.sums]
-            whole = combine_crcs(sums)
-            retry_until(
+            whole = verified_io.combine_crcs(sums)
+            verified_io.retry_until(
                 deadline,
                 what,
                 finish,
@@ -127,23 +119,23 @@ class PartUploader:
                 sink.abort(begun, seconds=_ABORT_SECONDS)
             raise
         seconds = self._try_seconds(deadline, 0)
-        found, stated = retry_until(deadline, f"head {key}", lambda: sink.size(key, seconds=seconds))
+        found, stated = verified_io.retry_until(deadline, f"head {key}", lambda: sink.size(key, seconds=seconds))
         if found != len(view):
             raise CheckpointError(f"{key}: {found} bytes arrived of {len(view)}")
         _compare(f"{key}: ", stated, whole, CheckpointError)
         return DataObject(
             key=key,
             size=len(view),
-            crc64nvme=crc_digits(whole),
+            crc64nvme=verified_io.crc_digits(whole),
             chunk_bytes=settings.chunk_bytes,
-            chunks=tuple(crc_digits(value) for value, _ in sums) if len(view) else (),
+            chunks=tuple(verified_io.crc_digits(value) for value, _ in sums) if len(view) else (),
             sha256=tuple(row for one in sent for row in one.sha256),
         )
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
-    def _try_seconds(self, deadline: Deadline, part_bytes: int) -> float:
+    def _try_seconds(self, deadline: verified_io.Deadline, part_bytes: int) -> float:
         """Return the timeout of one try: a third of the deadline, or more if a bandwidth cap makes a part slower."""
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
         if (rate := self._throttle.bytes_per_second) is not None:
@@ -166,4 +158,5 @@ def _results(futures: list[Future[_Sent]], stop: threading.Event) -> list[_Sent]
 
 def _compare(what: str, stated: int | None, sent: int, kind: type[Exception]) -> None:
     if stated not in (None, sent):
-        raise kind(f"{what}the store has checksum {crc_digits(stated or 0)}, sent was {crc_digits(sent)}")
+        digits = [verified_io.crc_digits(crc) for crc in (stated or 0, sent)]
+        raise kind(f"{what}the store has checksum {digits[0]}, sent was {digits[1]}")

@@ -31,16 +31,9 @@ from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.retry import backoff_pauses, retry
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
+from ebbflow.training.checkpoint import verified_io
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import (
-    Deadline,
-    crc_digits,
-    crc_of_pieces,
-    fetch_verified,
-    is_curable,
-    sha256_text,
-)
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
 _MOST_PIECES = 512  # per read; above this, one copy is cheaper than many buffers
@@ -142,7 +135,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
     """
     signs = signer()
     try:
-        manifest = fetch_verified(store, key, Manifest.from_bytes)
+        manifest = verified_io.fetch_verified(store, key, Manifest.from_bytes)
     except ObjectNotFound as error:
         raise CorruptCommit(f"{key}: there is no such commit") from error
     return manifest if signs is None else signs.check_manifest(store, key, manifest)
@@ -264,7 +257,7 @@ class VerifiedReader:
 
         Store errors are retried: up to four tries within 120 s.
         """
-        deadline = Deadline(_CHUNK_SECONDS)
+        deadline = verified_io.Deadline(_CHUNK_SECONDS)
 
         def fetch() -> str:
             if not self._local:
@@ -278,7 +271,7 @@ class VerifiedReader:
                 return False
             if (found := self._damage(data)) is not None:
                 raise found from error
-            return is_curable(error) and tries < _TRIES
+            return verified_io.is_curable(error) and tries < _TRIES
 
         pauses = backoff_pauses(first_seconds=0.05)
         return retry(fetch, left=lambda: deadline.remaining_seconds, curable=curable, pauses=pauses)
@@ -290,7 +283,7 @@ class VerifiedReader:
         value, sha256, mark = 0, hashlib.sha256() if data.sha256 else None, time.perf_counter()
         for block in read_blocks(self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES):
             read = time.perf_counter()
-            value = crc_of_pieces(block, value)
+            value = verified_io.crc_of_pieces(block, value)
             if sha256 is not None:
                 for piece in block:
                     sha256.update(piece)
@@ -305,7 +298,7 @@ class VerifiedReader:
         began = time.perf_counter()
         received = memoryview(self._store.get_range(data.key, chunk.start, chunk.length))
         read = time.perf_counter()
-        value = _checksum_text(crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
+        value = _checksum_text(verified_io.crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
         summed = time.perf_counter()
         chunk.place(received)
         self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
@@ -333,7 +326,7 @@ class VerifiedReader:
 
 
 def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
-    return crc_digits(crc) if sha256 is None else f"{crc_digits(crc)} {sha256.hexdigest()}"
+    return verified_io.crc_digits(crc) if sha256 is None else f"{verified_io.crc_digits(crc)} {sha256.hexdigest()}"
 
 
 def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
@@ -438,7 +431,7 @@ def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
             continue
         step = int(text)
         with contextlib.suppress(CorruptCommit, ObjectNotFound):
-            first = fetch_verified(store, index_key(generation, step, 0), RankIndex.from_bytes)
+            first = verified_io.fetch_verified(store, index_key(generation, step, 0), RankIndex.from_bytes)
             if all(index_key(generation, step, rank) in keys for rank in range(first.save.world_size)):
                 yield step, index_prefix(generation, step)
 
@@ -448,7 +441,7 @@ def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
     expected = [index_key(save.generation, save.step, rank) for rank in range(save.world_size)]
     for key, stated in zip(expected, manifest.indexes, strict=False):
         try:
-            if (actual := sha256_text(store.get(key))) != stated:
+            if (actual := verified_io.sha256_text(store.get(key))) != stated:
                 yield f"{key}: SHA-256 {actual}, the manifest says {stated}"
         except ObjectNotFound:
             yield f"{key}: there is no such object"

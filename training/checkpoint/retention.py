@@ -20,19 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ebbflow.infra import layout
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
 from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.layout import (
-    TOMBSTONE_TAGS,
-    data_prefix,
-    generation_key,
-    index_prefix,
-    pin_key,
-    quarantine_key,
-    signature_key,
-    tombstone_key,
-    verified_key,
-)
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.infra.store.objects import StoreClock
 from ebbflow.training.checkpoint.lineage import CommitRef, TracedCommit, newest_generation_number, trace_lineage
@@ -160,10 +150,10 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     if signer() is not None:
         tombstone["signed"] = True
     content = seal(tombstone)
-    own_key = tombstone_key(ref.sha256)
+    own_key = layout.tombstone_key(ref.sha256)
     try:
         try:
-            store.put(own_key, content, tags=TOMBSTONE_TAGS)
+            store.put(own_key, content, tags=layout.TOMBSTONE_TAGS)
         except StoreForbidden:  # a role may be allowed to put and not to tag
             store.put(own_key, content)
     except StoreError:
@@ -172,7 +162,7 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     if (number := newest_generation_number(store, near=newest)) > newest:
         store.delete(own_key)
         raise _superseded_error(store, number, newest)
-    if store.head(pin_key(ref.sha256)) is not None:
+    if store.head(layout.pin_key(ref.sha256)) is not None:
         store.delete(own_key)
         return False
     _delete_objects(store, tombstone)
@@ -191,11 +181,11 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
         except (ObjectNotFound, CorruptCommit):
             continue  # another process was faster, or the tombstone is unreadable
         sha256 = CommitRef.from_key(tombstone["key"]).sha256
-        if store.head(pin_key(sha256)) is not None and store.head(tombstone["key"]) is not None:
+        if store.head(layout.pin_key(sha256)) is not None and store.head(tombstone["key"]) is not None:
             store.delete(meta.key)  # the deletion was cut short before it looked for the pin
             continue
         _delete_objects(store, tombstone)
-        for key in (quarantine_key(sha256), verified_key(sha256), meta.key):
+        for key in (layout.quarantine_key(sha256), layout.verified_key(sha256), meta.key):
             store.delete(key)
         if interrupted():
             return
@@ -222,10 +212,10 @@ def _superseded_error(store: Store, number: int, ours: int) -> GenerationSuperse
 def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
     store.delete(tombstone["key"])
     if tombstone.get("signed"):
-        store.delete(signature_key(CommitRef.from_key(tombstone["key"]).sha256))
+        store.delete(layout.signature_key(CommitRef.from_key(tombstone["key"]).sha256))
     if tombstone["generation"] is None:
         return
-    for prefix in (index_prefix, data_prefix):
+    for prefix in (layout.index_prefix, layout.data_prefix):
         _delete_all(store, [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))])
 
 
@@ -338,7 +328,7 @@ class Retention:
 
         Raises DamagedLineage if the record is missing and its content is unknown.
         """
-        key = generation_key(save.generation_number, save.generation.partition("-")[2])
+        key = layout.generation_key(save.generation_number, save.generation.partition("-")[2])
         if newest == save.generation_number:
             self._missing_since = None
             if self._record is None:
@@ -438,7 +428,7 @@ class Retention:
         manifest = self._manifest(store, ref)
         if manifest is None:
             return None
-        sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, ref.step))}
+        sizes = {meta.key: meta.size for meta in store.list(layout.data_prefix(manifest.save.generation, ref.step))}
         if any(sizes.get(data.key) != data.size for data in manifest.data):
             return None
         metric = metric_at_step(manifest.common.get("extra") or {}, ref.step, self._policy.best_metric)

@@ -14,20 +14,14 @@ from typing import Any
 from ebbflow.infra.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
 from ebbflow.infra.layout import permit_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import (
-    FROM_SCRATCH,
-    CommitRef,
-    newest_commits,
-    newest_generation_number,
-    permitted_generation,
-)
+from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.manifest import VERSION
 from ebbflow.training.checkpoint.verified_io import seal
 from ebbflow.training.errors import RolledBack
 
 ROLLBACK = "rollback"
 # Option of the command line → what it permits.
-PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
+PERMITS = {"from_scratch": lineage.FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +42,8 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
 class MissingCommits:
     """Commits that the event log mentions but the store no longer has."""
 
-    known: CommitRef  # the newest of them
-    found: CommitRef | None  # the newest reachable commit in the store; None if there is none
+    known: lineage.CommitRef  # the newest of them
+    found: lineage.CommitRef | None  # the newest reachable commit in the store; None if there is none
     permitted: bool  # whether a permit allows a start without the missing commits
 
     def describe(self) -> str:
@@ -74,7 +68,7 @@ def record_permits(job_store: Store, *whats: str) -> None:
     if not whats:
         return
     events = read_events(job_store)
-    number = max([newest_generation_number(job_store), *(event.generation for event in events)])
+    number = max([lineage.newest_generation_number(job_store), *(event.generation for event in events)])
     for what in whats:
         record = {"version": VERSION, "what": what, "generation": number, "t_wall": time.time()}
         job_store.put(permit_key(what, number), seal(record))
@@ -90,10 +84,10 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:
         return None
-    found = next(newest_commits(job_store), None)
+    found = next(lineage.newest_commits(job_store), None)
     if found is not None and (found.generation, found.step) >= (known.generation, known.step):
         return None
-    return MissingCommits(known, found, known.generation <= permitted_generation(job_store, ROLLBACK))
+    return MissingCommits(known, found, known.generation <= lineage.permitted_generation(job_store, ROLLBACK))
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
@@ -115,7 +109,7 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
     return max((event.generation for event in events), default=0)
 
 
-def _newest_known(events: Sequence[Event]) -> CommitRef | None:
+def _newest_known(events: Sequence[Event]) -> lineage.CommitRef | None:
     """Return the last commit of the newest generation in `events`. If it made no commit, return the one it restored."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
@@ -128,8 +122,8 @@ def _newest_known(events: Sequence[Event]) -> CommitRef | None:
     return (refs or [None])[-1] or _ref((restored or [None])[-1]) or _ref(newest.data.get("parent"))
 
 
-def _ref(key: object) -> CommitRef | None:
+def _ref(key: object) -> lineage.CommitRef | None:
     try:
-        return CommitRef.from_key(str(key)) if key else None
+        return lineage.CommitRef.from_key(str(key)) if key else None
     except ValueError:
         return None

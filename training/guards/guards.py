@@ -23,16 +23,7 @@ from ebbflow.infra.config.schema import GuardsConfig, RunConfig
 from ebbflow.infra.events import GUARD, GuardAction
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.errors import (
-    BatchCannotBeSplit,
-    CheckpointError,
-    DivergenceError,
-    GenerationSuperseded,
-    MicroBatchTooLarge,
-    Rewind,
-    TooManyRewinds,
-    TrainingError,
-)
+from ebbflow.training import errors
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.memory import (
     MemoryGrowthMonitor,
@@ -340,7 +331,7 @@ class Guards:
             if step == self._first_step and (held := memory_of_other_processes(self.gang.device)):
                 # Such as a rank that was killed just now. A smaller micro-batch would be used for the rest of the job.
                 first = " ".join(str(error).split())[:200]
-                raise TrainingError(
+                raise errors.TrainingError(
                     f"rank {self.gang.rank}: other processes hold {held} of its GPU: {first}"
                 ) from error
             self._split(error, step)
@@ -350,14 +341,14 @@ class Guards:
         first, rank = " ".join(str(error).split())[:200], self.gang.rank
         try:
             more = more_micro_batches(self.config, self.gang.world_size, accumulation)
-        except BatchCannotBeSplit as refusal:
-            raise BatchCannotBeSplit(f"rank {rank}, step {step}: out of memory: {refusal}; {first}") from error
+        except errors.BatchCannotBeSplit as refusal:
+            raise errors.BatchCannotBeSplit(f"rank {rank}, step {step}: out of memory: {refusal}; {first}") from error
         place = f"rank {rank}, step {step}"
         reason = f"{place}: out of memory in one of {accumulation} micro-batches; from the last commit on with {more}"
         if self.store is not None:
             record_split(self.store, generation=self.generation, rank=rank, accumulation=more)
         self.emit(GUARD, step=step, flush=True, action=GuardAction.SPLIT, rank=rank, accumulation=more, reason=reason)
-        raise MicroBatchTooLarge(f"{reason}: {first}") from error
+        raise errors.MicroBatchTooLarge(f"{reason}: {first}") from error
 
     def _compare(self, at: Position, sums: Sequence[float], *, seen_at: int) -> None:
         if not sums[0]:
@@ -376,7 +367,7 @@ class Guards:
             found += f" after step {at.step}; they were equal after step {self.agreed_step}, to where the job goes back"
             self._order_rewind(limit=self.agreed_step, first_sample=0, sound=False)
         self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
-        raise DivergenceError(found)
+        raise errors.DivergenceError(found)
 
     def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
         guards, gone = self.config.guards, self.overrides.rewinds
@@ -384,12 +375,12 @@ class Guards:
             reason = f"{judgement.reason}; {gone} rewinds, the limit of guards.max_rewinds"
             if not judgement.finite:
                 return Judgement(Action.STOP, reason, finite=False)
-            raise TooManyRewinds(f"step {at.step + 1}: {reason}")
+            raise errors.TooManyRewinds(f"step {at.step + 1}: {reason}")
         try:
             settle()  # the save in flight may be the commit to restore
-        except GenerationSuperseded:
+        except errors.GenerationSuperseded:
             raise
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             print(f"step {at.step}: the last save did not become a commit: {error}", flush=True)
         limit = max(0, first_bad - 1 - guards.rewind_margin_steps)
         first_sample = at.cursor + self.config.training.batch_size
@@ -397,7 +388,7 @@ class Guards:
         reason = f"step {at.step + 1}: {judgement.reason}; {back}"
         self._order_rewind(limit=limit, first_sample=first_sample, sound=True)
         self._tell(at.step + 1, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
-        raise Rewind(reason)
+        raise errors.Rewind(reason)
 
     def _order_rewind(self, *, limit: int, first_sample: int, sound: bool) -> None:
         if self.gang.rank == 0 and self.store is not None:

@@ -12,12 +12,7 @@ from typing import Any, Self
 from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import override_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import (
-    NO_PARENT,
-    is_readable_commit,
-    newest_generation_number,
-    reachable_commits,
-)
+from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.verified_io import fetch_verified
 from ebbflow.training.errors import CorruptOverride
 
@@ -79,15 +74,15 @@ def rewind_parent(job_store: Store) -> str | None:
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
-    if newest is None or newest_generation_number(job_store, near=newest["generation"]) > newest["generation"]:
+    if newest is None or lineage.newest_generation_number(job_store, near=newest["generation"]) > newest["generation"]:
         return None  # a start has followed the rewind already
-    commits = reachable_commits(job_store)
+    commits = lineage.reachable_commits(job_store)
     above = [commit for commit in commits if commit.step > newest["limit"]]
     below = [commit for commit in commits if commit.step <= newest["limit"]]
     for commit in below + (above[::-1] if newest["sound"] else []):
-        if is_readable_commit(job_store, commit):
+        if lineage.is_readable_commit(job_store, commit):
             return commit.key
-    return NO_PARENT if above and not newest["sound"] else None
+    return lineage.NO_PARENT if above and not newest["sound"] else None
 
 
 def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **order: int) -> None:

@@ -23,23 +23,15 @@ from ebbflow.infra.program import begin_program, python_path
 from ebbflow.infra.untrusted_text import guard_terminal
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.launch import messages
 from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Coordinator
 from ebbflow.training.launch.logs import flush_output
 from ebbflow.training.launch.membership import FollowerPeers
-from ebbflow.training.launch.messages import (
-    GangOutcome,
-    GangSpec,
-    GenerationEnd,
-    GenerationStart,
-    RankOrder,
-    end_for_left_out_node,
-    end_from_stop_request,
-)
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
 from ebbflow.training.launch.transport import control_ports
 
 
-def run_follower(own: NodeRuntime) -> GenerationEnd:
+def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
     """Run the agent of a node other than node 0, and return the gang's result for this node."""
     notice = own.find_pending_notice()
 
@@ -51,7 +43,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
         peers = FollowerPeers(*target, secret=own.fetch_secret, pending_notice=notice, opened=opened)
     except GangError:
         if own.drain.leaving:
-            return end_from_stop_request(own.drain.cause)
+            return messages.end_from_stop_request(own.drain.cause)
         raise
     last = own.end_if_stopped()
     try:
@@ -59,7 +51,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
             last = end
             return end
         following = peers.await_start(own.start_seconds)
-        while isinstance(following, GenerationStart):
+        while isinstance(following, messages.GenerationStart):
             spec = own.spec_among(following.nodes)
             own.log.open(spec, following.generation, left_for=last.reason)
             last = own.end_if_stopped()
@@ -67,7 +59,7 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
             if not last.again:
                 return last
             if own.spec.node in last.left_out:
-                return (last := end_for_left_out_node(last, own.drain.cause))
+                return (last := messages.end_for_left_out_node(last, own.drain.cause))
             own.drain.forget_nodes(last.left_out)
             peers.ready()
             following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
@@ -82,9 +74,11 @@ def run_follower(own: NodeRuntime) -> GenerationEnd:
         own.log.close(last.reason)
 
 
-def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) -> GenerationEnd | None:
+def _wait_out_notice(
+    own: NodeRuntime, peers: FollowerPeers, notice: messages.RankOrder
+) -> messages.GenerationEnd | None:
     """Wait until a pending notice has expired. Return this node's result if the gang ends earlier, else None."""
-    ends: list[GenerationEnd] = []
+    ends: list[messages.GenerationEnd] = []
 
     def report(seconds: float) -> str:
         if (end := peers.report_wait(replace(notice, seconds=seconds))) is not None:
@@ -92,7 +86,7 @@ def _wait_out_notice(own: NodeRuntime, peers: FollowerPeers, notice: RankOrder) 
         return ends[0].culprit if ends else ""
 
     if why := own.wait_out_notices(report):
-        return ends[0] if ends else end_from_stop_request(why)
+        return ends[0] if ends else messages.end_from_stop_request(why)
     peers.report_wait_over()
     return None
 
@@ -107,11 +101,11 @@ class LocalGang:
 
     def __init__(
         self,
-        spec: GangSpec,
+        spec: messages.GangSpec,
         folder: Path,
         output: Path,
         *,
-        alter: Callable[[GangSpec], GangSpec | None] | None = None,
+        alter: Callable[[messages.GangSpec], messages.GangSpec | None] | None = None,
         command: Callable[[int], list[str]] = lambda node: [],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +129,7 @@ class LocalGang:
     def agents(self) -> list[subprocess.Popen[bytes]]:
         return list(self.agents_by_node.values())
 
-    def wait(self, timeout_seconds: float) -> GangOutcome:
+    def wait(self, timeout_seconds: float) -> messages.GangOutcome:
         """Wait until all agents have exited, and return node 0's outcome. Raises GangError on failure or timeout."""
         limit = time.monotonic() + timeout_seconds
         try:
@@ -150,7 +144,7 @@ class LocalGang:
         result = json.loads(self._results[0].read_text())
         if "error" in result:
             raise GangError(result["error"], curable=result["curable"], outcome=Outcome(result["outcome"]))
-        return GangOutcome(**result)
+        return messages.GangOutcome(**result)
 
     def kill(self) -> None:
         for agent in self.agents:
@@ -159,7 +153,7 @@ class LocalGang:
             agent.wait()
 
 
-def run_gang(spec: GangSpec) -> GangOutcome:
+def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
     """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all ranks agreed on.
 
     Call it on every node, in the main thread. When it returns or raises, all processes that it started have ended.
@@ -214,7 +208,7 @@ def main(argv: list[str]) -> int:
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()
-    spec = GangSpec(**json.loads(spec_path.read_text()))
+    spec = messages.GangSpec(**json.loads(spec_path.read_text()))
     try:
         result: dict = asdict(run_gang(spec))
     except (TrainingError, InfraError) as error:

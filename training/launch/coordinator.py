@@ -18,27 +18,13 @@ from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import EndReason, Event, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
-from ebbflow.training.checkpoint.lineage import (
-    CANDIDATES,
-    Generation,
-    GenerationOpening,
-    newest_commits,
-    open_generation,
-    reachable_commits,
-)
+from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_in_events
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
+from ebbflow.training.launch import messages
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import CoordinatorPeers, replacements_of
-from ebbflow.training.launch.messages import (
-    GangSpec,
-    GenerationEnd,
-    GenerationStart,
-    describe_node,
-    end_from_stop_request,
-    end_if_unaffordable,
-)
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
 from ebbflow.training.launch.transport import SECRET_BYTES, rendezvous_port
 from ebbflow.training.rehearse import Fault
@@ -64,12 +50,12 @@ class Coordinator:
         self._peers = CoordinatorPeers(own.spec, own.host, self._secret)
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
-    def run(self) -> GenerationEnd:
+    def run(self) -> messages.GenerationEnd:
         """Run generations until the gang ends, and return the gang's result. Raises if the first cannot be opened."""
         spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
         try:
             generation = self._open_first()
-            while isinstance(generation, Generation):
+            while isinstance(generation, lineage.Generation):
                 self._log.open(spec, generation.number, left_for=last.reason)
                 ended = last = self._own.end_if_stopped()
                 try:
@@ -87,7 +73,7 @@ class Coordinator:
                     self._peers.give_up(last)
                 finally:
                     self._record_end(ended, last)
-                if isinstance(following, GenerationEnd):
+                if isinstance(following, messages.GenerationEnd):
                     return following
                 generation, nodes = following
                 spec = self._own.spec_among(nodes)
@@ -105,10 +91,10 @@ class Coordinator:
             if self._secret_thread is not None:
                 self._secret_thread.join(_SECRET_SECONDS)
 
-    def _open_first(self) -> Generation | GenerationEnd:
+    def _open_first(self) -> lineage.Generation | messages.GenerationEnd:
         """Open the first generation, or return the gang's result if this node was asked to stop."""
 
-        def publish_and_open() -> Generation:
+        def publish_and_open() -> lineage.Generation:
             if self._own.spec.nodes > 1:
                 self._own.secret.publish(self._secret)
             return self._planner.open()
@@ -117,7 +103,7 @@ class Coordinator:
             generation = self._retry_store(publish_and_open, lambda: self._peers.announce_wait(0.0))
         except (TrainingError, InfraError) as error:
             if self._drain.leaving:
-                return self._peers.give_up(end_from_stop_request(self._drain.cause))
+                return self._peers.give_up(messages.end_from_stop_request(self._drain.cause))
             self._peers.give_up(end_from_open_error(error))
             if isinstance(error, TrainingError) and not error.curable:
                 self._update_secret(partial(self._own.secret.refuse, error))
@@ -140,7 +126,9 @@ class Coordinator:
 
         return run_while(partial(retry_until_deadline, work, self._own.start_seconds, curable=curable), wait)
 
-    def _run_generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
+    def _run_generation(
+        self, generation: lineage.Generation, spec: messages.GangSpec, nodes: list[int]
+    ) -> messages.GenerationEnd:
         peers, planner = self._peers, self._planner
         self._restarting, self._ranks_started = self._restarting or self._ranks_started, False
         size = {"nodes": spec.nodes, "processes_per_node": spec.processes_per_node}
@@ -156,7 +144,7 @@ class Coordinator:
             if not replacements_of(spec.config):  # replacements of lost nodes need it too
                 self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
-            refusal = end_if_unaffordable(
+            refusal = messages.end_if_unaffordable(
                 start,
                 generation.parent_step,
                 max_steps=spec.config["training"]["max_steps"],
@@ -165,7 +153,7 @@ class Coordinator:
             if refusal:
                 print_line(refusal.message)
                 self._log.emit(ev.OUTCOME, **asdict(refusal))
-                end = GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
+                end = messages.GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
                 return peers.give_up(end)
             self._ranks_started = True
             peers.start(start)
@@ -187,25 +175,25 @@ class Coordinator:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
 
-    def _end_before_start(self, error: TrainingError | InfraError) -> GenerationEnd:
+    def _end_before_start(self, error: TrainingError | InfraError) -> messages.GenerationEnd:
         if error.outcome is Outcome.INTERRUPTED:
-            return end_from_stop_request(str(error))
+            return messages.end_from_stop_request(str(error))
         if cause := self._drain.cause if self._drain.leaving else self._peers.leave_cause:
-            return end_from_stop_request(cause)
+            return messages.end_from_stop_request(cause)
         reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
-        return GenerationEnd(culprit=str(error), reason=reason)
+        return messages.GenerationEnd(culprit=str(error), reason=reason)
 
     def _open_next(
-        self, ended: GenerationEnd, number: int, world_size: int
-    ) -> tuple[Generation, list[int]] | GenerationEnd:
+        self, ended: messages.GenerationEnd, number: int, world_size: int
+    ) -> tuple[lineage.Generation, list[int]] | messages.GenerationEnd:
         """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's result."""
         if not ended.again:
             return ended
         nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving, self._log.beat)
-        if isinstance(nodes, GenerationEnd):
+        if isinstance(nodes, messages.GenerationEnd):
             return self._peers.give_up(nodes)
 
-        def open_next() -> Generation | GenerationEnd:
+        def open_next() -> lineage.Generation | messages.GenerationEnd:
             loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
             return loop or self._planner.open()
 
@@ -213,8 +201,8 @@ class Coordinator:
             following = self._retry_store(open_next, self._peers.keep_in_touch)
         except (TrainingError, InfraError) as error:
             leaving = self._drain.leaving
-            following = end_from_stop_request(self._drain.cause) if leaving else end_from_open_error(error)
-        if isinstance(following, GenerationEnd):
+            following = messages.end_from_stop_request(self._drain.cause) if leaving else end_from_open_error(error)
+        if isinstance(following, messages.GenerationEnd):
             return self._peers.give_up(following)
         return following, nodes
 
@@ -222,7 +210,7 @@ class Coordinator:
         self._peers.keep_in_touch()
         self._log.beat()
 
-    def _record_end(self, ended: GenerationEnd, last: GenerationEnd) -> None:
+    def _record_end(self, ended: messages.GenerationEnd, last: messages.GenerationEnd) -> None:
         data = {name: getattr(ended, name) for name in ("reason", "culprit", "user_code", "fingerprint")}
         self._log.emit(ev.GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False}))
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
@@ -238,7 +226,7 @@ class GenerationPlanner:
     """
 
     def __init__(
-        self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
+        self, spec: messages.GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._spec, self._job_store, self._now = spec, job_store, now
         self._terms = None if spec.terms is None else Terms.from_json(spec.terms)
@@ -247,9 +235,9 @@ class GenerationPlanner:
         self._failed: list[FailedGeneration] = []
         self._number = 0
         self.rolled_back: MissingCommits | None = None  # missing commits that a user accepted; None once recorded
-        self._opening = GenerationOpening()
+        self._opening = lineage.GenerationOpening()
 
-    def open(self) -> Generation:
+    def open(self) -> lineage.Generation:
         """Open the next generation from the newest commit, or from an older commit if a guard has ordered a rewind."""
         if not self._number:
             events = read_events(self._job_store)
@@ -258,51 +246,55 @@ class GenerationPlanner:
             # A store restored from a snapshot may lack generations: their numbers are not used again.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
         run, parent = {"run": self._spec.run, "attempt": self._spec.attempt}, rewind_parent(self._job_store)
-        generation = open_generation(self._job_store, **run, parent=parent, opening=self._opening)
-        self._opening = GenerationOpening()
+        generation = lineage.open_generation(self._job_store, **run, parent=parent, opening=self._opening)
+        self._opening = lineage.GenerationOpening()
         self._number += 1
         return generation
 
-    def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> GenerationStart:
+    def plan(
+        self, generation: lineage.Generation, nodes: Sequence[int], hosts: Sequence[str]
+    ) -> messages.GenerationStart:
         spec, fault = self._spec, self._spec.rehearse
         if fault is not None and any(event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)):
             fault = None
         address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
-        start = GenerationStart(
+        start = messages.GenerationStart(
             generation=generation.number,
             generation_id=generation.id,
-            candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
+            candidates=[commit.key for commit in lineage.reachable_commits(self._job_store, limit=lineage.CANDIDATES)],
             rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
             terms=self._current_terms(),
             rehearse=None if fault is None else asdict(Fault.parse(fault)),
             hosts=list(hosts),
             nodes=list(nodes),
             overrides=read_overrides(self._job_store).to_json(),
-            node_0=describe_node(spec),
+            node_0=messages.describe_node(spec),
         )
         self._world_size = len(nodes) * spec.processes_per_node
         return start
 
-    def check_crash_loop(self, ended: GenerationEnd, generation: int, rank_seconds: float) -> GenerationEnd | None:
+    def check_crash_loop(
+        self, ended: messages.GenerationEnd, generation: int, rank_seconds: float
+    ) -> messages.GenerationEnd | None:
         """Return the gang's result if this failed generation completes a crash loop, else None."""
         if not ended.fingerprint:
             return None
         failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
         self._failed = [*(one for one in self._failed if one.generation != generation), failed]
-        newest = next(newest_commits(self._job_store), None)
+        newest = next(lineage.newest_commits(self._job_store), None)
         loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:
             return None
         usd = None if self._terms is None else self._terms.usd_per_rank_second
         culprit = describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd)
         cause = {"reason": ended.reason, "user_code": ended.user_code}
-        return GenerationEnd(culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause)
+        return messages.GenerationEnd(culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause)
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
         """Return the rank-seconds and dollars spent since `since` or since the newest commit, whichever is later."""
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
-            newest = next(newest_commits(self._job_store), None)
+            newest = next(lineage.newest_commits(self._job_store), None)
             meta = self._job_store.head(newest.key) if newest else None
             if meta is not None:
                 seconds = min(seconds, max(time.time() - meta.modified, 0.0))
@@ -328,9 +320,9 @@ class GenerationPlanner:
         return replace(terms, spent_usd=spent, last_notified_threshold=notified).to_json()
 
 
-def end_from_open_error(error: TrainingError | InfraError) -> GenerationEnd:
+def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:
     curable, outcome = isinstance(error, InfraError) or error.curable, error.outcome.value
-    return GenerationEnd(culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome)
+    return messages.GenerationEnd(culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome)
 
 
 SAME_LIMIT = 3  # equal failures since the newest commit

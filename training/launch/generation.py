@@ -19,14 +19,7 @@ from ebbflow.infra.keeper import Keeper
 from ebbflow.infra.layout import generation_name
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.errors import (
-    AgentFailure,
-    NodesDiffer,
-    RankNotStarted,
-    TrainingError,
-    describe_exception,
-    describe_traceback,
-)
+from ebbflow.training import errors
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback
 from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error
@@ -85,7 +78,7 @@ class NodeGeneration:
         difference = f"node {self._spec.node} differs from node 0 in {'; '.join(texts)}"
         if fatal:
             fix = "fix: start all nodes from one image, named by its digest, with one configuration"
-            return self._report_own(NodesDiffer(f"{difference}; {fix}"))
+            return self._report_own(errors.NodesDiffer(f"{difference}; {fix}"))
         if texts:
             print_line(difference)
         if self._gpus is not None:
@@ -96,18 +89,18 @@ class NodeGeneration:
             spec = self._worker_spec(kept)
             group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby, keeper)
         except OSError as error:
-            return self._report_own(RankNotStarted(f"its ranks cannot be started: {error}"))
+            return self._report_own(errors.RankNotStarted(f"its ranks cannot be started: {error}"))
         end, output, stuck = None, None, {}
         try:
             output = RankOutput(group, self._spec, self._start.generation, self._job_store)
             end = self._watch(group, output)
-        except (TrainingError, InfraError):
+        except (errors.TrainingError, InfraError):
             raise
         except Exception as error:
-            text = describe_traceback(error)
+            text = errors.describe_traceback(error)
             print_line(text)
-            cause = f"the agent of node {self._spec.node} raised {describe_exception(error)}"
-            end = self._report_own(AgentFailure(cause), where=parse_traceback(text))
+            cause = f"the agent of node {self._spec.node} raised {errors.describe_exception(error)}"
+            end = self._report_own(errors.AgentFailure(cause), where=parse_traceback(text))
         finally:
             self._drain.announce_end()
             stuck = group.end(end.ranks if end is not None else (), meanwhile=self._keep_in_touch)
@@ -143,7 +136,7 @@ class NodeGeneration:
         self._peers.keep_in_touch()
         self._log.beat()
 
-    def _report_own(self, error: TrainingError, where: str = "") -> GenerationEnd:
+    def _report_own(self, error: errors.TrainingError, where: str = "") -> GenerationEnd:
         """Report an error of this node as a failure of its first rank, and return the generation's result."""
         name, node = type(error).__name__, self._spec.node
         message = f"{name}: {error}"

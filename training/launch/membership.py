@@ -14,19 +14,9 @@ from typing import Any
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError, UnreliableReader
+from ebbflow.training.launch import messages
 from ebbflow.training.launch.blame import Culprit, LoneCall, detect_mismatch, detect_stall, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.messages import (
-    RETURNED,
-    SIGTERM,
-    GangSpec,
-    GenerationEnd,
-    GenerationStart,
-    RankOrder,
-    end_from_failures,
-    end_from_results,
-    end_from_stop_request,
-)
 from ebbflow.training.launch.transport import Connection, Message, RollCallServer, join_gang
 
 STORE_WAIT_SECONDS = 3.0  # waits are reported once per second; the rest is for ranks to continue after the wait
@@ -61,12 +51,12 @@ _WITNESS_SECONDS = 10.0  # older positions of ranks say nothing about the failur
 
 class _Peers:
     def __init__(self) -> None:
-        self._orders: list[RankOrder] = []
+        self._orders: list[messages.RankOrder] = []
         self._witnesses_wanted = False
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
         self.stall: Culprit | None = None  # a newly found rank for which all others wait, although it is idle
 
-    def orders(self) -> list[RankOrder]:
+    def orders(self) -> list[messages.RankOrder]:
         orders, self._orders = self._orders, []
         return orders
 
@@ -83,7 +73,7 @@ class _Peers:
 class CoordinatorPeers(_Peers):
     """Node 0's connections to the followers. It combines their reports and decides the result of each generation."""
 
-    def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
+    def __init__(self, spec: messages.GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
         self._spec, self._host, self._secret = spec, host, secret
         # Lost nodes that the scheduler replaces within this attempt (Kubernetes, in a JobSet).
@@ -96,7 +86,9 @@ class CoordinatorPeers(_Peers):
         if spec.nodes > 1:
             self._server = self._open_server()
         self._number = 0
-        self._waits: dict[int, tuple[float, RankOrder]] = {}  # node: (time.monotonic() of the wait's end, its notice)
+        self._waits: dict[
+            int, tuple[float, messages.RankOrder]
+        ] = {}  # node: (time.monotonic() of the wait's end, its notice)
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
@@ -104,8 +96,8 @@ class CoordinatorPeers(_Peers):
         self._lone_call = LoneCall()
         self._finished: dict[int, dict[int, dict]] = {}
         self._ready: set[int] = set()
-        self._started: GenerationStart | None = None
-        self._leave_orders: list[RankOrder] = []
+        self._started: messages.GenerationStart | None = None
+        self._leave_orders: list[messages.RankOrder] = []
         self._left_out: set[int] = set()
 
     def _open_server(self) -> RollCallServer:
@@ -125,7 +117,7 @@ class CoordinatorPeers(_Peers):
         return self._leave_orders[0].cause if self._leave_orders else ""
 
     @property
-    def _start(self) -> GenerationStart:
+    def _start(self) -> messages.GenerationStart:
         assert self._started is not None, "no generation has started"
         return self._started
 
@@ -190,7 +182,7 @@ class CoordinatorPeers(_Peers):
             self._wait_announced.mark()
             self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
-    def _record_wait(self, node: int, order: RankOrder) -> None:
+    def _record_wait(self, node: int, order: messages.RankOrder) -> None:
         """Record that a node waits `order.seconds` for its notice to expire. 0 seconds mean that its wait is over."""
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
@@ -206,7 +198,7 @@ class CoordinatorPeers(_Peers):
                 self._waits.pop(node, None)
             self._members[node], self._hellos[node] = connection, hello
             if "notice" in hello:
-                self._record_wait(node, RankOrder.from_json(hello["notice"]))
+                self._record_wait(node, messages.RankOrder.from_json(hello["notice"]))
             if self._number:
                 connection.send({"kind": "generation", "generation": self._number})
 
@@ -221,11 +213,11 @@ class CoordinatorPeers(_Peers):
                     f"roll-call: {name} still waits out its {order.cause}, {deadline_seconds:g} s after all joined"
                 )
 
-    def start(self, start: GenerationStart) -> None:
+    def start(self, start: messages.GenerationStart) -> None:
         self._started = start
         self._failures, self._witnesses, self._finished, self._ready = [], {}, {}, set()
         self._first_failure, self._witnesses_wanted, self._growing = float("inf"), False, False
-        self._orders = [order for order in self._orders if order.cause != RETURNED]
+        self._orders = [order for order in self._orders if order.cause != messages.RETURNED]
         self._broadcast({"kind": "start", **asdict(start)})
         absent = set(range(self._spec.nodes)) - set(start.nodes) - self._left_out
         if not absent or not self._replacements:
@@ -247,7 +239,11 @@ class CoordinatorPeers(_Peers):
                 connection.send({"kind": "notice_wait", "seconds": 0.0})
         if back and not self._growing and not self._finished and self._first_failure == float("inf"):
             self._growing = True
-            self.order(RankOrder(seconds=self._spec.config["checkpoint"]["stop_seconds"], cause=RETURNED, node=0))
+            self.order(
+                messages.RankOrder(
+                    seconds=self._spec.config["checkpoint"]["stop_seconds"], cause=messages.RETURNED, node=0
+                )
+            )
 
     def _close_returns(self) -> None:
         if self._returns is not None:
@@ -256,7 +252,7 @@ class CoordinatorPeers(_Peers):
 
     def regroup(
         self, deadline_seconds: float, stopped: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None
-    ) -> list[int] | GenerationEnd:
+    ) -> list[int] | messages.GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
         A node whose ranks end too late counts as lost. If the scheduler replaces lost nodes, wait for the replacements
@@ -267,7 +263,7 @@ class CoordinatorPeers(_Peers):
             for node in self.nodes[1:]:
                 self._receive(node, self._members[node])
             if stopped() or self.leave_cause:  # nodes that are not ready stay connected and receive the result later
-                return end_from_stop_request(self.leave_cause or "this node")
+                return messages.end_from_stop_request(self.leave_cause or "this node")
             late = set(self.nodes) - self._ready - {0}
             if not late or time.monotonic() >= limit:
                 break
@@ -285,7 +281,7 @@ class CoordinatorPeers(_Peers):
         lost = [node for node in self._start.nodes if node not in nodes]
         if lost and not self._is_enough(nodes) and not self._await_replacements(lost, stopped, meanwhile):
             culprit = "; ".join(self._describe_loss(node) for node in lost)
-            return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
+            return messages.GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
         return self.nodes
 
     def _await_replacements(
@@ -319,7 +315,7 @@ class CoordinatorPeers(_Peers):
     def _is_replaced(self, lost: Collection[int]) -> bool:
         return 0 < len(lost) <= self._replacements and 0 not in lost
 
-    def give_up(self, end: GenerationEnd) -> GenerationEnd:
+    def give_up(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
         """Tell all followers that the generation or the gang ends with the result `end`, and return `end`."""
         self._broadcast({"kind": "verdict", **asdict(end)})
         return end
@@ -344,9 +340,9 @@ class CoordinatorPeers(_Peers):
     def report_results(self, results: dict[int, dict]) -> None:
         self._finished[0] = results
 
-    def order(self, order: RankOrder) -> None:
+    def order(self, order: messages.RankOrder) -> None:
         self._orders.append(order)
-        if order.leave and order.node not in self._left_out and order.cause != RETURNED:
+        if order.leave and order.node not in self._left_out and order.cause != messages.RETURNED:
             self._leave_orders.append(order)
         self._broadcast({"kind": "order", **order.to_json()})
 
@@ -354,7 +350,7 @@ class CoordinatorPeers(_Peers):
         self._store_wait.mark()
         self._broadcast({"kind": "waiting"})
 
-    def poll(self) -> GenerationEnd | None:
+    def poll(self) -> messages.GenerationEnd | None:
         for node in self._start.nodes[1:]:
             self._receive(node, self._members[node])
             self._detect_loss(node)
@@ -364,7 +360,7 @@ class CoordinatorPeers(_Peers):
             if time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_known):
                 return self.give_up(self._decide_end())
         if len(self._finished) == len(self._start.nodes):
-            end = self._go_on_without_noticed(end_from_results(self._finished, self._start.generation))
+            end = self._go_on_without_noticed(messages.end_from_results(self._finished, self._start.generation))
             left = end.outcome is not None and end.outcome.outcome == Outcome.INTERRUPTED
             return self.give_up(replace(end, again=True) if self._growing and left and not self._leave_orders else end)
         self._look_for_returned()
@@ -392,9 +388,9 @@ class CoordinatorPeers(_Peers):
     def _act_on(self, node: int, message: Message) -> None:
         kind = message["kind"]
         if kind == "order":
-            self.order(RankOrder.from_json(message))
+            self.order(messages.RankOrder.from_json(message))
         elif kind == "notice_wait":
-            self._record_wait(node, RankOrder.from_json(message))
+            self._record_wait(node, messages.RankOrder.from_json(message))
         elif self._started is None or message["generation"] != self._started.generation:
             return  # the message is about a generation that has ended
         elif kind == "failed":
@@ -418,8 +414,8 @@ class CoordinatorPeers(_Peers):
         number, host = self._start.nodes.index(node), self._hellos[node]["host"]
         return f"node {number} ({host}) was lost: {self._members[node].closed}"
 
-    def _decide_end(self) -> GenerationEnd:
-        end = self._go_on_without_noticed(end_from_failures(self._evidence()))
+    def _decide_end(self) -> messages.GenerationEnd:
+        end = self._go_on_without_noticed(messages.end_from_failures(self._evidence()))
         if end.error == UnreliableReader.__name__ and not end.left_out:
             return self._go_on_without_reader(end)
         enough = self._is_enough(self.nodes) or self._is_replaced(set(self._start.nodes) - set(self.nodes))
@@ -427,13 +423,13 @@ class CoordinatorPeers(_Peers):
             return replace(end, again=True)  # if all are to leave, `regroup` ends the gang
         return end
 
-    def _go_on_without_noticed(self, end: GenerationEnd) -> GenerationEnd:
+    def _go_on_without_noticed(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
         """Return a result with which the gang continues without the nodes that received a notice.
 
         Return `end` unchanged if the gang cannot continue or if too few other nodes remain. SIGTERM does not count as a
         notice, since its sender may be about to signal all nodes.
         """
-        noticed = {order.node for order in self._leave_orders if order.cause != SIGTERM}
+        noticed = {order.node for order in self._leave_orders if order.cause != messages.SIGTERM}
         if not noticed or 0 in noticed or len(noticed) < len({order.node for order in self._leave_orders}):
             return end
         if not self._is_enough(set(self.nodes) - noticed):
@@ -446,7 +442,7 @@ class CoordinatorPeers(_Peers):
         self._leave_orders.clear()
         return replace(end, again=True, left_out=sorted(noticed))
 
-    def _go_on_without_reader(self, end: GenerationEnd) -> GenerationEnd:
+    def _go_on_without_reader(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
         """Return a result with which the gang continues without the node that read damaged data from a commit.
 
         Return `end` unchanged if this is node 0 or if too few other nodes remain.
@@ -473,13 +469,13 @@ class CoordinatorPeers(_Peers):
 class FollowerPeers(_Peers):
     def __init__(
         self,
-        spec: GangSpec,
+        spec: messages.GangSpec,
         host: str,
         deadline_seconds: float,
         stopped: Callable[[], bool],
         *,
         secret: Callable[[], bytes | None],
-        pending_notice: RankOrder | None = None,
+        pending_notice: messages.RankOrder | None = None,
         opened: Callable[[int], object] = lambda number: None,
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
@@ -500,26 +496,26 @@ class FollowerPeers(_Peers):
         self._inbox: deque[Message] = deque()
         self._wait_reported = StickyFlag(_WAIT_REPORT_SECONDS)
 
-    def await_start(self, deadline_seconds: float) -> GenerationStart | GenerationEnd:
+    def await_start(self, deadline_seconds: float) -> messages.GenerationStart | messages.GenerationEnd:
         """Wait until the next generation starts or the gang ends. A wait that node 0 announces extends the deadline."""
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
             if (message := self._next("start", "verdict")) is not None:
                 if message.pop("kind") == "verdict":
-                    return GenerationEnd.from_message(message)
-                start = GenerationStart(**message)
-                self._orders = [order for order in self._orders if order.cause != RETURNED]
+                    return messages.GenerationEnd.from_message(message)
+                start = messages.GenerationStart(**message)
+                self._orders = [order for order in self._orders if order.cause != messages.RETURNED]
                 self._generation, self._witnesses_wanted = start.generation, False
                 return start
             if self._connection.closed or self._stopped():
                 break
             time.sleep(0.01)
         if self._stopped():
-            return end_from_stop_request("this node")
+            return messages.end_from_stop_request("this node")
         cause = self._connection.closed or f"no start within {deadline_seconds:g} s"
-        return GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
+        return messages.GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
-    def report_wait(self, order: RankOrder) -> GenerationEnd | None:
+    def report_wait(self, order: messages.RankOrder) -> messages.GenerationEnd | None:
         """Tell node 0, at most once per second, that this node cannot start for another `order.seconds`.
 
         Until then, a notice for this machine is pending. Return the result of the gang if it has ended, else None.
@@ -531,7 +527,7 @@ class FollowerPeers(_Peers):
 
     def report_wait_over(self) -> None:
         """Tell node 0 that this node's notice has expired, so that its ranks can start."""
-        self._connection.send({"kind": "notice_wait", **RankOrder(seconds=0.0, cause="", node=0).to_json()})
+        self._connection.send({"kind": "notice_wait", **messages.RankOrder(seconds=0.0, cause="", node=0).to_json()})
 
     def ready(self) -> None:
         self._send("ready")
@@ -542,19 +538,21 @@ class FollowerPeers(_Peers):
     def report_results(self, results: dict[int, dict]) -> None:
         self._send("finished", results=results)
 
-    def order(self, order: RankOrder) -> None:
+    def order(self, order: messages.RankOrder) -> None:
         self._connection.send({"kind": "order", **order.to_json()})
 
     def waiting(self) -> None:
         self._store_wait.mark()
         self._send("waiting")
 
-    def poll(self) -> GenerationEnd | None:
+    def poll(self) -> messages.GenerationEnd | None:
         if (message := self._next("verdict")) is not None:
             del message["kind"]
-            return GenerationEnd.from_message(message)
+            return messages.GenerationEnd.from_message(message)
         if self._connection.closed:
-            return GenerationEnd(culprit=f"node 0 was lost: {self._connection.closed}", reason=EndReason.NODE_LOST)
+            return messages.GenerationEnd(
+                culprit=f"node 0 was lost: {self._connection.closed}", reason=EndReason.NODE_LOST
+            )
         return None
 
     def keep_in_touch(self) -> None:
@@ -570,7 +568,7 @@ class FollowerPeers(_Peers):
         while self._inbox:
             message = self._inbox.popleft()
             if message["kind"] == "order":
-                self._orders.append(RankOrder.from_json(message))
+                self._orders.append(messages.RankOrder.from_json(message))
             elif message["kind"] == "waiting":
                 self._store_wait.mark()
             elif message["kind"] == "witnesses":

@@ -15,15 +15,7 @@ from pathlib import Path
 
 from ebbflow.infra.process import available_bytes, children, process_stat, process_state, read_system_file
 from ebbflow.training.errors import bounded_text
-from ebbflow.training.launch.evidence import (
-    PROVEN,
-    SLOW,
-    Dump,
-    WorkerFailure,
-    parse_records,
-    parse_traceback,
-    read_crash_stack,
-)
+from ebbflow.training.launch import evidence
 from ebbflow.training.launch.gpus import GpuMonitor, kernel_records
 from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, PhaseThresholds
 from ebbflow.training.launch.workers import Worker
@@ -137,14 +129,14 @@ class RankWatch:
         self._ranks = [_Rank(worker, limits, node) for worker in workers]
         self._folder, self._gpus, self._now = folder, gpus, now
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
-        self._dump: Dump | None = None
-        self._reported_dump: Dump | None = None
+        self._dump: evidence.Dump | None = None
+        self._reported_dump: evidence.Dump | None = None
         self._dumps, self._witnesses_wanted = 0, False
         self._suspected_at = -_SUSPICION_SECONDS
         self._checked_at = now()
         self._absent_seconds = self._store_wait_seconds = 0.0
 
-    def check(self, *, store_wait: bool = False) -> list[WorkerFailure]:
+    def check(self, *, store_wait: bool = False) -> list[evidence.WorkerFailure]:
         """Return new failures and position reports (see the class). Without news, a call takes microseconds per rank.
 
         `store_wait` is True if a rank of the gang waits for the store. All other ranks then wait for that rank, and
@@ -180,7 +172,9 @@ class RankWatch:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _report_dump(self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float) -> list[WorkerFailure]:
+    def _report_dump(
+        self, living: list[_Rank], due: list[_Rank], suspicious: bool, now: float
+    ) -> list[evidence.WorkerFailure]:
         """Start a dump of stacks and flight recorders of all living ranks, unless one is running or at most 5 s old.
 
         A dump that is older than the last heartbeat of a rank in `due` does not count. Once the dump is done, return
@@ -191,7 +185,7 @@ class RankWatch:
         if self._dump is None or (self._dump.done and now - self._dump.at > fresh_seconds):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}
-            self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)
+            self._dump = evidence.Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)
         if not self._dump.done:
             return []
         dump, found = self._dump, [rank.failure(self._dump) for rank in due]
@@ -276,14 +270,14 @@ class _Rank:
             self._resident = resident_bytes(self.pid)
             self._kills.follow()
 
-    def exit_failure(self) -> WorkerFailure | None:
+    def exit_failure(self) -> evidence.WorkerFailure | None:
         """Return the failure of a process that has ended without a result; None if there is no new failure."""
         if self.reported or (failure := self._worker.failure()) is None:
             return None
         self.reported = True
         beat = self._worker.beat
         memory_kill = failure.killed_by == "SIGKILL" and self._kills.happened()
-        crash = read_crash_stack(self._worker.log_path) if failure.killed_by else None
+        crash = evidence.read_crash_stack(self._worker.log_path) if failure.killed_by else None
         # torch aborts a rank when a collective breaks in one of its threads: another rank is the cause.
         broken_call = failure.killed_by == "SIGABRT" and crash is not None and crash.waiting
         where = crash.where if crash else self._read_error_location()
@@ -296,7 +290,7 @@ class _Rank:
             message += f" in {where}{f': {crash.reason}' if crash.reason else ''}"
         calls: list[list] = []
         with contextlib.suppress(OSError):
-            calls = parse_records(self.heartbeat.with_suffix(RECORDS).read_bytes())
+            calls = evidence.parse_records(self.heartbeat.with_suffix(RECORDS).read_bytes())
         return replace(
             failure,
             node=self._node,
@@ -310,7 +304,7 @@ class _Rank:
             calls=calls,
         )
 
-    def exit_witness(self) -> WorkerFailure | None:
+    def exit_witness(self) -> evidence.WorkerFailure | None:
         """Return a report of the rank's last position if the rank has finished with a result, else None."""
         result = None if self.living else self._worker.result()
         if result is None:
@@ -318,7 +312,7 @@ class _Rank:
         message = f"left after step {result.get('step')}: {result.get('outcome')}"
         return replace(self._record(message), left=True, witness=True, step=int(result.get("step", 0)))
 
-    def failure(self, dump: Dump) -> WorkerFailure:
+    def failure(self, dump: evidence.Dump) -> evidence.WorkerFailure:
         self.reported = True
         seen = self.witness(dump)
         limit = "" if self.stopped else f" (limit {self._thresholds.hang_threshold(self._beat):.3g} s)"
@@ -326,17 +320,17 @@ class _Rank:
         if process_state(self.pid) == "D":
             text += ", in uninterruptible sleep (state D: a disk or network file system does not answer)"
         text += ", stopped by a signal" if self.stopped else ""
-        certainty = PROVEN if self.stopped else SLOW
+        certainty = evidence.PROVEN if self.stopped else evidence.SLOW
         return replace(seen, message=text, witness=False, hung=True, stopped=self.stopped, certainty=certainty)
 
-    def witness(self, dump: Dump) -> WorkerFailure:
+    def witness(self, dump: evidence.Dump) -> evidence.WorkerFailure:
         seen, beat = dump.position(self.number), self._beat
         place = f", {seen['where']}" if seen["where"] else ""
         where = f"at step {beat.step} in {beat.phase}{place}"
         return replace(self._record(where), witness=True, idle_seconds=self._idle_seconds, **seen)
 
-    def _record(self, message: str) -> WorkerFailure:
-        return WorkerFailure(
+    def _record(self, message: str) -> evidence.WorkerFailure:
+        return evidence.WorkerFailure(
             rank=self.number,
             node=self._node,
             message=message,
@@ -349,6 +343,6 @@ class _Rank:
         """Return the code location of the rank's exception, from the file of torch's @record; "" without a file."""
         try:
             record = json.loads(self._worker.log_path.with_suffix(".error.json").read_text())["message"]
-            return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
+            return bounded_text(evidence.parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
