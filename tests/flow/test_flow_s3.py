@@ -20,9 +20,6 @@ from tests.support.flow import (
     ROOT,
     FlowRun,
     FlowRunner,
-    assert_ledger_adds_up,
-    generation_seconds,
-    processes_with,
     train_quietly,
     wait_until,
 )
@@ -124,22 +121,6 @@ def test_the_commands_read_a_job_in_a_bucket(lost: tuple[Bucket, FlowRun]) -> No
     verified = json.loads(runner.command("training", "checkpoints", "verify", place, "--json"))
     # Of the lost node's last save there may be data that no commit names.
     assert sorted(row["key"] for row in verified if row["sound"]) == sorted(row["key"] for row in listed)
-
-
-def test_everything_killed_then_resumed(quiet: dict[str, Any], tmp_path: Path, swift: Swift) -> None:
-    runner = Bucket(tmp_path, swift)
-    process = runner.start("run", *runner.options())
-    runner.await_commit()
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
-    run = runner.run("resume")
-    assert run.exit_code == 0, run.output
-    assert_same_result(run, quiet)
-    assert run.report["interruptions"] == 1
-    assert_ledger_adds_up(run.report)
-    first, second = (generation_seconds(run.report, number) for number in (1, 2))
-    assert first > 0 and run.report["paid_rank_seconds"] > second > 0  # the killed run's time is in the bill
 
 
 def test_a_job_continued_by_its_name_and_metaflow_in_the_bucket_too(

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu import main
 from benchmarks.gpu.bench import EXPECTED, NO_RANGE, SIZES, Bench, judge
 from benchmarks.gpu.device import published_peak
-from benchmarks.gpu.measure import lines_of
 from benchmarks.gpu.speed import busy_share, fitting_samples, mfu_range
 
 
-def test_every_line_of_the_command_holds_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "figures.json"
-    code = main(["--device", "cpu", "--tiny", "--json", str(path), "--folder", str(tmp_path)])
-    shown = capsys.readouterr()
-    assert code == 0, shown.out + shown.err
+def test_lines_of_the_command_hold_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that start no jobs; soak_bench_gpu.py has them all."""
+    path, names = tmp_path / "figures.json", ["matmul", "copies", "tiny-eager", "ratio", "waits", "save"]
+    options = ["--lines", ",".join(names), "--device", "cpu", "--tiny", "--json", str(path), "--folder", str(tmp_path)]
+    assert main(options) == 0, capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["figures.json"]
-    found = json.loads(path.read_text())
-    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in lines_of(SIZES["tiny"])}
-    for row in found["rows"]:
-        lines[row["line"]].append(row)
-        assert row["measured"] in shown.out
-    assert all(lines.values()) and {row["verdict"] for row in found["rows"]} <= {EXPECTED, NO_RANGE}
-
-    figures = {name: [row["figures"] for row in rows] for name, rows in lines.items()}
-    for name, key in (("matmul", "flops_per_second"), ("copies", "down_bytes_per_second"), ("ratio", "ratio")):
-        assert 0.0 < figures[name][0][key] < math.inf
-    for variant in ("eager", "compiled", "recomputed"):
-        speed, memory = figures[f"tiny-{variant}"]
-        assert speed["tokens_per_second"] > 0 and speed["loss"] == figures["tiny-eager"][0]["loss"]
-        assert memory["tensor_bytes"] == pytest.approx(memory["estimated_tensor_bytes"], rel=0.15)
-    recomputed, eager = figures["tiny-recomputed"][1], figures["tiny-eager"][1]
-    assert recomputed["tensor_bytes"] < eager["tensor_bytes"]
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["verdict"] for row in rows} <= {EXPECTED, NO_RANGE}
+    figures = {name: [row["figures"] for row in rows if row["line"] == name] for name in names}
     losses = figures["ratio"][0]["losses"]
     assert losses["engine"] == pytest.approx(losses["bare"], rel=1e-4), "both take the same steps"
-    assert figures["waits"][0]["reads_per_step"] > 0
-    assert figures["save"][0]["commits"] >= 6 and figures["save"][0]["bytes"] > 12 * 33_952
-    for name in ("resume", "strict"):
-        assert figures[name][0]["equal"] and figures[name][0]["interrupted"]
-    for recovery, cause in ((figures["resume"][1], "SIGKILL"), (figures["hang"][0], "no progress")):
-        assert recovery["rank"] == 1 and f"rank 1: {cause}" in recovery["culprit"].replace("killed by ", "")
-    assert [row["splits"] for row in figures["memory"]] == [[2, 4]] * 2
-    assert all(row["right"] and row["bus_bytes_per_second"] > 0 for row in figures["collectives"])
+    assert figures["waits"][0]["reads_per_step"] > 0 and figures["save"][0]["commits"] >= 6
 
 
 def test_a_line_that_gives_nothing_does_not_end_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
