@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import ObjectNotFound
@@ -30,9 +31,11 @@ def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[
     if not (config.parallel.compile and config.parallel.compile_cache) or config.checkpoint.signing_key_env:
         return lambda step: None
     on_gpu = gang.device.type == "cuda"
-    kind = torch.cuda.get_device_name(gang.device) if on_gpu else platform.machine()
+    # Code for a CPU is cached as source for one width of vectors, and computes wrong values with another.
+    kind = torch.cuda.get_device_name(gang.device) if on_gpu else f"{platform.machine()} {pick_vec_isa()}"
+    instructions = torch.backends.cpu.get_cpu_capability()
     settings = config.model_dump(mode="json", include=_MODEL)
-    about = [torch.__version__, platform.python_version(), str(gang.device), kind, settings]
+    about = [torch.__version__, platform.python_version(), str(gang.device), kind, instructions, settings]
     key = compile_cache_key(hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest())
     loaded, steps = b"", []
 
@@ -58,7 +61,7 @@ def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[
 
     def reach(step: int) -> None:
         steps.append(step)
-        if len(steps) == 2 and gang.rank == (gang.device.index or 0):  # of each GPU of a node, or of all CPUs, one rank
+        if len(steps) == 2 and gang.rank == (gang.device.index or 0):  # one rank for each GPU of node 0, or rank 0
             threading.Thread(target=save, name="compile cache", daemon=True).start()
 
     return reach

@@ -153,5 +153,7 @@ def test_a_start_on_another_machine_finds_compiled_code_in_the_store(
         assert start("third") == {"hit": 0, "miss": 1}
         assert f"rank 0: compile cache {store.uri}/{key.key}: " in capfd.readouterr().out
         assert start("fourth") == {"hit": 1, "miss": 0}, "it was saved again"
+        monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)  # a processor with other vector instructions
+        assert start("other") == {"hit": 0, "miss": 1} and len(list(store.list("compile-cache/"))) == 2
     finally:
         torch._dynamo.reset()
