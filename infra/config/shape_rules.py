@@ -102,6 +102,17 @@ def _bytes_have_tokens(config: RunConfig) -> Breach:
     )
 
 
+@RULES.about("model.end_of_document", "model.vocab_size")
+def _end_of_document_is_a_token(config: RunConfig) -> Breach:
+    end, size = config.model.end_of_document, config.model.vocab_size
+    if end is None or end < size:
+        return None
+    return (
+        f"model.end_of_document {end} is no token: model.vocab_size {size} has tokens 0 to {size - 1}",
+        suggest_values(("model.end_of_document", [0, size - 1]), ("model.vocab_size", [end + 1])),
+    )
+
+
 @RULES.about("data.suffixes")
 def _suffixes_are_endings(config: RunConfig) -> Breach:
     suffixes = config.data.suffixes
@@ -279,7 +290,6 @@ def _at_most(low: str, high: str, *others: object) -> None:
         return f"{low} {value} is more than {high} {limit}", suggest_values((low, [limit, *others]), (high, [value]))
 
 
-_at_most("model.end_of_document", "model.vocab_size")
 _at_most("cluster.min_nodes", "cluster.nodes")
 _at_most("cluster.nodes", "cluster.max_nodes", "auto")
 _at_most("cluster.min_nodes", "cluster.max_nodes")

@@ -321,5 +321,6 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelCo
     crossing = CausalLM(config.model_copy(update={"end_of_document": None}))
     crossing.double().load_state_dict(model.state_dict())
     assert (crossing(rows) - packed).abs().max() > 0.01, "without documents, attention crosses"
-    prefix = generate(model, rows[:1, :5], 1)
-    assert torch.equal(prefix, generate(model, rows[:1, :5], 1, cached=False)), "the cache agrees in one document"
+    for length in (5, 8):  # up to an end, and beyond it
+        longer = generate(model, rows[:1, :length], 3)
+        assert torch.equal(longer, generate(model, rows[:1, :length], 3, cached=False))

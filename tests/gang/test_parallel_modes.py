@@ -29,7 +29,7 @@ from tests.support.warm import start_warm
 MODEL = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, sequence_length=32)
 LLAMA = ModelConfig(
     architecture="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, sequence_length=32, qkv_bias=True,
-    qk_norm=True, tied_embeddings=True,
+    qk_norm=True, tied_embeddings=True, end_of_document=10,
 )  # fmt: skip
 STEPS = 12
 

@@ -69,6 +69,14 @@ bad.yaml:2:12: model.qk_norm has no effect with model.architecture gpt: it is an
        |            ^^^^
   hint: set model.architecture to llama, or model.qk_norm to false, the default""",
     ),
+    "a token beyond the vocabulary": (
+        "model:\n  end_of_document: 256\n",
+        """\
+bad.yaml:2:20: model.end_of_document 256 is no token: model.vocab_size 256 has tokens 0 to 255
+     2 |   end_of_document: 256
+       |                    ^^^
+  hint: set model.end_of_document to 0 or 255, or model.vocab_size to 257""",
+    ),
     "batch not divisible by ranks": (
         "cluster:\n  nodes: 3\ntraining:\n  batch_size: 32\n  gradient_accumulation_steps: 2\n",
         """\

@@ -305,7 +305,8 @@ def generate(model: CausalLM, tokens: Tensor, count: int, *, temperature: float 
 
     Args:
         temperature: divides the logits before a token is drawn with torch's generator; 0: the likeliest token.
-        cached: keep keys and values of earlier tokens, instead of computing them again for each token.
+        cached: keep keys and values of earlier tokens, instead of computing them again for each token. A model with
+            documents computes them again.
 
     Raises:
         WorkloadError: if the rows would become longer than model.sequence_length.
@@ -316,6 +317,7 @@ def generate(model: CausalLM, tokens: Tensor, count: int, *, temperature: float 
             f"{tokens.shape[1]} + {count} = {longest} tokens are more than model.sequence_length "
             f"{model.config.sequence_length}; fix: generate fewer tokens"
         )
+    cached = cached and model.config.end_of_document is None  # cached keys do not know their document
     past = [KeyValues(longest) for _ in model.blocks] if cached else None
     fresh = tokens
     for _ in range(count):
