@@ -34,6 +34,7 @@ from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import NotificationsConfig, RunConfig, TrackerConfig
 from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.infra.events import (
+    BUDGET,
     COMMIT,
     CONFIGURED,
     EVALUATION,
@@ -151,9 +152,14 @@ def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
         key = f"failure:{failure['generation']}:{failure['what']}"
         yield News(key, failure["t_wall"], f"interruption: {str(failure['what']).replace('_', ' ')}{culprit}")
     budget, spent = float(report.progress.get("budget_usd") or math.inf), float(report.total_usd)
+    stopped = any(  # a job stops while the money for its last save is left
+        event.name == BUDGET and event.data["threshold"] >= 1 and event.data.get("budget_usd") == budget
+        for event in events
+    )
     for share in BUDGET_THRESHOLDS:
-        if spent >= share * budget:
-            text = f"{share:.0%} of the budget {format_usd(budget)} is spent: {format_usd(spent)}"
+        if spent >= share * budget or (share == 1 and stopped):
+            rest = "" if spent >= share * budget else ", and the rest is kept for the last save"
+            text = f"{share:.0%} of the budget {format_usd(budget)} is spent: {format_usd(spent)}{rest}"
             yield News(f"budget:{share}:{budget}", events[-1].t_wall, text)
 
 

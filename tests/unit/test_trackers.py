@@ -25,13 +25,16 @@ from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import (
+    BUDGET,
     COMMIT,
     CONFIGURED,
     EVALUATION,
     GENERATION_ENDED,
     GENERATION_STARTED,
+    NODE_STARTED,
     NOTICE,
     OUTCOME,
+    PLAN,
     PREPARED,
     RESTORE,
     STEP,
@@ -41,7 +44,7 @@ from ebbflow.infra.events import (
 from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 from ebbflow.tracking import __main__ as track
-from ebbflow.tracking.__main__ import Tracking, list_news
+from ebbflow.tracking.__main__ import Tracking
 from ebbflow.tracking.notify import open_channels
 
 # Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
@@ -58,6 +61,7 @@ def write_attempt(store: Store, number: int, *, done: bool = False) -> None:
         log.emit(PREPARED, weight_unit="samples")
     agent = EventLog(store, Origin(job="demo", run="demo", generation=number, process="agent"))
     agent.emit(GENERATION_STARTED, nodes=1, processes_per_node=1, parent_step=first)
+    agent.emit(NODE_STARTED, ranks=[0], host="here")
     with EventLog(store, Origin(job="demo", run="demo", generation=number, rank=0)) as log:
         if first:
             log.emit(RESTORE, step=first, key="k")
@@ -71,6 +75,13 @@ def write_attempt(store: Store, number: int, *, done: bool = False) -> None:
     reason = "completed" if done else "rank_killed"
     agent.emit(GENERATION_ENDED, reason=reason, culprit="" if done else "rank 0: killed by SIGKILL")
     agent.close()
+
+
+def write_plan(store: Store, *, budget_usd: float) -> None:
+    chosen = {"instance_type": "g5.xlarge", "nodes": 1, "market": "spot", "usd_per_hour": 3.6, "expected_usd": 0.9}
+    chosen |= {"on_demand_usd_per_hour": 7.2, "price_kind": "recorded 2026-07-20", "expected_hours": 0.5}
+    with EventLog(store, Origin(job="demo", run="demo", process=f"plan{budget_usd}")) as log:
+        log.emit(PLAN, simulated=False, refusal=None, chosen=chosen, budget_usd=budget_usd)
 
 
 def loss_of(step: int, attempt: int) -> float:
@@ -314,13 +325,26 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
                        "mail_from": "jobs@example.com", "mail_to": ["me@example.com"]},
     )  # fmt: skip
     store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    write_plan(store, budget_usd=1000.0)
     with serving(webhook), serving(mail):
         for number in (1, 2):
             write_attempt(store, number)
             with EventLog(store, Origin(job="demo", run="demo", generation=number, process=f"notice{number}")) as log:
                 log.emit(NOTICE, source="imds", action="terminate", does="leave", seconds_left=118.0)
             assert follow(store, config, said), said
+        budget = round(float(build_report(read_events(store)).total_usd) / 0.85, 9)
+        assert budget > 0
+        write_plan(store, budget_usd=budget)
+        with EventLog(store, Origin(job="demo", run="demo", generation=2, process="stop")) as log:
+            log.emit(BUDGET, threshold=1.0, budget_usd=budget, spent_usd=0.85 * budget, reserve_usd=0.15 * budget)
+        silent = config.notifications.model_copy(update={"silence_minutes": 0.001})
+        tracking = Tracking(store, "demo", config.model_copy(update={"notifications": silent}), said.append)
+        for pause in (0.2, 0.2, 0.0):  # the second look hears nothing for 0.2 s, and the third must not say it again
+            tracking.look(running=RUNNING, last=not pause)
+            time.sleep(pause)
+        assert tracking.finish(20)
     expected = [
+        "50% of the budget", "80% of the budget", "100% of the budget", "no sign of the ranks", "Interrupted after",
         "starts", "notice (imds, terminate) to node 0, 118 s left; response: leave",
         "interruption: generation 1: rank killed (rank 0: killed by SIGKILL)", "Interrupted after",
         "starts again after the commit of step 10", "notice (imds", "interruption: generation 2", "Interrupted after",
@@ -329,37 +353,13 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
     assert sorted(told) == sorted(posted) and len(told) == len(mail.mails) == len(expected)  # type: ignore[attr-defined]
     for words in expected:
         assert any(line.startswith(f"ebbflow demo: {words}") for line in told), told
-    assert told.index("ebbflow demo: starts") == 0 and f"report: {store.uri}/report.html" in told[-1]
+    assert (
+        told[0].startswith("ebbflow demo: starts on 1 × g5.xlarge spot")
+        and f"report: {store.uri}/report.html" in told[-1]
+    )
     assert sum("webhook" in line and "sent later" in line for line in said) == 1
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"hooksecret" not in everything and "hooksecret" not in "".join(said)
-
-
-def test_silence_is_told_once_and_budget_shares_come_from_the_report(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store.open(str(tmp_path / "jobs" / "demo"))
-    write_attempt(store, 1)
-    script = tmp_path / "tell.sh"
-    script.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/told\n')
-    script.chmod(0o755)
-    config = config_with(notifications={"command": [str(script)], "silence_minutes": 0.001})
-    tracking = Tracking(store, "demo", config, print)
-    tracking.look(running=RUNNING)
-    for _ in range(2):
-        time.sleep(0.1)
-        tracking.look(running=RUNNING)
-    wait_for(lambda: (tmp_path / "told").exists() and "no sign of the ranks" in (tmp_path / "told").read_text())
-    tracking.look(running=RUNNING, last=True)
-    assert tracking.finish(20)
-    told = (tmp_path / "told").read_text()
-    assert told.count("no sign of the ranks") == 1
-    report = build_report(read_events(store))
-    report.progress["budget_usd"] = 10.0
-    monkeypatch.setattr(type(report), "total_usd", 8.5, raising=False)
-    object.__setattr__(report, "total_usd", 8.5)
-    shares = [one.text for one in list_news(read_events(store), report) if one.key.startswith("budget")]
-    assert shares == ["50% of the budget $10.00 is spent: $8.5000", "80% of the budget $10.00 is spent: $8.5000"]
 
 
 @pytest.mark.parametrize(
