@@ -8,9 +8,9 @@ ARGS ?=
 # make run TORCH_INDEX=https://download.pytorch.org/whl/cpu fetches torch's CPU build: 200 MB instead of gigabytes.
 TORCH_INDEX ?=
 PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-# Tests run side by side, each file in one process: five on two cores, because they also wait.
+# Tests run side by side, each file in one process: four on two cores, because they also wait.
 # Folders in their order: unit tests, whose files are short, are what is left when the last long file ends.
-JOBS ?= 5
+JOBS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help run check test lint types coverage compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
