@@ -26,11 +26,19 @@ from ebbflow.infra import layout
 from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
 from ebbflow.infra.retry import backoff_pauses
 from ebbflow.infra.store import Store
-from ebbflow.training import errors
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process
 from ebbflow.training.checkpoint.signing import Signer, signer
 from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified, seal, unseal
+from ebbflow.training.errors import (
+    CheckpointError,
+    CorruptCommit,
+    DamagedLineage,
+    NothingToRestore,
+    RefusedCommit,
+    TwoLaunchers,
+    UnreliableReader,
+)
 
 LISTING_SECONDS = 10.0
 _BEFORE = 500  # listings begin this many numbers before the wanted one; a page holds 1,000
@@ -63,10 +71,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
     key = layout.generation_key(number, generation_id)
     try:
         record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
-    except errors.CorruptCommit as error:
-        raise errors.DamagedLineage(str(error)) from error
+    except CorruptCommit as error:
+        raise DamagedLineage(str(error)) from error
     if (record["generation"], record["id"]) != (number, generation_id):
-        raise errors.DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
+        raise DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
     return Generation(number, generation_id, record["parent"], record["parent_step"])
 
 
@@ -156,7 +164,7 @@ class LineageChain:
         self._records = GenerationRecords(job_store, near=near)
         self.newest = self._records.newest
         if self.newest < near:  # going on without it would silently start from scratch
-            raise errors.DamagedLineage(
+            raise DamagedLineage(
                 f"{self._store.uri}: there are commits of generation {near}, its record is missing from generations/ "
                 f"and the newest there is {self.newest}; fix: put the record back, or export a commit into a new job"
             )
@@ -186,12 +194,10 @@ class LineageChain:
     def _follow(self, number: int, limit: float) -> None:
         ids = self._records.ids(number)
         if not ids:
-            raise errors.DamagedLineage(
-                f"{self._store.uri}: the record of generation {number} is missing from generations/"
-            )
+            raise DamagedLineage(f"{self._store.uri}: the record of generation {number} is missing from generations/")
         if len(ids) > 1:
             keys = " and ".join(layout.generation_key(number, i) for i in ids)
-            raise errors.TwoLaunchers(
+            raise TwoLaunchers(
                 f"{self._store.uri}: generation {number} has two records: {keys}; "
                 "hint: stop one of the two launchers and delete the record of the one to give up"
             )
@@ -201,7 +207,7 @@ class LineageChain:
         if generation.parent is not None:
             _, parent_number, _ = layout.parse_commit_key(generation.parent)
             if parent_number >= number:
-                raise errors.DamagedLineage(
+                raise DamagedLineage(
                     f"{self._store.uri}: generation {number} names a parent of generation {parent_number}"
                 )
             self._ahead = parent_number, min(limit, generation.parent_step)
@@ -300,22 +306,22 @@ def open_generation(
     if others:  # every launcher that sees a rival withdraws, so at most one goes on
         job_store.delete(key)
         rivals = ", ".join(layout.generation_key(number, i) for i in others)
-        raise errors.TwoLaunchers(
+        raise TwoLaunchers(
             f"{job_store.uri}: generation {number} was opened twice at once: {key} (this one, withdrawn) and {rivals}; "
             "hint: two launchers work on one job; stop one of them, then start again"
         )
     # A deletion puts the commit's tombstone, checks for generations, and deletes the manifest: one of the two stops.
     if chosen and (job_store.head(layout.tombstone_key(chosen.sha256)) or job_store.head(chosen.key) is None):
         job_store.delete(key)
-        raise errors.CheckpointError(
+        raise CheckpointError(
             f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
         )
     return generation
 
 
-def nothing_to_restore_error(job_store: Store, cause: str) -> errors.NothingToRestore:
+def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
     """Return the error for a start that would lose every commit of the job."""
-    return errors.NothingToRestore(
+    return NothingToRestore(
         f"{job_store.uri}: {cause}; nothing was started; hint: where `ebbflow checkpoints verify "
         f"{job_store.uri}` on another machine finds a commit sound, delete its record in quarantine/ and start again; "
         "to give up all steps and begin anew, start again with --from-scratch"
@@ -353,7 +359,7 @@ def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> s
     try:
         if signs is not None:
             signs.check(job_store, ref.key)
-    except errors.RefusedCommit as error:
+    except RefusedCommit as error:
         return str(error)
     return ""
 
@@ -430,9 +436,9 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)
-    except (errors.CorruptCommit, ObjectNotFound) as error:
-        if isinstance(error, errors.CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
-            raise errors.UnreliableReader(
+    except (CorruptCommit, ObjectNotFound) as error:
+        if isinstance(error, CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
+            raise UnreliableReader(
                 f"this machine ({socket.gethostname()}) reads wrongly: {error}; a new process finds it as it was "
                 "saved, so the commit is sound; fix: check that machine's memory, disk and network"
             ) from error
@@ -461,5 +467,5 @@ def _given_parent(job_store: Store, key: str) -> CommitRef:
         signs.check(job_store, key)
     for name in (layout.quarantine_key(ref.sha256), layout.tombstone_key(ref.sha256)):
         if job_store.head(name) is not None:
-            raise errors.CheckpointError(f"{job_store.uri}/{key}: cannot be a parent: there is {name}")
+            raise CheckpointError(f"{job_store.uri}/{key}: cannot be a parent: there is {name}")
     return ref

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.layout import quarantine_key
 from ebbflow.infra.store import Store
-from ebbflow.training import errors
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore_error, reachable_commits
 from ebbflow.training.checkpoint.manifest import VERSION, TensorEntry
@@ -37,6 +36,14 @@ from ebbflow.training.checkpoint.state import (
     rng_name,
 )
 from ebbflow.training.checkpoint.verified_io import seal
+from ebbflow.training.errors import (
+    CheckpointError,
+    CommitMismatch,
+    CorruptCommit,
+    MisplacedCommit,
+    RefusedCommit,
+    UnreliableReader,
+)
 
 _VERDICT_BYTES = 4096
 _REASON_CHARACTERS = 250
@@ -143,18 +150,16 @@ def restore_newest(
         if kind == _UNRELIABLE:
             if rank not in verdict.suspects:
                 time.sleep(_SUSPECT_FIRST_SECONDS)
-            raise errors.UnreliableReader(reason)
+            raise UnreliableReader(reason)
         if kind in (_CORRUPT, _MISPLACED, _REFUSED):
             rejected.append(RejectedCommit(key=key, reason=reason, extra=_read_extra(store, key)))
             if rank == 0:
                 _report_rejected(store, key, reason, kind)
             continue
         if kind == _MISMATCH:
-            raise errors.CommitMismatch(f"{key}: {reason}")
+            raise CommitMismatch(f"{key}: {reason}")
         if kind in (_ERROR, _AWAY) or loaded is None:
-            raise errors.CheckpointError(
-                f"{key} could not be read, which says nothing about the commit itself: {reason}"
-            )
+            raise CheckpointError(f"{key} could not be read, which says nothing about the commit itself: {reason}")
         rng = _finish(loaded, key, model, optimizer, rank)
         if rejected and rank == 0:
             lost, left = rejected[0].step, CommitRef.from_key(key).step
@@ -183,7 +188,7 @@ def restore_newest(
     )
     if {ref.key for ref in reachable_commits(store)} <= {bad.key for bad in rejected}:
         raise nothing_to_restore_error(store, f"{none}: {reasons}")
-    raise errors.CheckpointError(f"{store.uri}: {none}; there are older ones: {reasons}")
+    raise CheckpointError(f"{store.uri}: {none}; there are older ones: {reasons}")
 
 
 @dataclass
@@ -251,16 +256,16 @@ def _attempt(
     """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
-    except errors.CorruptCommit as error:
-        kind = _MISPLACED if isinstance(error, errors.MisplacedCommit) else _CORRUPT
+    except CorruptCommit as error:
+        kind = _MISPLACED if isinstance(error, MisplacedCommit) else _CORRUPT
         about = {"object_key": error.object_key, "chunk": error.chunk}
         return None, _Verdict(kind=kind, reason=str(error), node=own.node, **about)
     except Exception as error:
         # A hung read cannot be retried in this process.
         away = isinstance(error, StoreUnavailable) and not isinstance(error, StoreTimeout)
-        kind = _MISMATCH if isinstance(error, errors.CommitMismatch) else _AWAY if away else _ERROR
-        kind = _REFUSED if isinstance(error, errors.RefusedCommit) else kind
-        reason = str(error) if isinstance(error, errors.CheckpointError | InfraError) else repr(error)
+        kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
+        kind = _REFUSED if isinstance(error, RefusedCommit) else kind
+        reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
         return None, _Verdict(kind=kind, reason=reason, node=own.node)
 
 
@@ -337,7 +342,7 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
             try:
                 problem = reader.read_again(key, doubt.object_key, doubt.chunk)
                 found[str(doubting)] = [_CORRUPT if problem else _SOUND, _shorten(problem)]
-            except (StoreError, errors.CheckpointError) as error:
+            except (StoreError, CheckpointError) as error:
                 found[str(doubting)] = [_AWAY, _shorten(str(error))]
     described = {
         second: "(a new process)" if doubting == second else f"(rank {second} on node {verdicts[second].node})"
@@ -437,7 +442,7 @@ def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
     """Return the `extra` of a damaged commit if its manifest is readable; else None."""
     try:
         return read_manifest(store, key).common["extra"]
-    except (errors.CheckpointError, InfraError, KeyError):
+    except (CheckpointError, InfraError, KeyError):
         return None
 
 
