@@ -158,8 +158,9 @@ def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
     )
     for share in BUDGET_THRESHOLDS:
         if spent >= share * budget or (share == 1 and stopped):
-            rest = "" if spent >= share * budget else ", and the rest is kept for the last save"
-            text = f"{share:.0%} of the budget {format_usd(budget)} is spent: {format_usd(spent)}{rest}"
+            text = f"{share:.0%} of the budget {format_usd(budget)} is spent: {format_usd(spent)}"
+            if spent < share * budget:
+                text = f"the job stops within its budget {format_usd(budget)}: {format_usd(spent)} is spent"
             yield News(f"budget:{share}:{budget}", events[-1].t_wall, text)
 
 

@@ -23,7 +23,7 @@ THEIRS = "metaflow:"  # how the paths of Metaflow's files begin here
 BUCKET = {
     "s3:GetObject": ("infra/store/objects.py", "obstore.get("),
     "s3:PutObject": ("infra/multipart/sinks.py", 'query={"uploads": ""}'),
-    "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=TOMBSTONE_TAGS"),
+    "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=layout.TOMBSTONE_TAGS"),
     "s3:DeleteObject": ("infra/store/objects.py", "obstore.delete("),
     "s3:AbortMultipartUpload": ("infra/multipart/sinks.py", '"DELETE", begun.key'),
     "s3:ListBucket": ("infra/store/objects.py", "obstore.list("),

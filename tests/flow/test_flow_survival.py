@@ -18,8 +18,8 @@ from tests.support.flow import (
     TINY,
     FlowRun,
     FlowRunner,
+    assert_killed_run_is_billed,
     assert_ledger_adds_up,
-    generation_seconds,
     processes_with,
     wait_until,
 )
@@ -87,11 +87,7 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(q
     run = runner.run("resume")
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
-    assert run.report["interruptions"] == 1
-    assert_ledger_adds_up(run.report)
-    first, second = (generation_seconds(run.report, number) for number in (1, 2))
-    assert first > 0 and second > 0
-    assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
+    assert_killed_run_is_billed(run.report)
 
 
 def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: Path) -> None:

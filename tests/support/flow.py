@@ -222,3 +222,12 @@ def generation_seconds(report: dict, number: int) -> float:
     return next(
         entry["paid_rank_seconds"] for entry in report["events"]["generations"] if entry["generation"] == number
     )
+
+
+def assert_killed_run_is_billed(report: dict) -> None:
+    """The job was interrupted once, and the bill has the time of the killed run too."""
+    assert report["interruptions"] == 1
+    assert_ledger_adds_up(report)
+    first, second = (generation_seconds(report, number) for number in (1, 2))
+    assert first > 0 and second > 0
+    assert report["paid_rank_seconds"] > second

@@ -18,7 +18,14 @@ from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import EndReason, Event, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
-from ebbflow.training.checkpoint import lineage
+from ebbflow.training.checkpoint.lineage import (
+    CANDIDATES,
+    Generation,
+    GenerationOpening,
+    newest_commits,
+    open_generation,
+    reachable_commits,
+)
 from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_in_events
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
@@ -55,7 +62,7 @@ class Coordinator:
         spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
         try:
             generation = self._open_first()
-            while isinstance(generation, lineage.Generation):
+            while isinstance(generation, Generation):
                 self._log.open(spec, generation.number, left_for=last.reason)
                 ended = last = self._own.end_if_stopped()
                 try:
@@ -91,10 +98,10 @@ class Coordinator:
             if self._secret_thread is not None:
                 self._secret_thread.join(_SECRET_SECONDS)
 
-    def _open_first(self) -> lineage.Generation | messages.GenerationEnd:
+    def _open_first(self) -> Generation | messages.GenerationEnd:
         """Open the first generation, or return the gang's result if this node was asked to stop."""
 
-        def publish_and_open() -> lineage.Generation:
+        def publish_and_open() -> Generation:
             if self._own.spec.nodes > 1:
                 self._own.secret.publish(self._secret)
             return self._planner.open()
@@ -127,7 +134,7 @@ class Coordinator:
         return run_while(partial(retry_until_deadline, work, self._own.start_seconds, curable=curable), wait)
 
     def _run_generation(
-        self, generation: lineage.Generation, spec: messages.GangSpec, nodes: list[int]
+        self, generation: Generation, spec: messages.GangSpec, nodes: list[int]
     ) -> messages.GenerationEnd:
         peers, planner = self._peers, self._planner
         self._restarting, self._ranks_started = self._restarting or self._ranks_started, False
@@ -185,7 +192,7 @@ class Coordinator:
 
     def _open_next(
         self, ended: messages.GenerationEnd, number: int, world_size: int
-    ) -> tuple[lineage.Generation, list[int]] | messages.GenerationEnd:
+    ) -> tuple[Generation, list[int]] | messages.GenerationEnd:
         """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's result."""
         if not ended.again:
             return ended
@@ -193,7 +200,7 @@ class Coordinator:
         if isinstance(nodes, messages.GenerationEnd):
             return self._peers.give_up(nodes)
 
-        def open_next() -> lineage.Generation | messages.GenerationEnd:
+        def open_next() -> Generation | messages.GenerationEnd:
             loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
             return loop or self._planner.open()
 
@@ -235,9 +242,9 @@ class GenerationPlanner:
         self._failed: list[FailedGeneration] = []
         self._number = 0
         self.rolled_back: MissingCommits | None = None  # missing commits that a user accepted; None once recorded
-        self._opening = lineage.GenerationOpening()
+        self._opening = GenerationOpening()
 
-    def open(self) -> lineage.Generation:
+    def open(self) -> Generation:
         """Open the next generation from the newest commit, or from an older commit if a guard has ordered a rewind."""
         if not self._number:
             events = read_events(self._job_store)
@@ -246,14 +253,12 @@ class GenerationPlanner:
             # A store restored from a snapshot may lack generations: their numbers are not used again.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
         run, parent = {"run": self._spec.run, "attempt": self._spec.attempt}, rewind_parent(self._job_store)
-        generation = lineage.open_generation(self._job_store, **run, parent=parent, opening=self._opening)
-        self._opening = lineage.GenerationOpening()
+        generation = open_generation(self._job_store, **run, parent=parent, opening=self._opening)
+        self._opening = GenerationOpening()
         self._number += 1
         return generation
 
-    def plan(
-        self, generation: lineage.Generation, nodes: Sequence[int], hosts: Sequence[str]
-    ) -> messages.GenerationStart:
+    def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> messages.GenerationStart:
         spec, fault = self._spec, self._spec.rehearse
         if fault is not None and any(event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)):
             fault = None
@@ -261,7 +266,7 @@ class GenerationPlanner:
         start = messages.GenerationStart(
             generation=generation.number,
             generation_id=generation.id,
-            candidates=[commit.key for commit in lineage.reachable_commits(self._job_store, limit=lineage.CANDIDATES)],
+            candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
             rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
             terms=self._current_terms(),
             rehearse=None if fault is None else asdict(Fault.parse(fault)),
@@ -281,7 +286,7 @@ class GenerationPlanner:
             return None
         failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
         self._failed = [*(one for one in self._failed if one.generation != generation), failed]
-        newest = next(lineage.newest_commits(self._job_store), None)
+        newest = next(newest_commits(self._job_store), None)
         loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:
             return None
@@ -294,7 +299,7 @@ class GenerationPlanner:
         """Return the rank-seconds and dollars spent since `since` or since the newest commit, whichever is later."""
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
-            newest = next(lineage.newest_commits(self._job_store), None)
+            newest = next(newest_commits(self._job_store), None)
             meta = self._job_store.head(newest.key) if newest else None
             if meta is not None:
                 seconds = min(seconds, max(time.time() - meta.modified, 0.0))

@@ -86,9 +86,8 @@ class CoordinatorPeers(_Peers):
         if spec.nodes > 1:
             self._server = self._open_server()
         self._number = 0
-        self._waits: dict[
-            int, tuple[float, messages.RankOrder]
-        ] = {}  # node: (time.monotonic() of the wait's end, its notice)
+        # node: (time.monotonic() of the wait's end, its notice)
+        self._waits: dict[int, tuple[float, messages.RankOrder]] = {}
         self._wait_announced = StickyFlag(_WAIT_REPORT_SECONDS)
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
