@@ -337,10 +337,9 @@ def load_rates() -> Rates:
             for row in _rows(_HERE / "list_prices.csv", ["region", *prices])
         },
         egress={
-            (row.parse("from_region", *_REGION), row.parse("to_region", *_REGION)): row.parse(
-                "price_usd_per_gb", *_LIST_PRICE
-            )
-            for row in _rows(_HERE / "egress.csv", ["from_region", "to_region", "price_usd_per_gb"])
+            (row.parse("from_region", *_REGION), target): row.parse("price_usd_per_gb", *_LIST_PRICE)
+            for row in _rows(_HERE / "egress.csv", ["from_region", "price_usd_per_gb", "to_regions"])
+            for target in row.parse("to_regions", str.split, "region names separated by spaces")
         },
     )
 
