@@ -5,6 +5,7 @@ import ctypes
 import errno
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -171,6 +172,45 @@ def available_bytes() -> int | None:
     """Return the machine's available memory in bytes (MemAvailable), or None if it is unknown."""
     found = read_system_file("/proc/meminfo").partition("MemAvailable:")[2].split()
     return int(found[0]) * 1024 if found else None
+
+
+# By version of cgroups: the files with limit and use, and the lines of memory.stat that count the page cache, which the
+# kernel drops before it kills a process.
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+_NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
+
+
+def memory_left() -> dict[str, int]:
+    """Return the bytes that can still be allocated, keyed by what limits them; empty if unknown.
+
+    A container has the limit of its cgroup and those of the cgroups around it.
+    """
+    available = available_bytes()
+    left = {} if available is None else {"available on this machine": available}
+    for line in read_system_file("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = "memory" if "memory" in controllers.split(",") else controllers
+        if version not in _CGROUP_FILES:
+            continue
+        limit, use, cached = _CGROUP_FILES[version]
+        group = Path(path)
+        for folder in (group, *group.parents):  # a container may see its own group as the root
+            place = _CGROUPS / version / str(folder).lstrip("/")
+            most, used = (read_system_file(place / name) for name in (limit, use))
+            if most.isdecimal() and used.isdecimal() and int(most) < _NO_LIMIT:
+                stat = (row.split() for row in read_system_file(place / "memory.stat").splitlines())
+                free = int(most) - int(used) + sum(int(row[1]) for row in stat if row[0] in cached)
+                left["left in this container"] = min(free, left.get("left in this container", free))
+    return left
+
+
+def host_bytes_left() -> float:
+    """Return the bytes that can still be allocated on this machine or in this container; infinity if unknown."""
+    return min(memory_left().values(), default=math.inf)
 
 
 def process_state(pid: int) -> str:

@@ -21,6 +21,7 @@ from ebbflow.training import attached_job
 from ebbflow.training.attached_job import AttachedJob, Stateful, refuse
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.checkpoint.state import named_state
+from ebbflow.training.compat import PrefixStore
 from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
@@ -137,7 +138,8 @@ def _join_gang() -> Gang:
     if world_size == 1:
         return Gang()
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return Gang(rank=dist.get_rank(), world_size=world_size, group=group)
+    store = PrefixStore("ebbflow", dist.distributed_c10d._get_default_store())
+    return Gang(rank=dist.get_rank(), world_size=world_size, group=group, store=store)
 
 
 def _open(store: str | Path | None, name: str | Path | None, config: str | Path | None) -> WorkerSpec:

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -56,6 +57,7 @@ from ebbflow.training.trainer_setup import (
     PROFILER,
     make_limits,
     make_save_schedule,
+    meet_others,
     open_reporter,
     open_saver,
     report_restore,
@@ -474,13 +476,11 @@ class AttachedJob:
 
     def _read_commit(self, place: Place) -> RestoreResult | None:
         """Read the newest commit into model and optimizer, and continue from its step. Collective."""
+        alive = partial(self._reporter.enter, "restore", 0)
         if self._spec.candidates:
-            self._reporter.enter("restore", 0)
-        begun = time.monotonic()
-        restored = self._saver.restore(
-            self._spec.candidates, *self._saved, place=place,
-            progress=lambda: self._reporter.enter("restore", 0),
-        )  # fmt: skip
+            alive()
+        begun, meet = time.monotonic(), partial(meet_others, self._gang, self._config, alive)
+        restored = self._saver.restore(self._spec.candidates, *self._saved, place=place, progress=alive, meet=meet)
         if restored is None:
             return None
         self.step, self._samples = restored.step, restored.extra["cursor"]

@@ -24,6 +24,8 @@ from ebbflow.training.launch.transport import is_loopback
 from ebbflow.training.network_probe import Link, probe_links, summarize_links, time_all_reduce
 from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSockets, connect_peers, find_addresses
 
+_TURN_SECONDS = 5.0  # between two signs of life of a rank that waits for others
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
@@ -66,6 +68,30 @@ class Gang:
             own = torch.frombuffer(bytearray(rows), dtype=torch.float64).to(self.device)
             rows = self.gather(own).numpy(force=True).tobytes()
         return list(layout.iter_unpack(rows))
+
+    def await_ranks(self, stage: str, seconds: float, alive: Callable[[], object]) -> None:
+        """Wait until all ranks have come to the end of `stage`, work that takes longer the more bytes a rank reads.
+
+        A collective would end at the deadline of a step, so the ranks meet in the key-value store, with a deadline of
+        its own. `alive` is called every few seconds, since the agent takes a silent rank for a hung one. Each stage of
+        a generation needs a name of its own. Raises RendezvousError. Collective.
+        """
+        if self.alone or self.store is None:
+            return
+        keys = [f"{stage}/{number}" for number in range(self.world_size)]
+        self.store.set(keys[self.rank], "")
+        limit = time.monotonic() + seconds
+        while True:
+            alive()
+            began = time.monotonic()
+            turn = max(min(_TURN_SECONDS, limit - began), 0.1)
+            try:
+                return self.store.wait(keys, timedelta(seconds=turn))
+            except (dist.DistError, RuntimeError) as error:
+                gone = time.monotonic() - began < turn / 2
+                if gone or began + turn >= limit:
+                    where = f"to the end of {stage} within {seconds:.0f} s"
+                    raise _missing_ranks(self.store, keys, self.rank, where) from error
 
 
 def connect(
@@ -258,13 +284,18 @@ def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpu
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except (dist.DistError, RuntimeError) as error:
-        missing = [str(number) for number, key in enumerate(keys) if not _is_set(store, key)]
-        raise RendezvousError(
-            f"rank {rank}: {world_size - len(missing)} of {world_size} ranks came within {seconds:g} s "
-            f"(cluster.start_deadline_seconds); missing: rank {', '.join(missing) or 'none, but the store is gone'}; "
-            "fix: look at the logs of the missing ranks first"
-        ) from error
+        where = f"within {seconds:g} s (cluster.start_deadline_seconds)"
+        raise _missing_ranks(store, keys, rank, where) from error
     return [VisibleGpus.from_json(text) for text in store.multi_get(keys)]
+
+
+def _missing_ranks(store: Store, keys: Sequence[str], rank: int, where: str) -> RendezvousError:
+    """Return the error of a rank that waited in vain for the others, each of which sets its key."""
+    missing = [str(number) for number, key in enumerate(keys) if not _is_set(store, key)]
+    return RendezvousError(
+        f"rank {rank}: {len(keys) - len(missing)} of {len(keys)} ranks came {where}; missing: rank "
+        f"{', '.join(missing) or 'none, but the store is gone'}; fix: look at the logs of the missing ranks first"
+    )
 
 
 def _is_set(store: Store, key: str) -> bool:

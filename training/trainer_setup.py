@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RejectedCommit, RestoreResult, RetentionPolicy, read_generation
+from ebbflow.training.checkpoint.checkpointer import SLOWEST_BYTES_PER_SECOND
 from ebbflow.training.checkpoint.hugging_face import check_settings
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang, time_waits
@@ -40,7 +41,7 @@ from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
-from ebbflow.training.weights.files import describe_files
+from ebbflow.training.weights.files import describe_files, list_weight_files
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
@@ -55,12 +56,15 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     config = apply_overrides(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     clock, limits = reporter.clock, make_limits(spec, gang, config, reporter.clock)
     store = Store.open(spec.store_uri)
-    workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
+    # Each module, and each part of a download, is a sign of life: the phase's limit is one for them, not for all.
+    alive = partial(reporter.enter, "init", 0)
+    context = workload_context(config, gang, store=store, prepared=spec.prepared, alive=alive)
+    workload = make_workload(config, context)
     if config.workload is not None:
         workload = wrap_user_workload(workload, config.workload)
+    size = spec.prepared.get("bytes")  # of the text; a workload may have another meaning for it
+    meet_others(gang, config, alive, "opening the data", size if isinstance(size, int) else 0)
     overwritten = bool(spec.candidates or config.training.initial_weights)
-    # Each module is a sign of life: the limit of the phase is one for a module, not for a model of any size.
-    alive = partial(reporter.enter, "init", 0)
     if not gang.alone and gang.device.type == "cpu":  # a GPU's host does not wait
         time_waits(clock.exclude)
     spread = spread_model(workload, config, gang, overwritten=overwritten, progress=alive)
@@ -99,6 +103,13 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     saver.prepare(spread.module, trainer.optimizer)
     clock.emit_phases()
     return trainer
+
+
+def meet_others(gang: Gang, config: RunConfig, alive: Callable[[], object], stage: str, size: int) -> None:
+    """Wait until all ranks have done work that reads up to `size` bytes on each. 10 MiB/s are slow, not hung."""
+    cluster = config.cluster
+    seconds = max(cluster.start_deadline_seconds, cluster.step_deadline_seconds, size / SLOWEST_BYTES_PER_SECOND)
+    gang.await_ranks(stage, seconds, alive)
 
 
 def make_limits(spec: WorkerSpec, gang: Gang, config: RunConfig, clock: Clock) -> Limits:
@@ -179,7 +190,8 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
         trainer.enter("restore", 0)
     begun = time.monotonic()
     alive = partial(trainer.enter, "restore", 0)
-    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer, progress=alive)
+    meet = partial(meet_others, trainer.gang, trainer.config, alive)
+    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer, progress=alive, meet=meet)
     if restored is None:
         return begin(trainer)
     for key in ("seed", "data_fingerprint"):
@@ -217,6 +229,8 @@ def begin(trainer: Trainer) -> Position:
         translate = getattr(trainer.workload, "translate_weights", None)
         alive = partial(trainer.enter, "restore", 0)
         tensors = load_weights(path, trainer.spread.module, translate, progress=alive)
+        size = sum(file.stat().st_size for file in list_weight_files(path))
+        meet_others(trainer.gang, trainer.config, alive, f"reading {path}", size)
         if trainer.gang.rank == 0:
             seconds = time.monotonic() - begun
             trainer.reporter.emit(INITIAL_WEIGHTS, tensors=tensors, seconds=seconds, files=describe_files(path))

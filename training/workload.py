@@ -40,6 +40,8 @@ class WorkloadContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # the device of this rank's model
     # returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective; `evaluate` may use it.
     gather: Callable[[Tensor], Tensor] = _only_own
+    # call it from time to time while `__init__` downloads: a rank without a sign of life is taken for a hung one
+    alive: Callable[[], object] = lambda: None
 
     @property
     def options(self) -> Mapping[str, bool | int | float | str]:

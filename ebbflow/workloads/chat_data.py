@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,14 +130,15 @@ class AnswerMask:
 
     Args:
         length: tokens of a window.
+        alive: called during a download.
     """
 
-    def __init__(self, store: Store, about: Tokens, length: int) -> None:
+    def __init__(self, store: Store, about: Tokens, length: int, alive: Callable[[], object]) -> None:
         shards, self._length = store.sub(tokens_prefix(about.fingerprint)), length
         self._masks, self._kept = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for side, size in (("train", about.train_tokens), ("held_out", about.held_out_tokens)):
             key, sha256 = _MASKS[side], about.shard_sha256[_MASKS[side]]
-            path = shards.local_path(key) or download_shard(shards, key, sha256, size, downloads_folder())
+            path = shards.local_path(key) or download_shard(shards, key, sha256, size, downloads_folder(), alive)
             mask = self._masks[side] = np.asarray(np.memmap(path, dtype=bool, mode="r"))
             windows = (size - 1) // length
             counted = mask[1 : windows * length + 1].reshape(windows, length).any(axis=1)

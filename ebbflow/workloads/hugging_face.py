@@ -77,7 +77,7 @@ class HuggingFace(TextWorkload):
         self._flops = flops_per_token(self.model())
         self._answers: AnswerMask | None = None
         if AnswerMask.is_stored(self._tokens.about):
-            self._answers = AnswerMask(context.store, self._tokens.about, self._length)
+            self._answers = AnswerMask(context.store, self._tokens.about, self._length, context.alive)
             self._order = KeptOrder(self._answers.windows("train"), context.config.training.seed)
             kept = self._answers.windows("held_out")
             self._held_out = kept[self._evenly_spaced(len(kept))]

@@ -120,11 +120,11 @@ class PointCloudDiffusion:
         if options.path:
             fingerprint = context.prepared["packed"]
             self._train, self._held_out = (
-                PackedClouds(context.store, fingerprint, split) for split in ("train", "held_out")
+                PackedClouds(context.store, fingerprint, split, context.alive) for split in ("train", "held_out")
             )
             if options.known_points and context.prepared["partial"]:
                 for clouds, split in ((self._train, "train-partial"), (self._held_out, "held_out-partial")):
-                    self._partial[clouds] = PackedClouds(context.store, fingerprint, split)
+                    self._partial[clouds] = PackedClouds(context.store, fingerprint, split, context.alive)
         self._count = len(self._train) if self._train else options.synthetic_clouds
         self._order = SampleOrder(self._count, self._seed)
         self._shown: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,7 +289,7 @@ def _write_shards(store: Store, name: str, clouds: Iterator[np.ndarray]) -> tupl
 class PackedClouds:
     """The clouds of one split that `pack_folder` wrote, memory-mapped. Raises DataError if they are incomplete."""
 
-    def __init__(self, store: Store, fingerprint: str, split: str) -> None:
+    def __init__(self, store: Store, fingerprint: str, split: str, alive: Callable[[], object] = lambda: None) -> None:
         packed = store.sub(f"clouds/{fingerprint}")
         try:
             about = json.loads(packed.get(DESCRIPTION))["splits"][split]
@@ -301,7 +301,7 @@ class PackedClouds:
         for shard in about["shards"]:
             cache = Path(tempfile.gettempdir()) / f"ebbflow-clouds-{os.getuid()}"
             path = packed.local_path(shard["key"])
-            path = path or download_shard(packed, shard["key"], shard["sha256"], shard["bytes"], cache)
+            path = path or download_shard(packed, shard["key"], shard["sha256"], shard["bytes"], cache, alive)
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
                 raise DataError(f"{path} is not the {shard['bytes']} bytes of {DESCRIPTION}; fix: prepare again")
             start = 0

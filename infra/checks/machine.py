@@ -19,7 +19,7 @@ from ebbflow.infra.config.shape_rules import DERIVED
 from ebbflow.infra.footprint import size_text
 from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
 from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.process import available_bytes, read_system_file
+from ebbflow.infra.process import memory_left, read_system_file
 
 _ALL_ANSWERS_SECONDS = 1.8
 _TOKEN_TTL_SECONDS = 60
@@ -109,7 +109,6 @@ def _matches(variable: str, value: str, there: list[str]) -> bool:
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NCCL_SHARED_BYTES = 1 << 30  # advised by the NCCL user guide for containers, whose default is 64 MiB
-_NO_LIMIT = 1 << 60  # cgroups v1 shows a huge number where there is no limit
 
 
 def check_shared_memory(context: PreflightContext) -> CheckFinding:
@@ -190,7 +189,7 @@ def check_open_files(config: RunConfig, gang: footprint.HostGang) -> CheckFindin
 @_with_gang
 def check_memory(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that this machine, or its container, has enough main memory for all ranks together."""
-    limits = _memory_limits()
+    limits = memory_left()
     if not limits:
         return skipped(f"this system ({sys.platform}) does not say how much memory is available")
     where, available = min(limits.items(), key=lambda item: item[1])
@@ -216,22 +215,6 @@ def _cores() -> float:
     if quota.isdecimal() and period.isdecimal() and int(period):
         available = min(available, int(quota) / int(period))
     return available
-
-
-def _memory_limits() -> dict[str, int]:
-    """Return this process's memory limits in bytes. Each key describes a limit, such as "available on this machine"."""
-    limits = {}
-    if (available := available_bytes()) is not None:
-        limits["available on this machine"] = available
-    for line in read_system_file("/proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        base, name = ("memory", "memory.limit_in_bytes") if controllers == "memory" else ("", "memory.max")
-        for folder in (group, "/"):  # inside a container, its own group is mounted as the root
-            value = read_system_file(f"/sys/fs/cgroup/{base}{folder}/{name}")
-            if controllers in ("", "memory") and value.isdecimal() and int(value) < _NO_LIMIT:
-                limit = limits.get("is this container's limit", _NO_LIMIT)
-                limits["is this container's limit"] = min(limit, int(value))
-    return limits
 
 
 _NEAR = 4  # largest batch to suggest, as a multiple of the given one

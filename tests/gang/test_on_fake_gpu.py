@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.no_saver import NoSaver
+from ebbflow.infra import process
 from ebbflow.infra.config.schema import DataConfig, RunConfig, TrainingConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin, read_events
@@ -345,8 +346,32 @@ def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
         f"are not page-locked, so saves hold up training: cudaHostRegister failed with error 2; ulimit -l is {allowed}"
         in said
     )
-    assert threading.current_thread().name not in gpu.threads
+    assert threading.current_thread().name not in gpu.threads and set(gpu.threads) == {"staging"}
+    assert gpu.errors and threading.get_ident() not in gpu.errors, "torch would raise it at this thread's next call"
     stage.close()
+
+
+@pytest.mark.parametrize("version", ["", "memory"])
+def test_no_more_is_page_locked_than_a_container_has(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], version: str
+) -> None:
+    """What is left of a container's memory decides, and page-locking happens in the background, before a save."""
+    limit, use, (cached, _) = process._CGROUP_FILES[version]
+    folder = tmp_path / version
+    folder.mkdir(exist_ok=True)
+    for name, text in ((limit, f"{2**30}"), (use, f"{2**30 - 2**20}"), ("memory.stat", f"{cached} {2**20}\nanon 5")):
+        (folder / name).write_text(text)
+    monkeypatch.setattr(process, "_CGROUPS", tmp_path)
+    assert process.host_bytes_left() == 2**21, "1 MiB is unused, and 1 MiB is page cache"
+    for size, locked in ((2**21, False), (2**20, True)):
+        stage = StagingArea()
+        stage.prepare(size, CUDA)
+        for buffer in stage._buffers:
+            buffer.join()
+        assert len(gpu.pinned) == (2 if locked else 0)
+        assert ("it would take more than half of the free memory" in capfd.readouterr().err) is not locked
+        stage.close()
+    assert set(gpu.threads) == {"staging"} and not gpu.pinned
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): 
 checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
 checkpoint_rank.py mismatch MODES FOLDER OUT      restore each job into a wider model of each mode; what is raised
 checkpoint_rank.py doubt MODES FOLDER OUT         restore job ddp while rank 1 reads wrongly, then after real damage
+checkpoint_rank.py slow MODES FOLDER OUT          restore job ddp while rank 1 reads longer than a collective may take
 checkpoint_rank.py hold PARAMETERS JOB_STORE OUT  save, write the uploader's pid to OUT, await the kill
 """
 
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, Generation, reachable_commits
-from ebbflow.training.errors import TrainingError
+from ebbflow.training.errors import RendezvousError, TrainingError
+from ebbflow.training.gang import connect
+from ebbflow.training.trainer_setup import meet_others
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 GANG = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 30.0}
+COLLECTIVE_SECONDS = 2.0
 
 
 def build(mode: str, seed: int, width: int = 5) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -75,12 +81,14 @@ def digest(tensor: Tensor) -> str:
 def main(action: str, modes: str, folder: str, out: str) -> None:
     if action == "hold":
         hold(int(modes), folder, out)
-    if WORLD_SIZE > 1:
-        dist.init_process_group("gloo")
     results: dict[str, dict] = {}
+    if action == "slow":
+        results = {"ddp": slow(f"{folder}/jobs/ddp")}
+    elif WORLD_SIZE > 1:
+        dist.init_process_group("gloo")
     if action == "doubt":
         results = doubt(f"{folder}/jobs/ddp")
-    for mode in modes.split("+") if action != "doubt" else []:
+    for mode in modes.split("+") if action not in ("doubt", "slow") else []:
         if action == "save":
             results[mode] = save(mode, f"{folder}/jobs/{mode}")
         act = {"restore": restore, "mismatch": mismatch}.get(action)
@@ -111,6 +119,28 @@ def restore(mode: str, job_store: str) -> dict:
         restored = checkpointer.restore(candidates, model, optimizer)
         result = {"rng": restored.rng, "extra": restored.extra, "drawn": torch.rand(3).tolist()}
         return {**result, "digests": digests(model, optimizer)}
+
+
+def slow(job_store: str) -> dict:
+    """How long each rank restored, and how often it gave a sign of life. The limit of the wait is from the bytes."""
+    gang = connect(start_seconds=30, collective_seconds=COLLECTIVE_SECONDS, generation="slow")
+    candidates = [ref.key for ref in reachable_commits(Store.open(job_store))]
+    limits = {"start_deadline_seconds": 3 * COLLECTIVE_SECONDS, "step_deadline_seconds": COLLECTIVE_SECONDS}
+    config = RunConfig.model_validate({"cluster": limits})
+    signs: list[float] = []
+    alive = lambda: signs.append(time.monotonic())  # noqa: E731
+    read = lambda: time.sleep(2.5 * COLLECTIVE_SECONDS if RANK == 1 else 0.0)  # noqa: E731
+    with Checkpointer(job_store, generation=Generation(2, "reader"), **GANG) as checkpointer:
+        began, (model, optimizer) = time.monotonic(), build("ddp", seed=2)
+        meet = partial(meet_others, gang, config, alive)
+        restored = checkpointer.restore(candidates, model, optimizer, progress=read, meet=meet)
+        seconds, missing = time.monotonic() - began, ""
+        if RANK == 0:
+            try:
+                meet_others(gang, config, alive, "a stage of rank 0 alone", 0)
+            except RendezvousError as error:
+                missing = str(error)
+        return {"step": restored.step, "seconds": seconds, "signs": len(signs), "missing": missing}
 
 
 def mismatch(mode: str, job_store: str) -> dict:

@@ -139,6 +139,7 @@ class FakeGpu(TorchDispatchMode):
         waits: each wait of the host for the device: what it was, and the line of this project that caused it.
         refuse_pinning: whether page-locking memory fails.
         threads: the threads that page-locked memory.
+        errors: the last error of each thread, by its number. As in CUDA, it fails the thread's next operation.
         free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
         recorded: how allocations are recorded: the most entries, and the kind of stacks; None: not at all.
     """
@@ -152,7 +153,7 @@ class FakeGpu(TorchDispatchMode):
         self.main = self.current = Stream(self)
         self.refuse_pinning, self.pinned = False, dict[int, int]()
         self.milliseconds, self.free_bytes = 10.0, 77 * GIB
-        self.threads: list[str] = []
+        self.threads, self.errors = list[str](), dict[int, int]()
         self.recorded: tuple[int, str] | None = None
 
     def note(self, what: str) -> None:
@@ -180,6 +181,8 @@ class FakeGpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if error := self.errors.pop(threading.get_ident(), 0):
+            raise RuntimeError(f"CUDA error: error {error} of an earlier call")
         leaves = _pytree.tree_leaves((args, kwargs))
         inputs = [one for one in leaves if isinstance(one, GpuTensor)]
         device = kwargs.get("device")
@@ -249,6 +252,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def register(start: int, length: int, flags: int) -> int:
         gpu.threads.append(threading.current_thread().name)
         if gpu.refuse_pinning:
+            gpu.errors[threading.get_ident()] = 2
             return 2
         gpu.pinned[start] = length
         return 0

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import sqlite3
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     local = Store.open(str(tmp_path / "store"))
     tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path)
-    reads: list[str] = []
+    reads, signs = list[str](), list[int]()
 
     class Slow(RemoteStore):
         def sub(self, prefix: str) -> RemoteStore:
@@ -169,9 +170,11 @@ def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
             return self._inner.get_range(key, start, length)
 
     with ThreadPoolExecutor(4) as pool:
-        opened = [pool.submit(open_tokens, Slow(local), tokens.fingerprint, cache=tmp_path / "c") for _ in range(4)]
+        options: dict[str, Any] = {"cache": tmp_path / "c", "alive": lambda: signs.append(threading.get_ident())}
+        opened = [pool.submit(open_tokens, Slow(local), tokens.fingerprint, **options) for _ in range(4)]
         trains = {one.result().train.tobytes() for one in opened}
     assert sorted(reads) == ["held_out.bin", "train.bin"] and len(trains) == 1
+    assert len(set(signs)) == 4, "a rank that downloads or waits gives signs of life, however many bytes there are"
 
 
 def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(

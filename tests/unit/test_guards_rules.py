@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from ebbflow.infra import process
 from ebbflow.infra.config.schema import GuardsConfig, RunConfig
 from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import commit_key
@@ -26,7 +27,6 @@ from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
 from ebbflow.training.gang import Gang
-from ebbflow.training.guards import memory
 from ebbflow.training.guards.guards import (
     Action,
     LossGuard,
@@ -38,7 +38,6 @@ from ebbflow.training.guards.guards import (
 from ebbflow.training.guards.memory import (
     MemoryGrowthMonitor,
     fitting_accumulation,
-    host_bytes_left,
     is_out_of_memory,
     more_micro_batches,
 )
@@ -200,12 +199,34 @@ def test_files_that_are_mapped_or_cached_are_no_memory_that_runs_out(tmp_path: P
     with mmap.mmap(-1, 64 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
         held.write(b"1" * len(held))
         assert resident_bytes(os.getpid()) - before > 0.9 * len(held)
-    for name, text in (("max", "1000"), ("current", "900"), ("stat", "anon 300\ninactive_file 200\nactive_file 400\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    paths = str(tmp_path / "memory.max"), str(tmp_path / "memory.current")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ebbflow.training.guards.memory._CGROUP_FILES", [(*paths, memory._CGROUP_FILES[0][2])])
-        assert host_bytes_left() == 700
+
+
+@pytest.mark.parametrize(("version", "unlimited"), [("", "max"), ("memory", str(2**63 - 4096))])
+def test_memory_left_is_that_of_the_tightest_group_with_its_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, unlimited: str
+) -> None:
+    """A container has its own group as the root, or sees where it is; a group around it may leave less."""
+    limit, use, (inactive, active) = process._CGROUP_FILES[version]
+    monkeypatch.setattr(process, "_CGROUPS", tmp_path)
+
+    def describe_group(path: str, most: str, used: int) -> None:
+        folder = tmp_path / version / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(most + "\n")
+        (folder / use).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 300\n{inactive} 200\n{active} 400\nodd\n")
+
+    groups = (row.split(":", 2) for row in Path("/proc/self/cgroup").read_text().splitlines())
+    own = next((path.lstrip("/") for _, controllers, path in groups if controllers == version), "")
+    describe_group("", unlimited, 900)
+    assert process.memory_left().keys() == {"available on this machine"}
+    describe_group("", "1000", 900)
+    assert process.host_bytes_left() == process.memory_left()["left in this container"] == 700
+    if own:
+        describe_group(own, "900", 900)
+        assert process.host_bytes_left() == 600
+        describe_group(own, unlimited, 900)
+        assert process.host_bytes_left() == 700
 
 
 def test_a_step_is_split_into_the_fewest_micro_batches_that_fit() -> None:

@@ -6,6 +6,7 @@ first reader fails with `UnreliableReader`.
 """
 
 import functools
+import itertools
 import json
 import socket
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
@@ -59,6 +61,8 @@ _UNRELIABLE = "unreliable"  # the reader fails, not the commit
 ReadAgain = Callable[[str, str, int | None], str]
 # Returns the tensor into which a tensor of the commit is read; None if it is not wanted.
 Place = Callable[[str, TensorEntry], Tensor | None]
+# (name of the work, bytes that this rank reads for it) → waits until all ranks have done this work
+Meet = Callable[[str, int], object]
 # Pauses before a commit is read again after a store error. Failing at once would waste a generation, and three failures
 # for the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -120,6 +124,7 @@ def restore_newest(
     place: Place | None = None,
     read_again: ReadAgain | None = None,
     progress: Callable[[], object] = lambda: None,
+    meet: Meet = lambda stage, size: None,
 ) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
 
@@ -132,6 +137,8 @@ def restore_newest(
             all are skipped.
         read_again: reads a possibly damaged part again in another process; default: a new process on this machine.
         progress: called after each 512 MiB, since a large state takes minutes.
+        meet: called before the ranks exchange their verdicts in a collective, whose deadline is that of a step: one
+            rank may read for much longer than another.
 
     Raises:
         UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks raise it 20 s before
@@ -143,7 +150,7 @@ def restore_newest(
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
     again = read_again or functools.partial(find_problem_in_new_process, store.uri)
-    reader = _Reader(rank, world_size, node, again, place or (lambda name, entry: None), progress)
+    reader = _Reader(rank, world_size, node, again, place or (lambda name, entry: None), progress, meet)
     for key in candidates:
         attempted, loaded, verdict, agree = _attempt_with_retries(store, key, model, optimizer, reader)
         kind, reason = verdict.kind, verdict.reason
@@ -207,7 +214,8 @@ class _Reader:
     node: int
     read_again: ReadAgain
     place: Place
-    progress: Callable[[], object] = lambda: None
+    progress: Callable[[], object]
+    meet: Meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,14 +244,25 @@ def _attempt_with_retries(
     ranks, and the seconds that the ranks needed to agree on this verdict.
     """
     pauses = iter(_AGAIN_SECONDS)
-    while True:
+    for number in itertools.count(1):
         attempted = time.monotonic()
         loaded, own = _attempt(store, key, model, optimizer, reader)
         judged = time.monotonic()
+        reader.meet(f"reading {key}, try {number}", _bytes_to_read(model, optimizer))
         verdict = _agree_on_verdict(own, key, reader)
         if verdict.kind != _AWAY or (pause := next(pauses, None)) is None:
             return attempted, loaded, verdict, time.monotonic() - judged
         time.sleep(pause)  # equal on all ranks
+    raise AssertionError("the loop returns")
+
+
+def _bytes_to_read(model: nn.Module, optimizer: Optimizer | None) -> int:
+    """Return about the bytes that this rank reads: its parameters and, of each, two moments.
+
+    A rank that could not read the manifest has to know it too, because it waits for the others.
+    """
+    own = (value.to_local() if isinstance(value, DTensor) else value for value in model.parameters())
+    return sum(value.nbytes for value in own) * (1 if optimizer is None else 3)
 
 
 def _attempt(

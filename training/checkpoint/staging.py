@@ -12,7 +12,6 @@ device first.
 
 import contextlib
 import ctypes
-import math
 import mmap
 import os
 import resource
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.infra.process import available_bytes
+from ebbflow.infra.process import host_bytes_left
 from ebbflow.training.checkpoint.save_plan import BufferLayout
 from ebbflow.training.errors import CheckpointError
 
@@ -38,7 +37,8 @@ class StagingBuffer:
     """A shared-memory buffer. A background thread allocates and page-locks it; `view` waits for that thread.
 
     CUDA remembers an error of `cudaHostRegister` for the thread that called it, and torch would raise the error at a
-    later call from that thread. So only the background thread calls `cudaHostRegister`.
+    later call from that thread. So only the background thread, which ends afterwards, calls `cudaHostRegister`. The
+    driver does not enforce `ulimit -l` (os_lock_user_pages in its os-mlock.c), so a low limit alone refuses nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class StagingBuffer:
         if self.device is None:
             return
         why = "it would take more than half of the free memory"
-        if (available_bytes() or math.inf) > view.numel():
+        if host_bytes_left() > view.numel():
             with torch.cuda.device(self.device):  # a new thread would use the first GPU
                 cuda: Any = torch.cuda.cudart()
                 error = int(cuda.cudaHostRegister(view.data_ptr(), view.numel(), 0))

@@ -18,9 +18,11 @@ import math
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -39,6 +41,7 @@ DESCRIPTION = "tokens.json"
 SHARDS = {"train": "train.bin", "held_out": "held_out.bin"}
 _CHUNK_TOKENS = 2**24
 _READ_BYTES = 2**24
+_LOOK_SECONDS = 1.0
 _FREE_SHARE = 0.8  # of a volume's free space, for downloaded shards
 
 
@@ -126,7 +129,13 @@ def downloads_folder() -> Path:
 
 
 def open_tokens(
-    store: Store, fingerprint: str, *, cache: Path | None = None, window: int = 0, cache_gib: float | None = None
+    store: Store,
+    fingerprint: str,
+    *,
+    cache: Path | None = None,
+    window: int = 0,
+    cache_gib: float | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> TokenArrays:
     """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
@@ -137,6 +146,7 @@ def open_tokens(
     Args:
         cache: folder of downloads; default: `downloads_folder()`.
         cache_gib: as `data.cache_gib`.
+        alive: as in `download_shard`.
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
@@ -158,7 +168,7 @@ def open_tokens(
                     shards, key, size=count, dtype=dtype, window=window, kept=kept, kept_bytes=fits
                 )
                 continue
-        path = path or download_shard(shards, key, sha256, size, cache)
+        path = path or download_shard(shards, key, sha256, size, cache, alive)
         room -= size
         if not path.is_file() or path.stat().st_size != size:
             raise DataError(
@@ -193,18 +203,22 @@ def read_description(shards: Store) -> Tokens | None:
         raise DataError(f"{shards.uri}/{DESCRIPTION} is damaged: {error}; fix: delete it and prepare again") from error
 
 
-def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
+def download_shard(
+    shards: Store, key: str, sha256: str, size: int, cache: Path, alive: Callable[[], object] = lambda: None
+) -> Path:
     """Download a shard into a file of `cache` that is named after its SHA-256.
 
     One rank of each machine downloads, and the machine's other ranks wait. If the downloading rank dies, another rank
-    downloads.
+    downloads. `alive` is called after each 16 MiB, and every second of a wait.
     """
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / f"{sha256}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process ends
+        while not _lock(lock):
+            alive()
+            time.sleep(_LOOK_SECONDS)
         if path.is_file():
             return path
         digest = hashlib.sha256()
@@ -213,6 +227,7 @@ def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path)
                 part = shards.get_range(key, start, min(_READ_BYTES, size - start))
                 digest.update(part)
                 file.write(part)
+                alive()
         if digest.hexdigest() != sha256:
             raise DataError(
                 f"{shards.uri}/{key} has sha256 {digest.hexdigest()}, not the {sha256} of {DESCRIPTION}; "
@@ -220,3 +235,12 @@ def download_shard(shards: Store, key: str, sha256: str, size: int, cache: Path)
             )
         os.replace(file.name, path)
     return path
+
+
+def _lock(file: IO[str]) -> bool:
+    """Return whether this process got the lock, which is released when the file is closed or the process ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from ebbflow.infra.config.schema import GuardsConfig, RunConfig
 from ebbflow.infra.events import GUARD, GuardAction
 from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.process import host_bytes_left
 from ebbflow.infra.store import Store
 from ebbflow.training import errors
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.memory import (
     MemoryGrowthMonitor,
     fitting_accumulation,
-    host_bytes_left,
     is_out_of_memory,
     memory_of_other_processes,
     more_micro_batches,

@@ -11,13 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.process import available_bytes
 from ebbflow.training.errors import BatchCannotBeSplit
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Batch, Workload
@@ -87,36 +85,6 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
     if statistics.quantiles(slopes, n=4)[0] <= 0:
         return 0.0
     return statistics.median(slopes)
-
-
-def host_bytes_left() -> float:
-    """Return the bytes that can still be allocated on this machine or in this container; infinity if unknown."""
-    available = available_bytes()
-    machine = float("inf") if available is None else available
-    return min(machine, *(_cgroup_left(*names) for names in _CGROUP_FILES))
-
-
-# Files with the limit and the use, and the lines of memory.stat with the page cache, for cgroup v2 and v1. The kernel
-# frees the page cache before it kills a process. Its active part has data that was read more than once.
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ("inactive_file", "active_file")),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-)
-
-
-def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
-    """Return the free bytes of this container's cgroup, including the page cache that the kernel can drop."""
-    try:
-        stat = Path(use).with_name("memory.stat").read_text()
-        fields = dict(line.split() for line in stat.splitlines())
-        dropped = sum(float(fields.get(name, 0)) for name in droppable)
-        return float(Path(limit).read_text()) - float(Path(use).read_text()) + dropped
-    except (OSError, ValueError):  # no such file, or "max"
-        return float("inf")
 
 
 # The number of AdamW's moments per parameter, which it allocates in its first step.

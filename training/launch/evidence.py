@@ -510,6 +510,7 @@ _COLLECTIVE_SIGNS = (
     "broken pipe",
     "gloo/transport",
     "timed out waiting",
+    "ranks came to the end of",
     *_OTHER_SIZES,
     "watchdog caught collective operation timeout",
     "ncclremoteerror",

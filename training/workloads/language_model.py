@@ -377,7 +377,11 @@ class TextWorkload:
         self._ahead: tuple[Cursor, Future[Tensor]] | None = None
         self._length = config.model.sequence_length
         self._tokens = open_tokens(
-            context.store, context.prepared["fingerprint"], window=self._length, cache_gib=config.data.cache_gib
+            context.store,
+            context.prepared["fingerprint"],
+            window=self._length,
+            cache_gib=config.data.cache_gib,
+            alive=context.alive,
         )
         check_vocabulary(config, self._tokens.about.vocab_size)
         self._shape = causal_lm_shape(config.model)

@@ -72,7 +72,12 @@ WorkloadFactory = Callable[[WorkloadContext], Workload]
 
 
 def workload_context(
-    config: RunConfig, gang: Gang, *, store: Store, prepared: Mapping[str, Any] | None = None
+    config: RunConfig,
+    gang: Gang,
+    *,
+    store: Store,
+    prepared: Mapping[str, Any] | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> WorkloadContext:
     """Return the `WorkloadContext` of one rank. A user's workload gets its own folder in `store`.
 
@@ -88,6 +93,7 @@ def workload_context(
         world_size=gang.world_size // group,
         device=gang.device,
         gather=gang.gather if group == 1 else lambda row: gang.gather(row)[::group],
+        alive=alive,
     )
 
 
