@@ -94,7 +94,7 @@ class InstanceType:
     vcpu: int
     ram_gib: float
     network_gbps: float  # sustained bandwidth of the node, in Gbit/s
-    efa: bool  # whether the type has the Elastic Fabric Adapter
+    efa: int  # the most interfaces with the Elastic Fabric Adapter; 0: none
     # on_demand, advice: on-demand price and line of the Spot Instance Advisor, each by region
     on_demand: Mapping[str, OnDemandPrice] = field(default_factory=dict)
     advice: Mapping[str, SpotAdvice] = field(default_factory=dict)
@@ -136,6 +136,11 @@ def load_catalogue(
     return Catalogue(
         tuple(replace(kind, advice=advice.get(kind.name, {}), on_demand=prices.get(kind.name, {})) for kind in types)
     )
+
+
+def efa_interfaces(instance_type: str, most: int) -> int:
+    """Return how many EFA interfaces a node of a gang asks for: `most`, or fewer if its type is known to have fewer."""
+    return min([most, *(kind.efa for kind in load_catalogue().types if kind.name == instance_type)])
 
 
 @cache
@@ -221,7 +226,7 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
             vcpu=row.parse("vcpu", _whole(1, 1024), "a count in 1 … 1024"),
             ram_gib=row.parse("ram_gib", _number(1, 65536), "GiB in 1 … 65536"),
             network_gbps=row.parse("network_gbps", _number(0.1, 10000), "Gbit/s in 0.1 … 10000"),
-            efa=row.parse("efa", _YES_NO.__getitem__, "yes or no"),
+            efa=row.parse("efa", _whole(0, 64), "a count in 0 … 64"),
         )
 
 

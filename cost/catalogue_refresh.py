@@ -56,7 +56,7 @@ class Hardware:
     vcpu: int
     ram_gib: float
     network_gbps: float | None  # baseline bandwidth of all network cards together; None if EC2 states none
-    efa: bool
+    efa: int
 
 
 def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
@@ -116,7 +116,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
         vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
         ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
         network_gbps=float(sum(baselines)) if known else None,
-        efa=bool(network.get("EfaSupported")),
+        efa=int((network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)),
     )
 
 
@@ -232,7 +232,7 @@ def reread(folder: Path) -> Catalogue:
 
 def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
     numbers = (one.gpu_count, one.gpu_memory_mib, one.vcpu, f"{one.ram_gib:g}", f"{one.network_gbps:g}")
-    return ",".join(map(str, (name, gpu, *numbers, "yes" if one.efa else "no")))
+    return ",".join(map(str, (name, gpu, *numbers, one.efa)))
 
 
 def _differences(one: Hardware, known: InstanceType) -> list[str]:

@@ -26,6 +26,7 @@ import metaflow
 from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
+from ebbflow.cost.catalogue import efa_interfaces
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.remote import CLOUD_VARIABLE
@@ -253,13 +254,14 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
     """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the values of @batch."""
     placement, batch = order.placement or {}, config["batch"]
     options = cli_args.command_options
+    efa = efa_interfaces(placement["instance_type"], batch["efa_interfaces"]) if order.nodes > 1 else 0
     options.update({
         "queue": placement["queue"],
         "cpu": str(placement["cpu"]),
         "gpu": str(placement["gpu"]),
         "memory": str(placement["memory_mib"]),
         "shared_memory": str(batch["shared_memory_mib"]),
-        "efa": (batch["efa_interfaces"] or None) if order.nodes > 1 else None,
+        "efa": efa or None,
         "run-time-limit": int(placement["wall_seconds"]),
     })  # fmt: skip
     for option, value in (("image", batch["image"]), ("iam_role", batch["job_role"])):

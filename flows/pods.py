@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ebbflow.cost.catalogue import efa_interfaces
 from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
@@ -92,7 +93,8 @@ def pod_markets() -> dict[str, QueueState]:
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
     """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing those of @kubernetes."""
-    placement, options, efa = order.placement or {}, cli_args.command_options, config["batch"]["efa_interfaces"]
+    placement, options = order.placement or {}, cli_args.command_options
+    efa = efa_interfaces(placement["instance_type"], config["batch"]["efa_interfaces"]) if order.nodes > 1 else 0
     own = KubernetesConfig.model_validate(config.get("kubernetes") or {})  # absent in the run of an older release
     options.update({
         "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
@@ -104,7 +106,7 @@ def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> 
         "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
         "annotations": json.dumps({**_of(options, "annotations"), **pod_annotations(config["metrics"]["port"])}),
         "run-time-limit": int(placement["wall_seconds"]),
-        "extended_resources": json.dumps({EFA: efa}) if efa and order.nodes > 1 else options.get("extended_resources"),
+        "extended_resources": json.dumps({EFA: str(efa)}) if efa else options.get("extended_resources"),
     })  # fmt: skip
     if config["batch"]["image"]:
         options["image"] = config["batch"]["image"]

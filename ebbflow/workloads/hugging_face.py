@@ -74,6 +74,8 @@ class HuggingFace(TextWorkload):
                 f"both training.initial_weights and {self._folder.root} have weights; fix: leave out "
                 "training.initial_weights"
             )
+        if changed.end_of_document is not None:
+            raise WorkloadError("model.end_of_document: models of transformers attend across documents; fix: remove it")
         self._flops = flops_per_token(self.model())
         self._answers: AnswerMask | None = None
         if AnswerMask.is_stored(self._tokens.about):

@@ -161,6 +161,10 @@ class PolicyOptions:
                 f"rollout_batch_size: {options.rollout_batch_size} prompts are not a multiple of training.batch_size "
                 f"{batch}; fix: rollout_batch_size: {-(-options.rollout_batch_size // batch) * batch}"
             )
+        if model.end_of_document is not None:
+            raise WorkloadError(
+                "model.end_of_document: a rollout is one document, so there is nothing to separate; fix: remove it"
+            )
         if context.config.training.initial_weights:
             raise WorkloadError(
                 "training.initial_weights: the reference would have other weights; fix: workload_options.weights: "

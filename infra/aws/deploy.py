@@ -62,6 +62,31 @@ def read_template(text: str) -> dict[str, Any]:
     return yaml.load(text, _Loader)
 
 
+class _Dumper(yaml.SafeDumper):
+    """YAML dumper that writes short forms, and no anchors, which CloudFormation does not know."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _write_short_form(dumper: yaml.SafeDumper, value: dict[str, Any]) -> yaml.Node:
+    if value.keys() == {"Ref"} or (value.keys() == {"Fn::Sub"} and isinstance(value["Fn::Sub"], str)):
+        [(name, text)] = value.items()
+        return dumper.represent_scalar(f"!{name.removeprefix('Fn::')}", text)
+    if value.keys() == {"Fn::GetAtt"}:
+        return dumper.represent_scalar("!GetAtt", ".".join(value["Fn::GetAtt"]))
+    return dumper.represent_dict(value)
+
+
+_Dumper.add_representer(dict, _write_short_form)
+
+
+def condense_template(template: Mapping[str, Any]) -> str:
+    """Return the template as it is sent: without comments and indentation, so that it fits into a request."""
+    plain: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "sort_keys": False, "allow_unicode": True}
+    return re.sub(r"(!\w+) '([\w.]+)'", r"\1 \2", yaml.dump(template, Dumper=_Dumper, **plain))  # quoted without need
+
+
 def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
     """Return the values given by --parameter, by name.
 
@@ -286,7 +311,8 @@ class Stack:
     def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> dict[str, Any]:
         parameters = [{"ParameterKey": name, "ParameterValue": value} for name, value in given.items()]
         if state is not None:
-            kept = [name for name in state.parameters if name not in given and f"\n  {name}:\n" in body]
+            template = read_template(body)
+            kept = [name for name in state.parameters if name not in given and name in template["Parameters"]]
             parameters += [{"ParameterKey": name, "UsePreviousValue": True} for name in kept]
         tags = [{"Key": "project", "Value": "ebbflow"}, {"Key": "ebbflow-stack", "Value": self._name}]
         return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
@@ -383,8 +409,8 @@ def deploy(options: argparse.Namespace) -> int:
         raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
     if options.env is not None and not options.env.absolute().parent.is_dir():
         raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
-    body = TEMPLATE.read_text(encoding="utf-8")
-    template = read_template(body)
+    template = read_template(TEMPLATE.read_text(encoding="utf-8"))
+    body = condense_template(template)
     given = _given_parameters(options.parameter, template)
     client = aws_client("cloudformation", options.region)
     stack = Stack(client, options.stack, print)

@@ -53,7 +53,9 @@ class BatchConfig(Section):
     )
     image: str | None = key(None, "container image; null: METAFLOW_BATCH_CONTAINER_IMAGE")
     region: str | None = key(None, "region of queues and jobs; null: the AWS SDK's")
-    efa_interfaces: int = key(0, "EFA devices of each node of a multi-node job; 0: none", ge=0)
+    efa_interfaces: int = key(
+        0, "most EFA devices of each node of a multi-node job, of those that its type has; 0: none", ge=0
+    )
     shared_memory_mib: Count = key(4096, "size of a container's /dev/shm, for NCCL and data loaders")
     tags: dict[str, str] = key({}, "tags of every job, for cost allocation")
     runnable_minutes: float = key(30.0, "longest wait for capacity before a job is placed elsewhere", gt=0)
@@ -323,7 +325,7 @@ class CheckpointConfig(Section):
         24.0, "data of saves without a commit, and invalid commits, are deleted after this time", gt=0
     )
     deadline_seconds: float = key(
-        120.0, "time limit for one save to be durable; a save that needs longer at 25 MiB/s per rank gets longer", gt=0
+        120.0, "time limit for one save to be durable; a save that needs longer at 10 MiB/s per rank gets longer", gt=0
     )
     signing_key_env: str | None = key(
         None, "environment variable with the key that signs commits; unsigned commits are rejected; null: off"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, planned_resources, read_template
+from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, condense_template, planned_resources, read_template
 from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import TOMBSTONE_TAGS
@@ -55,7 +55,9 @@ def test_the_template_is_clean_by_cfn_lint_and_fits_into_a_request() -> None:
     text, regions = TEMPLATE.read_text(encoding="utf-8"), ["us-east-1", "us-west-2", "eu-west-1"]
     assert [str(match) for match in lint(text, config=ManualArgs(regions=regions))] == []
     assert lint(text.replace("CidrBlock:", "CidrBlok:", 1), config=ManualArgs(regions=regions))
-    assert len(TEMPLATE.read_bytes()) < LARGEST_TEMPLATE
+    sent = condense_template(read_template(text))
+    assert len(sent.encode()) < LARGEST_TEMPLATE and read_template(sent) == read_template(text)
+    assert [str(match) for match in lint(sent, config=ManualArgs(regions=regions))] == []
 
 
 def test_every_parameter_says_what_it_is_and_has_a_default(template: dict[str, Any]) -> None:
@@ -103,23 +105,35 @@ def test_compute_environments_are_of_one_market_and_cost_nothing_when_idle(templ
     assert of_type(template, "AWS::EC2::PlacementGroup")["GangGroup"] == {"Strategy": "cluster"}
 
 
-def test_with_efa_only_types_that_have_one_are_taken(template: dict[str, Any]) -> None:
-    efa = {kind.name for kind in load_catalogue().types if kind.efa and not kind.name.endswith(".metal")}
+def test_with_efa_only_types_with_all_adapters_of_their_launch_template_are_taken(template: dict[str, Any]) -> None:
+    types, adapters = load_catalogue().types, {}
     for name, (_, resources) in queues(template).items():
         if not name.startswith("gang-"):
             continue
-        family, types = name.removeprefix("gang-"), resources["InstanceTypes"]
-        capable = {one for one in efa if one.split(".")[0] == family}
-        if types == [family]:
-            assert capable == {kind.name for kind in load_catalogue().types if kind.name.split(".")[0] == family}
-        else:
-            assert types["Fn::If"] == ["HasEfa", types["Fn::If"][1], [family]]
-            assert set(types["Fn::If"][1]) == capable, "cost/instances.csv knows others"
+        family, taken, launch = name.removeprefix("gang-"), resources["InstanceTypes"], resources["LaunchTemplate"]
+        own = [kind for kind in types if kind.name.split(".")[0] == family and not kind.name.endswith(".metal")]
+        if taken == [family]:
+            taken = {"Fn::If": ["HasEfa", [kind.name for kind in own], [family]]}
+        launch = launch["Fn::If"][1] if "Fn::If" in launch else launch
+        interfaces = template["Resources"][launch["LaunchTemplateId"]["Ref"]]["Properties"]["LaunchTemplateData"]
+        cards = [one["NetworkCardIndex"] for one in interfaces["NetworkInterfaces"]]
+        adapters[family] = len(cards)
+        assert taken["Fn::If"] == ["HasEfa", taken["Fn::If"][1], [family]]
+        assert set(taken["Fn::If"][1]) == {kind.name for kind in own if kind.efa >= len(cards)}, (
+            "see cost/instances.csv"
+        )
+        assert cards == list(range(len(cards))), "one on each card"
+        for one in interfaces["NetworkInterfaces"]:
+            first = one["NetworkCardIndex"] == 0
+            assert one["DeviceIndex"] == (0 if first else 1) and one["Groups"] == [{"Ref": "Nodes"}]
+            assert one["InterfaceType"] in ("efa", {"Fn::If": ["HasEfa", "efa", "interface"]}) if first else "efa-only"
+            assert one["DeleteOnTermination"] is True
+    assert adapters == {"g5": 1, "g6e": 1, "p4d": 4, "p5": 32}
 
 
 def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
     templates = of_type(template, "AWS::EC2::LaunchTemplate")
-    assert len(templates) == 2
+    assert len(templates) == 4
     for launch in templates.values():
         data = launch["LaunchTemplateData"]
         assert data["MetadataOptions"] == {

@@ -27,13 +27,14 @@ def product(name: str, usd: str, unit: str = "Hrs") -> str:
     return json.dumps({"product": {"attributes": {"instanceType": name}}, "terms": terms, "serviceCode": "AmazonEC2"})
 
 
-def described(name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0) -> dict:
+def described(name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0, efa: int = 0) -> dict:
     card = {"NetworkCardIndex": 0} | ({} if baseline is None else {"BaselineBandwidthInGbps": baseline})
+    has_efa = {"EfaInfo": {"MaximumEfaInterfaces": efa}} if efa else {}
     return {
         "InstanceType": name,
         "VCpuInfo": {"DefaultVCpus": 4},
         "MemoryInfo": {"SizeInMiB": 16384},
-        "NetworkInfo": {"EfaSupported": False, "NetworkCards": [card]},
+        "NetworkInfo": {"EfaSupported": efa > 0, "NetworkCards": [card]} | has_efa,
         "GpuInfo": {
             "Gpus": [{"Name": gpu, "Manufacturer": "NVIDIA", "Count": count, "MemoryInfo": {"SizeInMiB": 24576}}]
         },
@@ -82,7 +83,7 @@ ANSWERS = {
 }
 TYPES = {
     "us-east-1": [described("g5.xlarge", "A10G"), described("g9.xlarge", "L4"), described("g9.2xlarge", "Z100")],
-    "us-west-2": [described("g9.4xlarge", "L4", baseline=None), described("p9.xlarge", "H100", count=8)],
+    "us-west-2": [described("g9.4xlarge", "L4", baseline=None), described("p9.xlarge", "H100", count=8, efa=32)],
 }
 
 

@@ -104,8 +104,13 @@ def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
     options = line.command_options
     assert (options["queue"], options["cpu"], options["gpu"], options["memory"]) == ("spot-g5", "4", "1", "15000")
     assert (options["num-parallel"], options["run-time-limit"], options["image"]) == (asked, 7200, "repo:1")
-    assert options["efa"] == (4 if nodes > 1 else None)
     assert options["aws-batch-tag"] == ["team=a", "job=x"]
+    assert options["efa"] is None, "a g5.xlarge has no adapter"
+    for kind, efa in (("g5.48xlarge", 1), ("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("x9.large", 32)):
+        config["batch"]["efa_interfaces"] = 32
+        placed = {**PLACED.to_json(), "instance_type": kind}
+        apply_to_batch(line, AttemptOrder(nodes=nodes, placement=placed), config)
+        assert options["efa"] == (efa if nodes > 1 else None)
 
 
 def test_a_step_that_only_says_how_it_goes_on_runs_where_the_scheduler_is() -> None:

@@ -38,7 +38,7 @@ PLACEMENT = {
     "queue": "spot", "market": "spot", "instance_type": "g5.12xlarge", "region": "us-east-1", "zone": "use1-az1",
     "nodes": 2, "processes_per_node": 4, "cpu": 48, "gpu": 4, "memory_mib": 180000, "wall_seconds": 7200,
 }  # fmt: skip
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "store": "s3://bucket/prefix",
     "batch": {"image": "ebbflow:1", "shared_memory_mib": 4096},
     "metrics": {"port": 9400},
@@ -250,8 +250,9 @@ def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
     assert config.changed("cluster", nodes=3).cluster.nodes == 3 and config.cluster.nodes == 2
 
 
-def rendered(tmp_path: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def rendered(tmp_path: Path, *, efa: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """(options, manifest) as Metaflow renders them for a placement."""
+    settings = {**SETTINGS, "batch": {**SETTINGS["batch"], "efa_interfaces": efa}}
     config = tmp_path / "kubeconfig"
     cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:9"}}
     context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
@@ -261,7 +262,7 @@ def rendered(tmp_path: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, 
     )
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.pod_manifest"],
-        input=json.dumps({"placement": {**PLACEMENT, **changes}, "settings": SETTINGS}),
+        input=json.dumps({"placement": {**PLACEMENT, **changes}, "settings": settings}),
         cwd=ROOT, env={**os.environ, "KUBECONFIG": str(config), "METAFLOW_USER": "tester"},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -318,6 +319,25 @@ def test_one_node_is_a_plain_job(manifests: dict[int, Any]) -> None:
     kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     template = manifest["spec"]["template"]
     assert_placed(template["spec"], template["metadata"]["annotations"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "devices"),
+    [("p4d.24xlarge", 2, "4"), ("g5.48xlarge", 2, "1"), ("g5.xlarge", 2, None), ("p4d.24xlarge", 1, None)],
+)
+def test_pods_of_a_gang_ask_for_the_fabric_adapters_of_their_type(
+    tmp_path: Path, kind: str, nodes: int, devices: str | None
+) -> None:
+    """Pinned memory needs IPC_LOCK then. Without a gang, or without adapters, nothing is asked for."""
+    _, manifest = rendered(tmp_path, efa=32, instance_type=kind, nodes=nodes)
+    jobs = [one["template"]["spec"] for one in manifest["spec"].get("replicatedJobs", [])] or [manifest["spec"]]
+    assert len(jobs) == nodes
+    for job in jobs:
+        [container] = job["template"]["spec"]["containers"]
+        resources = container["resources"]
+        assert resources["limits"].get("vpc.amazonaws.com/efa") == devices
+        assert resources["requests"].get("vpc.amazonaws.com/efa") in (None, devices)
+        assert container["securityContext"]["capabilities"].get("add") == (["IPC_LOCK"] if devices else None)
 
 
 def violations(pod: dict[str, Any], *, shipped: bool) -> set[str]:

@@ -227,6 +227,15 @@ def test_a_model_that_changes_its_logits_has_no_loss_in_chunks(tmp_path: Path) -
         try_workload(config, replace(own, prepared=HuggingFace.prepare(own)))
 
 
+def test_the_end_of_documents_is_refused_for_models_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    random_model(GPT2, folder)
+    config = settings_for(folder).changed("model", end_of_document=0)
+    own = workload_context(config, Gang(), store=Store.open(config.store))
+    with pytest.raises(WorkloadError, match="attend across documents; fix: remove it"):
+        HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
+
+
 def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path: Path) -> None:
     config = GPT2Config(**{**GPT2.to_dict(), "n_embd": 128, "n_layer": 4})
     theirs = random_model(config, tmp_path / "model")

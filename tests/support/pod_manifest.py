@@ -46,7 +46,7 @@ def rendered(options: dict[str, Any]) -> dict[str, Any]:
         node_selector=dict(pair.split("=") for pair in options["node_selector"]),
         tolerations=json.loads(options["tolerations"]), labels=json.loads(options["labels"]),
         annotations=json.loads(options["annotations"]), run_time_limit=options["run-time-limit"], env={},
-        qos="Burstable", secrets=[], **plain,
+        qos="Burstable", secrets=[], extended_resources=json.loads(options["extended_resources"] or "{}"), **plain,
     )  # fmt: skip
     if many:
         return ApiClient().sanitize_for_serialization(made.create_jobset(**common, num_parallel=many).dump())

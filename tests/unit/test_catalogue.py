@@ -63,7 +63,7 @@ def test_peaks_are_dense_and_sourced(catalogue: Catalogue):
 
 def test_known_lines(catalogue: Catalogue):
     p5 = catalogue["p5.48xlarge"]
-    assert (p5.gpu.name, p5.gpu_count, p5.efa) == ("H100", 8, True)
+    assert (p5.gpu.name, p5.gpu_count, p5.efa) == ("H100", 8, 32)
     assert str(p5.on_demand["us-east-1"].usd_per_hour) == "55.04"
     g5 = catalogue["g5.xlarge"]
     (spot,) = StaticPrices().spot(g5, "us-east-1")
@@ -74,8 +74,8 @@ def test_known_lines(catalogue: Catalogue):
 
 
 BAD_LINES = {
-    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,no", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
-    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,no", 18, "gpu_memory_mib: '22.9' is not MiB"),
+    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,0", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
+    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,0", 18, "gpu_memory_mib: '22.9' is not MiB"),
     "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 8"),
 }
 

@@ -319,6 +319,12 @@ def test_bad_options_are_refused_before_training(options: dict[str, Any], proble
         prepare(config_of(tmp_path, options))
 
 
+def test_the_end_of_documents_is_refused_where_nothing_is_packed(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {})
+    with pytest.raises(TrainingError, match=r"a rollout is one document, .*; fix: remove it"):
+        prepare(config.changed("model", end_of_document=0))
+
+
 def test_an_engine_that_is_not_installed_is_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"engine": "vllm"})
     with pytest.raises(TrainingError, match="vllm"):
