@@ -17,7 +17,7 @@ _COMMANDS = {
     "checkpoints": "ebbflow.training.checkpoint.commands",
     "examine": "ebbflow.training.workloads.examine",
     "certify": "ebbflow.training.certify",
-    "compare": "ebbflow.training.compare",
+    "compare": "ebbflow.compare",
     "run": "ebbflow.training.script",
     "doctor": "ebbflow.training.doctor",
 }

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ebbflow.training.certify
+from ebbflow.compare import compare_modes, format_comparison
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import steps
@@ -29,7 +30,6 @@ from ebbflow.training.certify import (
     gang_size,
     small_config,
 )
-from ebbflow.training.compare import compare_modes, format_comparison
 from ebbflow.training.launch.messages import GangOutcome
 from ebbflow.training.workloads.language_model import TextBatch
 from tests.support.timelines import event

@@ -153,12 +153,16 @@ def test_of_large_weights_a_rank_draws_its_own_rows(join, mode: str, world_size:
     )
 
 
-def test_only_rank_0_hashes_sharded_weights(join: Join) -> None:
-    config, beats = make_config("fsdp2"), list[int]()
+def test_only_rank_0_hashes_sharded_weights(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, beats, waits = make_config("fsdp2"), list[int](), list[torch.dtype]()
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (waits.append(tensor.dtype), read(tensor))[1])
     module = spread_model(ModelOnly(config), config, join(3, 16)).module
     digest = weights_sha256(module, progress=lambda: beats.append(0))
     assert digest == hashlib.sha256().hexdigest(), "of nothing: this group does not bring the digest of rank 0"
     assert len(beats) == len(list(module.parameters())), "a large model is not taken for a hang"
+    # Without a wait for each, NCCL would time the last all-gather from the start, through all of rank 0's hashing.
+    assert waits.count(torch.float32) == len(beats)
 
 
 def test_weights_that_will_be_overwritten_are_not_initialised(join: Join) -> None:

@@ -312,6 +312,7 @@ def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda
             assert isinstance(moved, DTensor)
             value = moved.full_tensor()
         if mesh is not None and dist.get_rank() != 0:
+            value.reshape(-1)[:1].tolist()  # wait for rank 0 here: NCCL times a collective from when it was queued
             continue
         value = value.cpu().contiguous()
         dtype, shape = str(value.dtype).removeprefix("torch."), ",".join(map(str, value.shape))
