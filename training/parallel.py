@@ -9,6 +9,7 @@ subclass, so they are compiled once.
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -154,6 +155,7 @@ def compress_gradients(model: DistributedDataParallel, kind: str) -> Callable[[]
     return functools.partial(state.__init__, *settings)
 
 
+FLOAT8 = "ebbflow.integrations.float8"  # no room imports it when it is loaded itself
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -371,7 +373,12 @@ def spread_model(
         progress: called before each module is initialised.
     """
     module = workload.model()
-    blank, units = copy.deepcopy(module), list(workload.units(module))
+    units = list(workload.units(module))
+    if config.fsdp.float8 != "off":
+        names = {id(part): name for name, part in module.named_modules()}
+        named = [(names[id(unit)], unit) for unit in units]
+        importlib.import_module(FLOAT8).convert_units(named, config.fsdp.float8, gang.device)
+    blank = copy.deepcopy(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     place = RankLayout(gang.world_size, gang.ranks_per_node, gang.device.type == "cuda", parameters)
     if found := find_unsupported_options(config, place):

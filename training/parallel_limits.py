@@ -43,6 +43,11 @@ def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[Unsup
         found += _tensor_groups(config, place)
     if config.parallel.compile:
         found += _compiler(place)
+    if config.fsdp.float8 == "on" and not place.gpu:
+        found.append(UnsupportedOption("fsdp.float8 on: CPUs have no fp8", "set fsdp.float8 to emulate or off"))
+    if config.fsdp.float8 != "off" and config.parallel.tensor_size > 1:
+        what = f"fsdp.float8 {config.fsdp.float8}: layers that are split by parallel.tensor_size have none"
+        found.append(UnsupportedOption(what, "set parallel.tensor_size to 1, or fsdp.float8 to off"))
     return found
 
 

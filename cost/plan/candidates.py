@@ -313,6 +313,8 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
     if gpu.compute_capability < OLDEST_COMPUTE_CAPABILITY:
         reason = f"{gpu.name} has capability {gpu.compute_capability}; torch's default wheels begin at 7.5"
         return "GPU too old", reason
+    if config.fsdp.float8 == "on" and gpu.compute_capability < 8.9:
+        return "GPU too old", f"{gpu.name} has capability {gpu.compute_capability}; fsdp.float8 needs 8.9"
     if gpu.peak_flops(dtype) is None:
         why = gpu.note or "not published"
         if dtype == "bfloat16" and gpu.fp16_tflops:

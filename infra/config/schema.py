@@ -229,6 +229,9 @@ class FsdpConfig(Section):
     param_dtype: Literal["bfloat16", "float16"] = key(
         "bfloat16", "dtype of the compute with mixed precision; float16, for GPUs without bfloat16, with loss scaling"
     )
+    float8: Literal["off", "on", "emulate"] = key(
+        "off", "linear layers of the units compute in fp8 by torchao; emulate: rounded as in fp8, on any device"
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of the gradient reduction with mixed precision"
     )
