@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.no_saver import NoSaver
+from ebbflow.cost.report.report import list_notable_events
 from ebbflow.infra import process
 from ebbflow.infra.config.schema import DataConfig, RunConfig, TrainingConfig
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import Origin, read_events
+from ebbflow.infra.events import Event, Origin, read_events
 from ebbflow.infra.store import Store
 from ebbflow.tracking.profiler import record_memory
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
@@ -422,6 +423,9 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(gpu: FakeGpu, tmp_p
     assert pickle.loads(kept.read_bytes())["recorded"] == (500, "python")
     said = [data["message"] for name, data in events if name == "notice"]
     assert said == [f"rank 0, step 1: out of memory; open {kept} in pytorch.org/memory_viz"]
+    place: dict[str, Any] = {"job": "one", "run": "1", "attempt": 0, "generation": 3, "node": 0, "rank": 0, "step": 1}
+    notice = Event(name="notice", t_wall=1.0, t_mono=1.0, data={"message": said[0]}, **place)
+    assert str(kept) in list_notable_events([notice])[0]["text"], "the report's page names it"
     trainer.reporter.close()
     assert gpu.recorded is None
     record_memory(spec, trainer.config, Gang(), trainer.reporter)(2)
