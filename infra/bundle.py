@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
+import yaml
+
 from ebbflow import __version__
 from ebbflow.infra.diagnose.command import render
 from ebbflow.infra.diagnose.job import diagnose_job
@@ -47,56 +49,9 @@ _PROGRAMS = {
     "interfaces.txt": ("ip", "-brief", "address"),
 }
 
-_SECRET_WORD = (
-    r"(?:secret|token(?!s|iz|\w*\\*[\"']?\s*[:=]\s*[\d.]+\b)|passw(?:or)?d|passphrase|passwd|pwd|api_?-?key|apikey|access_?-?key|account_?-?key"
-    r"|private_?-?key|auth_?-?key|signature|credentials?|cookie|\bauth\b|\bsig\b)"
-)
-# Each pattern keeps its group `keep`, if it has one, and loses the rest. Kinds that have no format of their own are
-# found by the name before them.
-_SECRETS = tuple(
-    (kind, re.compile(pattern))
-    for kind, pattern in (
-        (
-            "private key",
-            r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----(?:[\s\S]{0,20000}?-----END [A-Z0-9 ]*PRIVATE KEY"
-            r"( BLOCK)?-----|(?:(?:\s|\\[nr])+[A-Za-z0-9+/=]{8,}(?=[\s\\\"]|$))*)"
-            r"|(?:[A-Za-z0-9+/=]{16,76}(?:\s|\\[nr])+)+-----END [A-Z0-9 ]*PRIVATE KEY( BLOCK)?-----",
-        ),
-        ("AWS key ID", r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}\b"),
-        ("GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"),
-        ("GitLab token", r"\bgl(?:pat|dt|rt|ptt|agent|soat)-[\w.-]{16,}"),
-        ("Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
-        ("model provider's key", r"\b(?:sk-|gsk_|r8_|nvapi-|xai-|pplx-|fw_|tgp_v1_|wandb_v1_)[\w-]{16,}"),
-        ("Slack token", r"\bxox[a-z]-[\w-]{8,}|\bxapp-[\w-]{8,}"),
-        (
-            "webhook",
-            r"(?P<keep>https://(?:hooks\.slack\.com|[\w.]*discord(?:app)?\.com/api|[\w.-]+\.webhook\.office\.com)/)"
-            r"[^\s\"'<>]+",
-        ),
-        ("Google key", r"\bAIza[\w-]{30,}|\bya29\.[\w.-]{16,}|\bGOCSPX-[\w-]{16,}"),
-        ("JWT", r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),
-        ("package registry token", r"\b(?:npm_[A-Za-z0-9]{20,}|pypi-[\w-]{20,}|dckr_pat_[\w-]{16,}|rubygems_\w{20,})"),
-        ("payment key", r"\b(?:sk|rk|pk|whsec)_(?:live|test)?_?[A-Za-z0-9]{16,}"),
-        ("mail key", r"\bSG\.[\w-]{8,}\.[\w-]{8,}|\bkey-[0-9a-f]{32}\b"),
-        ("Twilio key", r"\b(?:SK|AC)[0-9a-f]{32}\b"),
-        ("Telegram token", r"\b\d{8,10}:[\w-]{35}\b"),
-        ("Databricks token", r"\bdapi[0-9a-f]{32}\b"),
-        (
-            "Vault or cloud token",
-            r"\b(?:hv[sbr]\.[\w-]{16,}|do[opr]_v1_\w{16,}|AGE-SECRET-KEY-1\w+|lin_api_\w{16,}|ntn_\w{16,})",
-        ),
-        ("password in an address", r"(?P<keep>\b[a-zA-Z][\w+.-]*://[^\s:/@\"']*:)[^\s/@\"']+(?=@)"),
-        ("authorization header", r"(?i)(?P<keep>\b(?:bearer|basic)\s+)[\w+/=.~-]{8,}"),
-        ("password of .netrc", r"(?P<keep>\bpassword[ \t]+)(?![:=])\S+(?=\s|$)"),
-        ("login", r"(?P<keep>\b(?:wandb|huggingface-cli|hf auth) login\s+(?:--\w+[ =])?)[\w-]{16,}"),
-        ("argument", rf"(?i)(?P<keep>--?[\w-]*{_SECRET_WORD}[\w-]*(?:[ =]|[\"'], ?[\"']))(?!-)[^\s\"',\]]+"),
-        (
-            "named secret",
-            rf"(?i)(?P<keep>(?<![a-z]){_SECRET_WORD}[\w-]*\\*[\"']?\s*[:=]\s*(?:\\*[\"'])?|[\w-]+{_SECRET_WORD}[\w-]*"
-            r"\\*[\"']?\s*[:=]\s*(?:\\*[\"'])?)(?!(?:null|none|true|false|\[redacted)\b)[^\s\"',;&}\\]+",
-        ),
-    )
-)
+_PATTERNS = yaml.safe_load(Path(__file__).with_name("secrets.yaml").read_bytes())
+_SECRET_WORD = _PATTERNS["word"]
+_SECRETS = {kind: re.compile(text.replace("<word>", _SECRET_WORD)) for kind, text in _PATTERNS["kinds"].items()}
 _SECRET_NAME = re.compile(rf"(?i){_SECRET_WORD}")
 
 
@@ -127,7 +82,7 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
     for value in own:
         count += text.count(value)
         text = text.replace(value, "[redacted: environment]")
-    for kind, pattern in _SECRETS:
+    for kind, pattern in _SECRETS.items():
 
         def replace(match: re.Match[str], kind: str = kind) -> str:
             kept = match.groupdict().get("keep") or ""

@@ -131,9 +131,11 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     known = {key: found for key, found in seen.items() if found.first and _confidence(found) > 0}
     suspects = [found for found in known.values() if found.rule.kind != "advice"]
     root = _root(suspects, series)
-    if root is None and not series.sound:
-        root = _only_advice(known.values())
+    if root is None and series.finished is None:
+        root = _only_advice(each for each in known.values() if not series.sound or _tells_of_the_run(each))
     root = _by_words(root, suspects, series)
+    if root is None:  # a summary that tells at least who reports the failure
+        root = next((found for found in suspects if _is_summary(found) and _confidence(found) >= THIN), None)
     findings = []
     if root is not None:
         ranks = {rank for scan in scans if (rank := rank_of_path(Path(scan.file))) is not None}
@@ -158,7 +160,7 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
 def _confidence(found: Seen) -> float:
     """Return the confidence in one symptom, regardless of other symptoms; 0 if no line matches its rule's `need`."""
     rule = found.rule
-    if rule.need and not found.needed:
+    if (rule.need and not found.needed) or (found.count < rule.least and not found.verdict):
         return 0.0
     if found.strong:
         return rule.weight
@@ -181,7 +183,8 @@ def _root(suspects: list[Seen], series: Series) -> Seen | None:
 
 def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     # A failure that training survived is no root, except in families that harm a run without ending it.
-    able = [found for found in suspects if _confidence(found) >= THIN and _lasted(found, series)]
+    able = [found for found in suspects if _confidence(found) >= THIN and not _is_summary(found)]
+    able = [found for found in able if _lasted(found, series)]
     if not able:
         return None
     level = max(_level(found) for found in able)
@@ -226,7 +229,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
         return root
     family, margin = guess
     if root is None or (vague and family != "program" and margin >= 1.5 * MARGIN):
-        if series.sound or series.survived(lines[0]) or (rule := book.find(book.other(family))) is None:
+        if series.finished or series.survived(lines[0]) or (rule := book.find(book.other(family))) is None:
             return root
         found = Seen(replace(rule, weight=confidence_of(margin)), strong=True, needed=True)
         found.add(root.first if root is not None and root.first else lines[0], root.order if root is not None else 0)
@@ -252,7 +255,7 @@ def _lasted(found: Seen, series: Series) -> bool:
 def _only_advice(known: Iterable[Seen]) -> Seen | None:
     """Return the best advice if the logs show no failure, for example if a run is only slow; otherwise return None."""
     found = list(known)
-    if any(each.rule.kind != "advice" and _confidence(each) >= THIN for each in found):
+    if any(each.rule.kind not in ("advice", "summary") and _confidence(each) >= THIN for each in found):
         return None
     advice = [
         each
@@ -260,6 +263,15 @@ def _only_advice(known: Iterable[Seen]) -> Seen | None:
         if each.rule.kind == "advice" and each.rule.weight >= _LIKELY and _confidence(each) >= THIN
     ]
     return max(advice, key=lambda each: (_confidence(each), -each.order), default=None)
+
+
+def _is_summary(found: Seen) -> bool:
+    return found.rule.kind == "summary"
+
+
+def _tells_of_the_run(found: Seen) -> bool:
+    """Return whether advice matters although losses are sound: monitoring or speed, or clocks, in several lines."""
+    return found.count > 1 and (found.rule.family in ("monitoring", "throughput") or found.rule.id == "A32")
 
 
 def _earliest(found: list[Seen]) -> Seen:

@@ -14,19 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.infra.diagnose.reading import LogText
-from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
+from ebbflow.infra.diagnose.rules import VALUES, SymptomRule, load_rules
 
 _MOST_CACHED = 200_000
 _TRIGGER_LENGTHS = (7, 6, 5, 4)
 # Words that are too common in logs of healthy runs to be triggers.
 _COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
-# Lines that quote code, settings or routine output: frames of tracebacks, boxes of rich, Megatron's table of arguments,
-# NCCL's information, commands that a shell echoes.
-_NOISE = re.compile(
-    r'File "[^"]+", line \d+, in |^[^\w"\'(]*[│┃]|\w \.{4,} |NCCL INFO|^\++ \w'
-    r"|^\s*\$ \w"
-    r"|^\W*raise \w+(?:\.\w+)*\(|^\s*#|^\s*export \w+="
-)
+_NOISE = re.compile("|".join(VALUES["noise"]))
+_PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
 _FRAME = re.compile(r'File "[^"]+", line \d+')
 # A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have no other.
 _QUOTED_CODE = re.compile(r"  +(?!assert )\S")
@@ -36,7 +31,7 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled expression of a rule. `rule` is the rule's index. `role` is the rule's field: look, hint or need."""
+    """A compiled expression of a rule. `rule` is the rule's index, `role` the rule's field (look, hint, …)."""
 
     regex: re.Pattern[str]
     rule: int
@@ -83,7 +78,12 @@ class Matcher:
         self._patterns = [
             Pattern(compiled, number, role, required_literals(compiled.pattern))
             for number, rule in enumerate(rules)
-            for role, texts in (("look", rule.look), ("hint", rule.hint), ("need", rule.need))
+            for role, texts in (
+                ("look", rule.look),
+                ("hint", rule.hint),
+                ("need", rule.need),
+                ("cleared", rule.cleared),
+            )
             for compiled in (re.compile(text, re.IGNORECASE) for text in texts)
         ]
         self._unless = [[re.compile(text, re.IGNORECASE) for text in rule.unless] for rule in rules]
@@ -109,6 +109,7 @@ class Matcher:
         cached = self._cache.get(skeleton, False)
         if cached is not None and cached is not False:
             return cached  # type: ignore[return-value]
+        text = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else text
         if _NOISE.search(text):
             return ()
         low = text.lower()
@@ -147,6 +148,9 @@ class Matcher:
                 continue
             for number, role, expression in self.match(line.text):
                 rule = self.rules[number]
+                if role == "cleared":
+                    seen.pop(rule.id, None)
+                    continue
                 mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))
                 if role == "need":
                     mine.needed = True

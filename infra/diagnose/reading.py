@@ -163,36 +163,55 @@ def _find_lines(blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileSc
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]"
 )
-_ENVELOPE_KEYS = ("log", "message", "msg", "text", "textPayload", "MESSAGE", "event")
+# Keys of the records that log shippers write: of the message, of what it quotes, and of records inside a record.
+_TEXT_KEYS = ("log", "message", "msg", "text", "textPayload", "MESSAGE", "event", "line", "@message")
+_MORE_KEYS = ("error", "err", "exception", "exc_info", "stack", "stack_trace", "stacktrace", "traceback")
+_INNER_KEYS = ("jsonPayload", "_source", "events", "logEvents", "entries")
+_TIME_KEYS = ("t", "time", "timestamp", "@timestamp", "ts")
+_CSV = re.compile(r'(\d{13}|20\d\d-[^,"]{6,30}),"(.*?)"?$')
+_RECORDS = re.compile(r"(?<=\}),\s*(?=\{)")
 
 
 def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[LogText]:
     text = _ESCAPES.sub("", raw.decode("utf-8", "replace"))
-    stamp = None
-    if text.lstrip().startswith("{") and text.rstrip().endswith("}"):
+    records: list[tuple[str, str | None, int | None]] = []
+    if text.lstrip(" ,[")[:1] == "{":
+        records = list(_records(text))
+    elif row := _CSV.match(text):
+        records = [(row[2].replace('""', '"'), row[1], None)]
+    elif text.lstrip()[:1] == '"':  # a line of an indented JSON document
+        text = text.replace('\\"', '"')
+    for body, stamp, found in records or [(text, None, None)]:
+        # A traceback that was logged by its repr has its line ends escaped.
+        for part in re.split(r"(?:[\r\n]|\\n)+" if '\\n  File "' in body else r"[\r\n]+", body):
+            if part.strip():
+                own = rank_of(part)
+                own = (rank if found is None else found) if own is None else own
+                yield LogText(file, number, part.rstrip(), own, time_of(part) or (time_of(stamp) if stamp else None))
+
+
+def _records(text: str) -> Iterator[tuple[str, str | None, int | None]]:
+    """Yield (message, timestamp, rank) of each record in a line of JSON, which may be a piece of a longer line."""
+    for piece in [text] if len(text) < LONGEST_LINE_BYTES // 2 else _RECORDS.split(text):
         try:
-            record = json.loads(text)
+            value = json.loads(piece)
         except ValueError:
-            record = None
-        if isinstance(record, dict):
-            body = next((record[key] for key in _ENVELOPE_KEYS if isinstance(record.get(key), str)), None)
-            if body is not None:
-                stamp = next(
-                    (str(record[key]) for key in ("t", "time", "timestamp", "@timestamp", "ts") if key in record), None
-                )
-                found = record.get("rank", record.get("global_rank"))
-                rank, text = (found if isinstance(found, int) else rank), body
-    # A traceback that was logged by its repr has its line ends escaped.
-    for part in re.split(r"(?:[\r\n]|\\n)+" if '\\n  File "' in text else r"[\r\n]+", text):
-        if part.strip():
-            own = rank_of(part)
-            yield LogText(
-                file,
-                number,
-                part.rstrip(),
-                rank if own is None else own,
-                time_of(part) or (time_of(stamp) if stamp else None),
-            )
+            if piece is not text:  # the end or start of a record
+                yield piece.replace('\\"', '"'), None, None
+            continue
+        found = [value]
+        for record in found:
+            if isinstance(record, list):
+                found += record
+            if not isinstance(record, dict):
+                continue
+            found += [record[key] for key in _INNER_KEYS if isinstance(record.get(key), list | dict)]
+            texts = [next((record[key] for key in _TEXT_KEYS if isinstance(record.get(key), str)), "")]
+            texts += [record[key] for key in _MORE_KEYS if isinstance(record.get(key), str)]
+            stamp = next((str(record[key]) for key in _TIME_KEYS if key in record), None)
+            rank = record.get("rank", record.get("global_rank"))
+            if any(texts):
+                yield "\n".join(texts), stamp, rank if isinstance(rank, int) else None
 
 
 _RANK = re.compile(

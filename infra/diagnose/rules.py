@@ -12,6 +12,8 @@ its rules) and `rules`. Fields of a rule:
     hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
+    cleared         expressions; a line that matches one of them ends the symptom: earlier lines are no evidence.
+    least           number of matching lines that are evidence (1)
     rank            1 (generic) to 9 (specific); of several rules that match a line, the highest wins. Default 5.
     follows         ids of symptoms that lead to this one: if one is near, it is the root, even if it is logged later.
     weight          confidence if a `look` matches; the default depends on `kind`.
@@ -37,8 +39,22 @@ from typing import Any
 import yaml
 
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
+VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())  # patterns that are no symptoms
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
-_LISTS = ("look", "hint", "need", "unless", "follows", "accuses", "collect", "fix", "guides", "examples", "others")
+_LISTS = (
+    "look",
+    "hint",
+    "need",
+    "unless",
+    "cleared",
+    "follows",
+    "accuses",
+    "collect",
+    "fix",
+    "guides",
+    "examples",
+    "others",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +69,8 @@ class SymptomRule:
     hint: tuple[str, ...] = ()
     need: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    cleared: tuple[str, ...] = ()
+    least: int = 1
     rank: int = 5
     follows: tuple[str, ...] = ()
     weight: float = 0.9
@@ -165,19 +183,7 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
         raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
-    for name in (
-        "look",
-        "hint",
-        "need",
-        "unless",
-        "follows",
-        "collect",
-        "fix",
-        "guides",
-        "examples",
-        "others",
-        "accuses",
-    ):
+    for name in _LISTS:
         values[name] = _texts(values.get(name, ()))
     for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
         re.compile(pattern, re.IGNORECASE)

@@ -1,53 +1,35 @@
 """Losses and step times in a log: signs of progress, and symptoms that only a whole series of values shows."""
 
+import itertools
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ebbflow.infra.diagnose.matching import Seen
 from ebbflow.infra.diagnose.reading import LogText
-from ebbflow.infra.diagnose.rules import load_rules
+from ebbflow.infra.diagnose.rules import VALUES, load_rules
 from ebbflow.infra.diagnose.vocabulary import is_severe
 
-_LOSS = re.compile(
-    r"(?<![a-z])(?:(?:best|min|lowest|train|lm|total|avg|mean|batch|running|tr|training|val|valid|validation|test|eval|[dg])"
-    r"[ _/.-]?){0,2}loss(?:es)?(?:_(?:real|fake|gan|adv|step|[dg])| for \w+)?['\"]?"
-    r"\s*(?:[:=|]|is|of)?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w%])",
-    re.IGNORECASE,
-)
-_NORM = re.compile(
-    r"grad(?:ient)?[ _/.-]?norm['\"]?\s*[:=|]?\s*(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))", re.I
-)
-_SCORE = re.compile(r"acc(?:uracy)?['\"]?\s*[:=]\s*(\d+(?:\.\d+)?)(?![\w/])", re.IGNORECASE)
-_FINISHED = re.compile(
-    r"training (?:is )?(?:completed|complete|finished|done)|finished training|max_(?:steps|epochs)=\d+.? reached"
-    r"|exiting successfully|train_runtime|succeeded(?!\W{1,3}0)|\[exiting program after \d|all done|job completed",
-    re.IGNORECASE,
-)
-_STEP_SECONDS = re.compile(
-    r"(?:elapsed time per iteration \(ms\)|step[ _]time(?: \(?ms\)?)?|time ?(?:/|per) ?(?:step|batch|iter)|iter[ _]time"
-    r"|sec/step|batch[ _]time|time per epoch|epoch[ _]time|seconds per (?:step|epoch|iteration))"
-    r"['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?) ?(?:s/it\b|sec/(?:batch|step))",
-    re.IGNORECASE,
-)
-_RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:it|tokens|samples|examples|images|steps)/s", re.IGNORECASE)
-# "Data" beside "Time", with averages in parentheses, as ImageNet's example script of PyTorch prints them.
-_DATA_SHARE = re.compile(
-    r"(?:\btime|batch[ _]time|step[ _]time)\W+(\d+(?:\.\d+)?)[^|]{0,30}?"
-    r"\bdata(?:[ _]?(?:time|loading|wait))?\W+(\d+(?:\.\d+)?)"
-    r"|\b(?:load_data_|data_load\w*_|data_|read_|fetch_|r)time\W+(\d+(?:\.\d+)?)\W+"
-    r"(?:train_step_|step_|iter_|train_|compute_|forward_|i)time\W+(\d+(?:\.\d+)?)"
-    r"|\b(?:updt|update|step|compute|train|forward)_s\W+(\d+(?:\.\d+)?)\W+(?:data|load|fetch)\w*_s\W+(\d+(?:\.\d+)?)",
-    re.IGNORECASE,
+_NAMES = ("loss", "norm", "score", "finished", "step_seconds", "duration", "step", "rate", "workers", "measured")
+_LOSS, _NORM, _SCORE, _FINISHED, _STEP_SECONDS, _DURATION, _STEP, _RATE, _WORKERS, _MEASURED, _DATA_SHARE = (
+    re.compile("|".join(VALUES[name]), re.IGNORECASE) for name in (*_NAMES, "data_share")
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
+# Frames of a launcher, which only reports what its children raised.
+_LAUNCHER = re.compile(r"torchrun|distributed/(?:run|launch)\b|launcher/api|elastic/multiprocessing|commands/launch")
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
 _DIVERGED, _STALL = 1e9, 20  # magnitude of a loss that has diverged; a stalled step takes so many times the median
 _MOST_SEVERE = 12
+_SINCE = "since "  # label of durations that may count from the start of the run
+_PER = "per "  # label of rates, which vary more than step times
+_MOST_SCALES = 8  # a log with more lines of rates is no comparison
+_NUMBERS = {"one": 1.0, "single": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "eight": 8.0}
+_APART = 2.0  # seconds between clocks that are worth a finding
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
@@ -65,12 +47,7 @@ class Track:
 class Series:
     """Losses and step times of each rank, and whether the run made progress or finished."""
 
-    triggers = (
-        b'file "', b"loss", b"accuracy", b" acc:", b"grad_norm", b"grad norm", b"per epoch", b"epoch time",
-        b"train_runtime", b"finished training", b"training complet", b"training finish", b"succeeded",
-        b"training done", b"reached", b"exiting", b"step time", b"step_time", b"per iteration", b"iter_time",
-        b"time/", b"data_s:", b"s/it", b"it/s", b"sec/", b"tokens/s", b"samples/s", b"examples/s", b"images/s",
-    )  # fmt: skip
+    triggers = tuple(text.encode() for text in VALUES["triggers"])
 
     def __init__(self) -> None:
         self.losses: dict[tuple[str, int | None, str], Track] = {}  # the last part of a key: the loss's name
@@ -82,6 +59,8 @@ class Series:
         self.frames: dict[str, list[tuple[int, int | None, str]]] = {}  # file: (line, rank, path and function)
         self.severe: dict[str, LogText] = {}  # the first lines that tell of a failure, by their text without digits
         self.last_frame: LogText | None = None
+        self.scales: list[tuple[int, LogText, float, float]] = []  # rates measured with numbers of GPUs or nodes
+        self.moments: dict[tuple[str, int | None], dict[str, LogText]] = defaultdict(dict)  # first line of each step
         self.finished: LogText | None = None
         self._steps = 0
 
@@ -92,10 +71,13 @@ class Series:
 
     def watch(self, lines: Iterable[LogText]) -> Iterator[LogText]:
         """Yield the lines unchanged, and record the losses, step times and completion messages in them."""
+        framed = 0  # the line of the last frame
         for order, line in enumerate(lines, start=1):
             low = line.text.lower()
             if 'file "' in low and (match := _FRAME.search(line.text)):
-                self.last_frame = line
+                framed = line.number
+                if not _LAUNCHER.search(match[1]):
+                    self.last_frame = line
                 frames = self.frames.setdefault(line.file, [])
                 if len(frames) < _MOST_POINTS:
                     frames.append((line.number, line.rank, f"/{match[1].replace(chr(92), '/')} {match[2] or ''}"))
@@ -118,11 +100,18 @@ class Series:
                 label = match[0].lower().partition(match[1])[0].strip(" =:'\"") if match[1] else ""
                 track = self.seconds.setdefault((line.file, line.rank, label), Track())
                 track.add(order, line, float(match[1] or match[2]))
+            elif (match := _DURATION.search(line.text)) and _STEP.search(line.text):
+                track = self.seconds.setdefault((line.file, line.rank, f"{_SINCE}{match[1].lower()}"), Track())
+                track.add(order, line, float(match[2]))
             elif "/s" in low and (match := _RATE.search(line.text)) and float(match[1]):
-                self.seconds.setdefault((line.file, line.rank, ""), Track()).add(order, line, 1 / float(match[1]))
-            quoted = (
-                self.last_frame is not None and line.number == self.last_frame.number + 1
-            )  # the frame's source line
+                unit = "" if match[2].lower() in ("it", "steps") else f"{_PER}{match[2].lower()}"
+                self.seconds.setdefault((line.file, line.rank, unit), Track()).add(order, line, 1 / float(match[1]))
+            if (match := _MEASURED.search(low)) and len(self.scales) < _MOST_SCALES and (match := _WORKERS.search(low)):
+                workers = _NUMBERS.get(match[1]) or float(match[1])
+                self.scales.append((order, line, workers, float(match[2])))
+            if line.time and line.number < _MOST_POINTS and (match := _STEP.search(line.text)):
+                self.moments[line.file, line.rank].setdefault(match[0].lower(), line)
+            quoted = framed and line.number == framed + 1  # the frame's source line
             skeleton = "" if quoted or len(self.severe) >= _MOST_SEVERE else line.text[:200].translate(_NO_DIGITS)
             if skeleton and skeleton not in self.severe and is_severe(line.text):
                 self.severe[skeleton] = line
@@ -148,7 +137,7 @@ class Series:
         frames = [
             place
             for number, rank, place in self.frames.get(line.file, ())
-            if line.number - _TRACEBACK_LINES <= number < line.number and rank == line.rank
+            if line.number - _TRACEBACK_LINES <= number <= line.number and rank == line.rank
             if "/multiprocessing/" not in place  # how processes talk does not tell what about
         ]
         for place in frames[: -_INNERMOST - 1 : -1]:
@@ -227,22 +216,54 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
     for (_, _, label), track in series.seconds.items():
         values = [point[2] for point in track.points]
         half = len(values) // 2
+        if label.startswith(_SINCE) and any(part == sorted(part) for part in (values[:half], values[half:])):
+            continue  # seconds since the start of the run or epoch
         if half >= 10:
             base, tail = statistics.median(values[:half]), statistics.median(values[-len(values) // 4 :])
-        elif label and len(values) >= 3:  # rates without a label may be those of evaluation
-            base, tail = min(values[: max(half, 1)]), min(values[max(half, 1) :])
+        elif label and len(values) >= (
+            6 if label.startswith(_PER) else 3
+        ):  # rates without a label may be those of evaluation
+            usual = statistics.median if len(values) >= 6 else min
+            base, tail = usual(values[: max(half, 1)]), usual(values[max(half, 1) :])
         elif len(values) >= 4 and values == sorted(values):
             base, tail = values[0], values[0]
         else:
             continue
-        grows = values == sorted(values) and values[-1] > (1.5 if label else 3) * values[0]
+        grows = (
+            values == sorted(values) and values[-1] > (1.5 if label and not label.startswith(_PER) else 3) * values[0]
+        )
         quick = sorted(values)[len(values) // 4]  # steps that stall again and again take most of the time
         stalls = [value for value in values[1:] if value > 5 * quick > 0]
         stalls = stalls if len(stalls) >= 3 and 2 * sum(stalls) > sum(values[1:]) else []
         if base > 0 and (tail > 2 * base or grows or stalls):
             at = next((point for point in track.points if point[2] > 1.4 * base), track.points[-1])
             found.setdefault("G02", [(at[0], at[1])])
+    scales = sorted(series.scales, key=lambda each: each[2]) if len(series.scales) < _MOST_SCALES else []
+    if scales and scales[-1][2] > scales[0][2] and scales[-1][3] < 0.8 * scales[0][3]:
+        found.setdefault("G05", [(each[0], each[1]) for each in (scales[0], scales[-1])])
+    if lines := _clocks_apart(series):
+        found["A32"] = lines
     return found
+
+
+def _clocks_apart(series: Series) -> list[tuple[int, LogText]]:
+    """Return two lines of one step, if a rank or node stamps all steps seconds before or after the first one does.
+
+    Ranks wait for each other in each step, so their times differ by less than a step, unless their clocks differ.
+    """
+    tracks = [moments for moments in series.moments.values() if len(moments) >= 5]
+    for other in tracks[1:]:
+        shared = [step for step in other if step in tracks[0]]
+        gaps = [(other[step].time or 0.0) - (tracks[0][step].time or 0.0) for step in shared]
+        if len(gaps) >= 5 and abs(gap := statistics.median(gaps)) > _APART:
+            times = [tracks[0][step].time or 0.0 for step in shared]
+            length = statistics.median(later - time for time, later in itertools.pairwise(times))
+            if abs(gap) > 2 * length and max(abs(each - gap) for each in gaps) < max(1.0, length):
+                first, second = tracks[0][shared[0]], other[shared[0]]
+                side = "ahead of" if gap > 0 else "behind"
+                text = f"{second.text}  [clock {abs(gap):,.1f} s {side} the line above, in {len(gaps)} steps]"
+                return [(first.number, first), (second.number, replace(second, text=text))]
+    return []
 
 
 def _stuck(track: Track) -> bool:

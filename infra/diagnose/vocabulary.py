@@ -13,34 +13,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ebbflow.infra.diagnose.rules import VALUES
+
 _TABLE = Path(__file__).with_name("words.txt")
 _WORD = re.compile(r"[a-z]{3,}")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _MOST_LINES = 16
 MARGIN = 2.0  # a family needs so much more weight than the next one to be named
-SEVERE = re.compile(
-    r"error|exception|fatal|fail|cannot|can't|could ?n[o']t|unable|refused|denied|abort|panic|crash|no such|not found"
-    r"|invalid|corrupt|timed? ?out|exceed|mismatch|unavailable|critical|killed|terminated|unexpected|expired",
-    re.IGNORECASE,
-)
-HARMLESS = re.compile(
-    r"fall(?:ing)? ?back|retry|retries|ignor|optional|deprecat|using internal|skipp|algbw|libibverbs|not necessarily"
-    r"|(?:no|0|without) (?:error|failure)s?\b|(?:error|failure|exception|failed)s?\W{0,3}(?:0|none|false)\b"
-    r"|warn|\bINFO\b|\[[IW]\d*[ :]|level=info|^.{0,12}\[?[IW]\d{4}\b"
-    r"|error_(?:file|handler)|--\w*(?:error|fail)|_error\b.{0,4}\d"
-    # Summaries, which name no cause.
-    r"|ChildFailedError|FAILED$|Failures:|Task failed|Step failure|Flow (?:aborted|failed)|AlgorithmError|exit ?code"
-    r"|Job failed|traceback :",
-    re.IGNORECASE,
-)
-TRIGGERS = tuple(
-    word.encode()
-    for word in (
-        "error", "exception", "fatal", "fail", "cannot", "can't", "could not", "couldn", "unable", "refused", "denied",
-        "abort", "panic", "crash", "no such", "not found", "invalid", "corrupt", "timed out", "timeout", "exceed",
-        "mismatch", "unavailable", "critical", "killed", "terminated", "unexpected", "expired",
-    )
-)  # fmt: skip
+SEVERE, HARMLESS = (re.compile("|".join(VALUES[name]), re.IGNORECASE) for name in ("severe", "harmless"))
+TRIGGERS = tuple(word.encode() for word in VALUES["severe_triggers"])
 
 
 def split_terms(text: str) -> set[str]:

@@ -86,6 +86,63 @@ def test_a_quotation_of_the_development_set_has_its_family(entry: dict) -> None:
     assert roots(entry["text"])[0] == entry["family"]
 
 
+_WRITERS = {
+    "srun": lambda line: f" 3: {line}",
+    "torchrun": lambda line: f"[default3]:{line}",
+    "mpirun": lambda line: f"[1,3]<stderr>:{line}",
+    "ray": lambda line: f"(TrainWorker pid=123, ip=10.0.0.1) {line}",
+    "metaflow": lambda line: f"2026-01-01 12:00:00.123 [17/train/2 (pid 31)] {line}",
+    "aws logs tail": lambda line: f"2026-01-01T12:00:00.123000+00:00 train/default/0a1b2c {line}",
+    "docker": lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr"}),
+    "loki": lambda line: json.dumps({"labels": {"pod": "a"}, "line": line}),
+    "logs insights": lambda line: json.dumps({"@message": line, "@logStream": "a"}),
+    "cloud logging": lambda line: json.dumps({"jsonPayload": {"message": line}}),
+    "zap": lambda line: json.dumps({"level": "error", "msg": "step failed", "error": line}),
+    "csv": lambda line: '1767225600000,"' + line.replace('"', '""') + '"',
+}
+_FAILURE = [
+    'File "/env/torch/utils/data/_utils/collate.py", line 55, in default_collate',
+    "Sizes of tensors must match except in dimension 0",
+    "Killed",
+]
+# What schedulers and launchers write after a rank has failed.
+_AFTER = """
+torch/distributed/elastic/multiprocessing/api.py:897] Sending process 102 closing signal SIGTERM
+  File "/opt/conda/lib/python3.10/site-packages/torch/distributed/launcher/api.py", line 269, in launch_agent
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  traceback : Signal 15 (SIGTERM) received by PID 102
+srun: error: node1: task 0: Exited with exit code 1
+slurmstepd: error: *** STEP 4711.0 ON node1 CANCELLED AT 2026-01-01T10:10:02 ***
+srun: error: node2: tasks 8-15: Terminated
+  Warning  BackOff    10s   kubelet            Back-off restarting failed container pytorch in pod worker-0
+"""
+
+
+@pytest.mark.parametrize("writer", _WRITERS)
+def test_the_format_of_a_log_and_what_follows_the_failure_do_not_change_the_root(writer: str, tmp_path: Path) -> None:
+    for lines, symptom in ((_FAILURE[:2], "E17"), (_FAILURE[2:], "B10")):
+        (tmp_path / "log").write_text("\n".join(_WRITERS[writer](line) for line in lines) + _AFTER)
+        assert diagnose_files([tmp_path / "log"]).findings[0].rule.id == symptom
+
+
+def test_records_of_a_single_line_of_json_are_read(tmp_path: Path) -> None:
+    events = [{"timestamp": 1767225600000 + at, "message": line} for at, line in enumerate(_FAILURE[:2])]
+    (tmp_path / "log").write_text(json.dumps({"events": events, "nextForwardToken": "f/1"}))
+    root = diagnose_files([tmp_path / "log"]).findings[0]
+    assert root.rule.id == "E17" and root.evidence[0].time == pytest.approx(1767225600.001)
+
+
+@pytest.mark.parametrize(("apart", "found"), [(73.0, True), (-8.0, True), (0.4, False)])
+def test_clocks_that_differ_are_found_in_the_times_of_equal_steps(apart: float, found: bool, tmp_path: Path) -> None:
+    for node, late in ((0, 0.0), (1, apart)):
+        stamps = [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late)) for step in range(9)]
+        text = "\n".join(f"{stamp} step {step} loss 2.{9 - step}" for step, stamp in enumerate(stamps))
+        (tmp_path / f"node-{node}.log").write_text(text)
+    findings = diagnose_files(sorted(tmp_path.iterdir())).findings
+    assert [each.rule.id for each in findings] == (["A32"] if found else [])
+    assert not found or f"clock {abs(apart):.1f} s" in findings[0].evidence[1].text
+
+
 def test_all_symptoms_of_the_guides_have_a_rule() -> None:
     wanted = {f"{letter}{number:02}" for letter, count in _OF_THE_GUIDES.items() for number in range(1, count + 1)}
     assert len(wanted) == 123 and not wanted - {rule.id for rule in RULES}
@@ -236,6 +293,18 @@ def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path)
         (["ValueError: Interpolation of the override is not allowed in this config node"], "A31"),
         (["ValueError: a shirt has no sleeves"], "O01"),
         (["wandb: Network error (ConnectionError), entering retry loop."], None),
+        ([f"step {at} time {[0.5, 0.6, 0.5, 0.6, 2.9, 3.1, 3.0, 3.2][at]}s" for at in range(8)], "G02"),
+        ([f"step {at} time {10 * at}s" for at in range(8)], None),  # since the start of the run
+        ([f"batch {at} Speed: {[95, 94, 96, 40, 21, 12][at]} samples/s" for at in range(6)], "G02"),
+        (["Total img/sec on 8 GPU(s): 1531.9", "Total img/sec on 16 GPU(s): 546.9"], "G05"),
+        (["Total img/sec on 8 GPU(s): 1531.9", "Total img/sec on 16 GPU(s): 2946.9"], None),
+        ([f"{at} [7/start] Task is starting (status RUNNABLE)" for at in range(4)], "N21"),
+        ([f"{at} [7/start] Task is starting (status {'RUNNABLE' if at < 4 else 'RUNNING'})" for at in range(5)], None),
+        (["step 1 loss 3.1", "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T10:10:02 ***"], None),
+        (
+            [*(f"step {at} loss 3.{at}" for at in range(12)), '  File "/env/torch/_inductor/graph.py", line 8, in run'],
+            "L11",
+        ),
     ],
 )
 def test_series_and_frames_name_what_no_single_line_does(lines: list[str], symptom: str | None) -> None:
