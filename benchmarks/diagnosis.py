@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ebbflow.infra.diagnose.judging import Diagnosis, judge
+from ebbflow.infra.diagnose.judging import Diagnosis, diagnose_files, judge
 from ebbflow.infra.diagnose.matching import Seen, load_matcher
-from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
+from ebbflow.infra.diagnose.reading import LogText
 from ebbflow.infra.diagnose.series import Series
 from ebbflow.infra.program import PROJECT_ROOT
 
@@ -38,10 +39,12 @@ def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
     Labels: the name of a family, None (too thin to name a cause) or "sound".
     """
     confusion: Counter[tuple[str, str]] = Counter()
-    for item in corpus:
-        findings = diagnose_lines(_lines(item["text"])).findings
-        root = next((each.rule.family for each in findings if each.role == "root"), None)
-        confusion[str(item["family"] or "none"), root or "none"] += 1
+    with tempfile.TemporaryDirectory() as folder:
+        for item in corpus:
+            (log := Path(folder, "log.txt")).write_text(item["text"], encoding="utf-8")
+            findings = diagnose_files([log]).findings
+            root = next((each.rule.family for each in findings if each.role == "root"), None)
+            confusion[str(item["family"] or "none"), root or "none"] += 1
     families = sorted({label for label, _ in confusion} - {"none", "sound"})
     rows = {}
     for family in families:
@@ -66,12 +69,6 @@ def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
         "false_alarms": sound - confusion["sound", "none"],
         "confusion": {f"{label} -> {found}": count for (label, found), count in sorted(confusion.items())},
     }
-
-
-def _lines(text: str) -> Iterator[LogText]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            yield LogText("excerpt", number, line, rank_of(line), time_of(line))
 
 
 def main(arguments: list[str]) -> int:

@@ -90,6 +90,25 @@ _plant("Metaflow service", "METAFLOW_SERVICE_AUTH_KEY={}", _letters(30))
 _plant("JSON in JSON", '{"text": "{\\"client_secret\\": \\"{}\\"}"}', _letters(30))
 _plant("age key", "# {}", "AGE-SECRET-KEY-1" + _letters(58, _UPPER))
 _plant("Kubernetes", "client-key-data and token: {}", _letters(60))
+_plant("kubeconfig", "    client-key-data: {}", "LS0tLS1CRUdJTi" + _letters(100))
+_plant("variable of a pod", "- name: DB_PASSWORD\n  value: {}", _letters(16))
+_plant("variable of a Batch job", '{"name": "DB_PASSWORD", "value": "{}"}', _letters(16))
+_plant("second cookie", "Cookie: theme=dark; sessionid={}", _letters(32))
+_plant("password with spaces", 'password: "my {} phrase"', "correct horse")
+_plant("curl", "+ curl -u admin:{} https://h/x", _letters(14))
+_plant("docker login", "docker login -u me -p {} registry", _letters(16))
+_plant("sshpass", "sshpass -p {} ssh h", _letters(12))
+_plant("mysql", "mysql -u root -p{} db", _letters(12))
+_plant("share", "net use z: \\\\s\\d /user:me {}", _letters(14))
+_plant("key of a call", "wandb.login(key='{}')", _letters(40, _HEX))
+_plant("address of a bot", "https://api.telegram.org/bot123456789:{}/send", _letters(35))
+_plant("PuTTY", "Private-Lines: 1\n{}\nPrivate-MAC: aa", _letters(48))
+_plant("Azure client secret", "value {} of app", _letters(3) + "8Q~" + _letters(34))
+_plant("New Relic", "license {}", "NRAK-" + _letters(27, _UPPER))
+_plant("GitLab runner", "runner {}", "GR1348941" + _letters(20))
+_plant("Grafana", "grafana {}", "glsa_" + _letters(32) + "_1234abcd")
+_plant("Atlassian", "jira {}", "ATATT3xFfGF0" + _letters(60))
+_plant("Tailscale", "up {}", "tskey-auth-" + _letters(30))
 
 
 @pytest.mark.parametrize("kind", SECRETS)
@@ -110,6 +129,8 @@ def test_a_planted_secret_is_removed(kind: str) -> None:
         "tcp://10.0.0.1:29500 connected, 2026-11-23T07:00:00.123Z node 0 | loss: 2.31 grad: 0.5",
         "skipped sk-learn, desk-top and risk-free; author: ada, authored by her",
         "basic usage of the bearer",
+        "mkdir -p /tmp/runs; docker run -u 1000:1000 -p 8080:80 image; ssh -p 22 host; wandb login ok",
+        "unexpected token '<' at 3; key='loss/train'; name: step value: 12; sl.item() dp.step()",
         '"keys": ["q", "k", "v"], "key_bytes": 17, "monkey": "x", "passes": 2',
     ],
 )
