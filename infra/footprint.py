@@ -239,7 +239,7 @@ def rank_bytes(
         fused_norms: whether each norm is a single kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
-    if config.parallel.tensor_size > 1:
+    if config.parallel.tensor_size > 1 and shape.kind == "computed":
         shape = causal_lm_shape(config.model, config.parallel.tensor_size)
     parts = min(ranks, shard_ranks(config, ranks, ranks_per_node))
     optimizer = 0 if shape.optimizer_in_host_memory else optimizer_bytes(config, shape)

@@ -31,18 +31,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
+from ebbflow.training import tensor_parallel
 from ebbflow.training.compat import HashStore, compile_module, set_group_timeout
 from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.evidence import Frame
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
-from ebbflow.training.tensor_parallel import (
-    SplitLayer,
-    choose_sharded_dimension,
-    is_whole,
-    split_computation,
-    split_weights,
-)
 from ebbflow.training.weights.files import abbreviate
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
@@ -171,7 +165,7 @@ def shard_model(
     options: dict[str, Any] = {"mesh": mesh["shard"] if mesh.size(0) == 1 else mesh}
     if mesh.ndim == 3:
         options["mesh"] = mesh["shard"] if mesh.size(0) == 1 else mesh["replicate", "shard"]
-        options["shard_placement_fn"] = choose_sharded_dimension
+        options["shard_placement_fn"] = tensor_parallel.choose_sharded_dimension
     if fsdp.use_mixed_precision:
         param, reduce = DTYPES[fsdp.param_dtype], DTYPES[fsdp.reduce_dtype]
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
@@ -305,7 +299,7 @@ class Spread:
         """
         if self.tensor_size > 1:
             trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-            pairs = [(is_whole(parameter), gradient) for parameter, gradient in zip(trained, gradients, strict=True)]
+            pairs = list(zip(map(tensor_parallel.is_whole, trained), gradients, strict=True))
             whole, split = ([gradient for held, gradient in pairs if held is kind] for kind in (True, False))
             return (_square_sum(whole) / self.tensor_size + _square_sum(split)) / self.copies
         # All copies of the model have the same gradient. The ranks of a copy each have a part of it.
@@ -397,9 +391,10 @@ def spread_model(
     if sharded and (not gang.alone or fsdp.use_mixed_precision or fsdp.cpu_offload):
         mesh = make_mesh(gang, shard=size, tensor=tensor)
         if tensor > 1:
-            layers: dict[nn.Module, SplitLayer] = cast(Any, module).split_layers()  # only the built-in model has them
-            split_weights(module, layers, mesh["tensor"])
-            split_computation(layers, mesh["tensor"])
+            tensor_parallel.check_splits(module, tensor)
+            layers: dict[nn.Module, tensor_parallel.SplitLayer] = cast(Any, module).split_layers()
+            tensor_parallel.split_weights(module, layers, mesh["tensor"])
+            tensor_parallel.split_computation(layers, mesh["tensor"])
         shard_model(module, units, fsdp, mesh, keep_gathered=small)
     materialise(module, "cpu" if sharded and fsdp.cpu_offload else gang.device)
     initialise(module, blank, seed=config.training.seed, overwritten=overwritten, progress=progress)

@@ -71,20 +71,17 @@ def _shards(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]
 
 def _tensor_groups(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]:
     tensor, model = config.parallel.tensor_size, config.model
-    if config.parallel.mode == "ddp" or config.user_code is not None:
+    if config.parallel.mode == "ddp" or config.script is not None:
         yield UnsupportedOption(
             f"parallel.tensor_size {tensor}: only the layers of the built-in model can be split, in mode fsdp2 or hsdp",
             "set parallel.tensor_size to 1",
         )
         return
     size = shard_ranks(config, place.ranks, place.ranks_per_node)
-    split = {
-        "the ranks that hold one copy of the model,": size,
-        "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.kv_heads,
-        "model.hidden_size": model.hidden_size,
-        "model.intermediate_size": model.mlp_width,
-    }
+    split = {"the ranks that hold one copy of the model,": size}
+    if config.workload is None:  # other workloads check their own models
+        split |= {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
+        split |= {"model.hidden_size": model.hidden_size, "model.intermediate_size": model.mlp_width}
     fitting = [number for number in range(1, size + 1) if math.gcd(*split.values()) % number == 0]
     for name, number in split.items():
         if number % tensor:
@@ -93,7 +90,7 @@ def _tensor_groups(config: RunConfig, place: RankLayout) -> Iterator[Unsupported
                 f"{number // tensor} + {number % tensor}",
                 f"set parallel.tensor_size to one of {', '.join(map(str, fitting))}",
             )
-    if not size % tensor and (rest := model.hidden_size % (size // tensor)):
+    if config.workload is None and not size % tensor and (rest := model.hidden_size % (size // tensor)):
         yield UnsupportedOption(
             f"parallel.tensor_size {tensor}: FSDP2 cuts the columns of weights, model.hidden_size {model.hidden_size}, "
             f"into {size} / {tensor} = {size // tensor} equal shards, which leaves {rest}",

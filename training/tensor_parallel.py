@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ebbflow.training.errors import WorkloadError
+
 # Conversions of activations `[batch, length, width]`: placement on the ranks before and after, and of the gradient.
 _Conversion = tuple[Placement, Placement, Placement]
 _SHARE: _Conversion = Replicate(), Replicate(), Partial()  # changes nothing, but adds up the ranks' gradients
@@ -57,6 +59,15 @@ FUSED_COLUMNS = SplitLayer(dimension=0, parts=3)  # the same, of queries, keys a
 ROWS = SplitLayer(dimension=1, exit=_ADD)  # each rank has a part of the inputs
 ROWS_OF_WHOLE = SplitLayer(dimension=1, entry=_CUT, exit=_ADD)  # each rank has all inputs
 EMBEDDING = SplitLayer(dimension=1, exit=_JOIN)  # each rank computes a part of each vector
+
+
+def check_splits(model: nn.Module, size: int) -> None:
+    """Raise WorkloadError if a tensor group of `size` ranks cannot split a workload's model."""
+    if size > 1 and not hasattr(model, "split_layers"):
+        raise WorkloadError(
+            f"parallel.tensor_size {size}: {type(model).__name__} has no split_layers, as the built-in model has; fix: "
+            "parallel.tensor_size: 1"
+        )
 
 
 def split_weights(module: nn.Module, layers: Mapping[nn.Module, SplitLayer], group: DeviceMesh) -> None:
@@ -105,7 +116,9 @@ def _make_forward(layer: SplitLayer, group: DeviceMesh) -> Callable[[Any, Tensor
         else:
             bias = self.bias
             if bias is not None:  # each rank has all of it, and uses the part of its outputs
-                bias = _convert(local_part(bias), _SHARE, group).chunk(group.size())[group.get_local_rank()]
+                bias = local_part(bias)
+                if layer.dimension == 0:
+                    bias = _convert(bias, _SHARE, group).chunk(group.size())[group.get_local_rank()]
             y = F.linear(x, weight, bias)
         return _convert(y, layer.exit, group)
 

@@ -28,6 +28,7 @@ from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
+from ebbflow.training import standalone
 from ebbflow.training.attached_guards import CLOSE, EXACT
 from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
@@ -38,15 +39,6 @@ from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.standalone import (
-    claim_for_ranks,
-    default_job_name,
-    open_job,
-    record_exception,
-    release_job,
-    share_from_rank_0,
-    write_result,
-)
 from ebbflow.training.trainer_setup import build_trainer, open_reporter, open_saver, restore
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
 from ebbflow.training.workloads.loader import prepare_data, workload_context
@@ -95,7 +87,7 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     # A separate group with a longer deadline, because preparing data may take longer than a step.
     waiting: Any = None if gang.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
     try:
-        spec = share_from_rank_0(gang, lambda: _make_spec(request), waiting)
+        spec = standalone.share_from_rank_0(gang, lambda: _make_spec(request), waiting)
     except (TrainingError, InfraError) as error:
         if _is_user_failure(error):
             raise
@@ -114,16 +106,17 @@ def _is_user_failure(error: BaseException) -> bool:
 
 def _make_spec(request: Request) -> WorkerSpec:
     config = request.config
-    job = request.job or default_job_name(os.environ, config.cluster.start_deadline_seconds)
+    job = request.job or standalone.default_job_name(os.environ, config.cluster.start_deadline_seconds)
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
-    claim_for_ranks(job_store, job, take_over=request.take_over)
+    standalone.claim_for_ranks(job_store, job, take_over=request.take_over)
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
     if config.workload is not None:  # try it on the CPU first: a mistake in it should not cost the time of a gang
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
     settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
-    spec = open_job(store.uri, job, settings, prepared, permits=request.permits, parent=rewind_parent(job_store))
+    parent = rewind_parent(job_store)
+    spec = standalone.open_job(store.uri, job, settings, prepared, permits=request.permits, parent=parent)
     return replace(spec, overrides=read_overrides(job_store).to_json())
 
 
@@ -159,11 +152,11 @@ def main(arguments: list[str]) -> NoReturn:
         if observed:
             observed.save_records()
         expected = isinstance(error, InfraError) or (isinstance(error, TrainingError) and not error.curable)
-        record_exception(error, one_line=spec is None and expected and not _is_user_failure(error))
+        standalone.record_exception(error, one_line=spec is None and expected and not _is_user_failure(error))
         code = _exit_code(error, alone=spec is None)
     else:
         code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
-    release_job()
+    standalone.release_job()
     leave(code)
 
 
@@ -266,5 +259,5 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
         ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
         saver.close()
     if spec.result_path:
-        write_result(Path(spec.result_path), ending)
+        standalone.write_result(Path(spec.result_path), ending)
     return ending

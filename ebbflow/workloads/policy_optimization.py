@@ -60,7 +60,9 @@ from ebbflow.workloads.policy_rollouts import (
     check_version,
     completion_mask,
     correct_importance,
+    find_tensor_group,
     greedy_draws,
+    split_policy,
     token_log_probs,
 )
 
@@ -199,7 +201,8 @@ class PolicyOptimization:
         """Return the bytes that a rank keeps beside the policy: the reference, and the engine's gathered weights."""
         kept = self._uses_reference and not (self._options.lora_rank and not self._options.reference)
         gathered = self._options.engine == "torch" and self._context.config.parallel.mode != "ddp"
-        return self._models.parameters * self._kept_dtype.itemsize * (kept + gathered) + self._reward.model_bytes
+        each = self._models.parameters // self._context.config.parallel.tensor_size
+        return each * self._kept_dtype.itemsize * (kept + gathered) + self._reward.model_bytes
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -477,6 +480,8 @@ class PolicyOptimization:
     def _score_by_reference(self, module: nn.Module, tokens: Tensor) -> Tensor:
         if self._reference is None:
             self._reference = self._models.reference(self._context.device, self._kept_dtype)
+            if self._reference is not None and (tensor_group := find_tensor_group(module)) is not None:
+                split_policy(self._reference, tensor_group)
         if self._reference is not None:
             return self._score(self._reference, tokens)[0]
         from ebbflow.workloads.policy_folder import without_lora

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import local_gang
 from ebbflow.training.errors import WorkloadError
+from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.workloads.options import read_options, refuse_option
 from ebbflow.workloads.policy_math import COMPARING, ESTIMATORS, KL_ESTIMATES, KL_IN_REWARD
@@ -13,6 +15,7 @@ from ebbflow.workloads.policy_math import COMPARING, ESTIMATORS, KL_ESTIMATES, K
 _CHOICES = {"advantage_estimator": ESTIMATORS, "kl_estimator": ("", *KL_ESTIMATES), "engine": ("torch", "vllm")}
 _MAY_BE_ZERO = (
     "held_out_prompts", "rollout_batch_size", "micro_rollout_batch_size", "lora_rank", "max_staleness",
+    "engine_tp_size",
 )  # fmt: skip
 
 # Stages of ZeRO (Rajbhandari et al. 2020): the parallel modes that shard at least as much, and what the first one does.
@@ -71,7 +74,7 @@ class PolicyOptions:
     engine: str = "torch"  # torch or vllm
     engine_url: str = ""  # vllm: addresses of the servers, separated by commas
     engine_weights: str = ""  # vllm: folder that ranks and servers share, on which the servers were started
-    engine_tp_size: int = 1  # vllm: GPUs of a server
+    engine_tp_size: int = 0  # GPUs that generate together; 0: parallel.tensor_size, or with vllm 1
     max_staleness: int = 0  # vllm: 1 draws the next rollouts while these are trained on
     importance_cap: float = 2.0  # vllm: limit of the weight that corrects for the engine's probabilities
     engine_mem_util: float = 0.5  # share of the GPU's memory for keys and values
@@ -117,8 +120,6 @@ class PolicyOptions:
             refuse_option("lora_rank and chat are for a model of transformers; fix: workload_options.model")
         if self.reference and not self.init_kl_coef:
             refuse_option("reference: it is not used with init_kl_coef 0; fix: init_kl_coef: 0.001")
-        if self.engine_tp_size > 1 and self.engine == "torch":
-            refuse_option(f"engine_tp_size: {self.engine_tp_size}: the engine torch uses one device; fix: 1")
         if self.engine == "vllm":
             self._check_servers()
         elif self.max_staleness or self.engine_url or self.engine_weights:
@@ -153,6 +154,11 @@ class PolicyOptions:
             )
         if options.zero_stage >= 0:
             options.explain_zero(context.config)
+        options.check_tensor_group(context.config, context.world_size)
+        if model.end_of_document is not None:
+            raise WorkloadError(
+                f"model.end_of_document: {model.end_of_document}: a rollout is one document; fix: leave it out"
+            )
         if options.adam_offload and context.config.fsdp.cpu_offload:
             refuse_option("adam_offload: fsdp.cpu_offload keeps the moments in main memory too; fix: one of both")
         batch = context.config.training.batch_size
@@ -160,10 +166,6 @@ class PolicyOptions:
             refuse_option(
                 f"rollout_batch_size: {options.rollout_batch_size} prompts are not a multiple of training.batch_size "
                 f"{batch}; fix: rollout_batch_size: {-(-options.rollout_batch_size // batch) * batch}"
-            )
-        if model.end_of_document is not None:
-            raise WorkloadError(
-                "model.end_of_document: a rollout is one document, so there is nothing to separate; fix: remove it"
             )
         if context.config.training.initial_weights:
             raise WorkloadError(
@@ -179,6 +181,31 @@ class PolicyOptions:
         if config.parallel.mode not in modes:
             refuse_option(f"{found}; it is {config.parallel.mode}; fix: parallel.mode: {modes[0]}")
         return found
+
+    def check_tensor_group(self, config: RunConfig, groups: int) -> None:
+        """Raise WorkloadError if the ranks of `parallel.tensor_size` cannot train and generate together.
+
+        Args:
+            groups: the number of tensor groups; if the configuration names the number of ranks, that counts.
+        """
+        tensor, gang = config.parallel.tensor_size, local_gang(config)
+        if self.engine == "torch" and self.engine_tp_size not in (0, tensor):
+            refuse_option(
+                f"engine_tp_size: {self.engine_tp_size}: the engine torch splits layers as the policy does, over "
+                f"parallel.tensor_size {tensor}; fix: leave it out, or parallel.tensor_size: {self.engine_tp_size}"
+            )
+        if tensor == 1:
+            return
+        if self.model:
+            raise WorkloadError(
+                f"parallel.tensor_size {tensor}: only the layers of the built-in policy can be split, not those of "
+                f"{self.model}; fix: parallel.tensor_size: 1"
+            )
+        ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else (groups * tensor, groups * tensor)
+        place = RankLayout(ranks=ranks, ranks_per_node=ranks_per_node, gpu=False)
+        plain = config.model_copy(update={"workload": None})
+        if found := [one for one in find_unsupported_options(plain, place) if "tensor_size" in one.message]:
+            raise WorkloadError("; and ".join(map(str, found)))
 
     @property
     def kl_kind(self) -> str:

@@ -1,7 +1,8 @@
 """Rollouts: completions that an engine draws from a policy, with their log-probabilities and weight version.
 
 A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each token. The size of
-a generation batch changes nothing but the rounding of the log-probabilities.
+a generation batch changes nothing but the rounding of the log-probabilities. In a tensor group
+(`parallel.tensor_size`), the ranks draw the same rollouts together.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.tensor_parallel import split_computation
 
 _GREEDY = -1.0  # a draw that takes the likeliest token
 
@@ -44,7 +47,7 @@ def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> T
 
 
 class Engine(Protocol):
-    """An inference engine. `update_weights` is collective; the other methods are not."""
+    """An inference engine. `update_weights` is collective; the other methods are not, except in a tensor group."""
 
     version: int  # of its weights: the number of updates of the policy
 
@@ -69,8 +72,9 @@ class Engine(Protocol):
 class TorchEngine:
     """An engine in plain torch, with a cache of keys and values.
 
-    Weights that are not sharded are shared with the policy, sharded ones are gathered. Prompts of a batch may have
-    different lengths: they start at the same position, and where one is over, its completion begins.
+    Weights that are not sharded are shared with the policy, sharded ones are gathered. In a tensor group, each rank has
+    its part of them, and the keys and values of its attention heads. Prompts of a batch may have different lengths:
+    they start at the same position, and where one is over, its completion begins.
 
     Args:
         model: a policy on the meta device, which gets the weights.
@@ -98,6 +102,7 @@ class TorchEngine:
         self._model, self._sequence, self._stop, self._temperature = model, sequence, stop, temperature
         self.batch, self._device, self._awake = batch, device, True
         self._memory_share, self.cached, self._dtype = memory_share, True, dtype
+        self._group: DeviceMesh | None = None  # the tensor group
 
     @property
     def model(self) -> nn.Module:
@@ -107,6 +112,10 @@ class TorchEngine:
     @torch.no_grad()
     def update_weights(self, model: nn.Module, version: int) -> None:
         model = getattr(model, "module", model)  # without DDP's wrapper
+        if self._group is None and (group := find_tensor_group(model)) is not None:
+            policy: Any = self._model
+            split_computation(policy.split_layers(), group)
+            self._group = group
         own = dict(self._model.named_parameters(remove_duplicate=False))  # all names of tied weights
         buffers = dict(self._model.named_buffers())
         given = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -115,7 +124,7 @@ class TorchEngine:
             if isinstance(value, DTensor):
                 moved = value.to(self._device, self._dtype if name in own else value.dtype)
                 assert isinstance(moved, DTensor)
-                value = moved.full_tensor()
+                value = gather_shards(moved)
             owner, _, key = name.rpartition(".")
             part = self._model.get_submodule(owner)
             setattr(part, key, nn.Parameter(value, requires_grad=False) if name in own else value)
@@ -137,15 +146,19 @@ class TorchEngine:
             raise TrainingError("the engine has no weights; fix: wake it and update its weights before it generates")
         if self._device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self._device)
-            self.batch = fit_batch(
-                self.batch, int(total * self._memory_share), cache_bytes(self._model, self._sequence)
-            )
+            each = cache_bytes(self._model, self._sequence) // (1 if self._group is None else self._group.size())
+            self.batch = fit_batch(self.batch, int(total * self._memory_share), each)
         first, parts = 0, []
         while first < len(prompts):
             last = first + self.batch
             try:
                 parts.append(self._generate(prompts[first:last], draws[first:last]))
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if self._group is not None:  # the other ranks of the group wait within the forward pass
+                    raise TrainingError(
+                        f"rollouts: out of memory with {self.batch} at a time, which a tensor group cannot halve; fix: "
+                        f"workload_options.micro_rollout_batch_size: {max(1, self.batch // 2)}"
+                    ) from error
                 if self.batch == 1:
                     raise
                 self.batch //= 2
@@ -185,8 +198,49 @@ class TorchEngine:
         return policy_logits(self._model, tokens, past)[:, -1]
 
 
+def find_tensor_group(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of the ranks that compute each layer of the model together; None without tensor parallelism."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tensor"]
+    return None
+
+
+def gather_shards(weight: DTensor) -> Tensor:
+    """Return a weight that FSDP2 has sharded as a plain tensor; in a tensor group, this rank's part. Collective."""
+    mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
+    if "tensor" not in names:
+        return weight.full_tensor()
+    placements: dict[str, Any] = dict(zip(names, weight.placements, strict=True))
+    shape, split = list(weight.shape), placements.pop("tensor")
+    if not split.is_replicate():
+        shape[split.dim] //= mesh["tensor"].size()
+    part = weight.to_local()
+    for name, placement in placements.items():  # FSDP2 shards another dimension than the tensor group
+        if not placement.is_replicate():
+            whole = torch.empty(shape, device="meta")
+            about: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+            part = DTensor.from_local(part, mesh[name], [Shard(placement.dim)], **about).full_tensor()
+    return part
+
+
+def split_policy(policy: Any, group: DeviceMesh) -> None:
+    """Keep this rank's part of the weights of a whole policy, and let the tensor group compute it together."""
+    layers, parts = policy.split_layers(), {}
+    for module, layer in layers.items():
+        whole = module.weight
+        if layer.dimension is not None:
+            if whole not in parts:  # tied weights are split once
+                rows = whole.detach().unflatten(layer.dimension, (layer.parts, group.size(), -1))
+                own = rows.select(layer.dimension + 1, group.get_local_rank())
+                own = own.flatten(layer.dimension, layer.dimension + 1).clone()
+                parts[whole] = nn.Parameter(own, requires_grad=False)
+            module.weight = parts[whole]
+    split_computation(layers, group)
+
+
 def cache_bytes(model: nn.Module, sequence: int) -> int:
-    """Return the bytes of the keys and values of one rollout, in float32."""
+    """Return the bytes of the keys and values of one rollout, in float32, of all attention heads."""
     policy: Any = model
     return 4 * policy.cached_numbers_per_token * sequence
 

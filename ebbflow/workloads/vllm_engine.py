@@ -197,7 +197,7 @@ def describe_server(options: PolicyOptions) -> str:
     """Return the command line that starts a server for a job."""
     return (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {options.engine_weights} --enable-sleep-mode --logprobs-mode "
-        f"processed_logprobs --max-model-len {options.sequence} --tensor-parallel-size {options.engine_tp_size} "
+        f"processed_logprobs --max-model-len {options.sequence} --tensor-parallel-size {options.engine_tp_size or 1} "
         f"--gpu-memory-utilization {options.engine_mem_util:g}"
     )
 

@@ -201,7 +201,7 @@ class ParallelConfig(Section):
         None, "hsdp: ranks that share one copy of the model; null: cluster.processes_per_node"
     )
     tensor_size: int = key(
-        1, "consecutive ranks that compute each layer together (tensor parallelism); of the built-in model only", ge=1
+        1, "consecutive ranks that compute each layer together (tensor parallelism), of built-in models only", ge=1
     )
     recompute: Literal["none", "selective", "full"] = key(
         "none", "activations recomputed in backward: none, all but matrix products, or all of a unit"

@@ -56,9 +56,10 @@ def config_of(folder: Path, *, options: dict[str, Any] | None = None, **sections
     training |= {"scheduler": {"type": "constant", "warmup_steps": 0}, **sections.pop("training", {})}
     settings: dict[str, Any] = {"checkpoint": {"interval_steps": 3}, "parallel": {"mode": "ddp"}, **sections}
     model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 10}
+    settings = {"model": model, **settings}
     return RunConfig.model_validate(
         {"store": str(folder / "store"), "workload": WORKLOAD, "workload_options": OPTIONS | (options or {})}
-        | {"model": model, "training": training}
+        | {"training": training}
         | settings
     )
 
@@ -75,22 +76,44 @@ def numbers_of(config: RunConfig, job: str) -> list[float]:
 
 
 def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path: Path) -> None:
-    """20 steps on 1, 2 and 4 ranks; and 10 on two ranks, resumed on one."""
+    """20 steps on 1, 2 and 4 ranks, of which two compute each layer together; and 10 on such two, resumed on one."""
     found: dict[str, list[float]] = {}
-    for job, world_size, steps in (("1", 1, 20), ("2", 2, 20), ("4", 4, 20), ("resumed", 2, 10), ("resumed", 1, 20)):
+    tensor = {"mode": "fsdp2", "tensor_size": 2}
+    for job, world_size, steps, parallel in (
+        ("1", 1, 20, {"mode": "ddp"}),
+        ("2", 2, 20, {"mode": "ddp"}),
+        ("4", 4, 20, tensor),
+        ("resumed", 2, 10, tensor),
+        ("resumed", 1, 20, {"mode": "fsdp2"}),
+    ):
         training = {"max_steps": steps, "evaluation_interval_steps": 10}
-        mode = "fsdp2" if job == "2" else "ddp"
-        config = config_of(tmp_path, training=training, parallel={"mode": mode}, checkpoint={"interval_steps": 10})
-        path = tmp_path / "job.yaml"
-        path.write_text(config.model_dump_json())
-        if world_size == 1:
-            run_alone(config, job)
-        else:
-            run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
-        found[job] = numbers_of(config, job)
+        config = config_of(tmp_path, training=training, parallel=parallel, checkpoint={"interval_steps": 10})
+        found[job] = train(config, job, world_size)
     assert len(found["1"]) == len(found["resumed"]) == 47 and len(set(found["1"])) > 30
     for job in ("2", "4", "resumed"):
         assert found[job] == pytest.approx(found["1"], rel=1e-5, abs=1e-5), job
+
+
+def train(config: RunConfig, job: str, world_size: int) -> list[float]:
+    path = Path(config.store).parent / "job.yaml"
+    path.write_text(config.model_dump_json())
+    if world_size == 1:
+        run_alone(config, job)
+    else:
+        run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
+    return numbers_of(config, job)
+
+
+def test_a_tensor_group_draws_and_trains_with_values_as_one_process(tmp_path: Path) -> None:
+    """Heads of keys are shared by two heads of queries; biases, tied embeddings, a head with values and a reference."""
+    options = {"advantage_estimator": "ppo", "enable_engine_sleep": True, "micro_rollout_batch_size": 3}
+    model = {"architecture": "llama", "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "qk_norm": True}
+    model |= {"hidden_size": 16, "num_layers": 1, "sequence_length": 10, "tied_embeddings": True}
+    found = [
+        train(config_of(tmp_path, options=options, parallel=parallel, model=model), str(world_size), world_size)
+        for world_size, parallel in ((1, {"mode": "ddp"}), (2, {"mode": "fsdp2", "tensor_size": 2}))
+    ]
+    assert len(found[0]) == 19 and found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-5)
 
 
 def test_a_job_killed_in_a_rollout_and_in_an_update_ends_with_the_weights_of_the_quiet_one(tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ def test_less_memory_makes_smaller_batches_and_the_same_rollouts(monkeypatch: py
 
     monkeypatch.setattr(Policy, "forward", limited)
     assert torch.equal(engine.generate(PROMPTS, draws).tokens, expected.tokens)
+    engine.batch = 5
+    monkeypatch.setattr(engine, "_group", object())
+    with pytest.raises(TrainingError, match=r"with 5 at a time, which a tensor group cannot halve; fix: .*: 2"):
+        engine.generate(PROMPTS, draws)
 
 
 def test_the_share_of_memory_limits_a_generation_batch() -> None:
@@ -303,7 +307,7 @@ def test_steps_between_two_rollouts_train_on_the_stored_ones(tmp_path: Path) -> 
         ({"rollout_batch_size": 8100}, r"num_rollouts_per_episodes = 8096 prompts // 8100 prompts per rollout = 0"),
         ({"kl_estimator": "k1"}, "k1 is no penalty in the loss, as with grpo.*fix: k2 or k3"),
         ({"kl_horizon": 0.0}, "kl_horizon: 0.0; fix: a number of rollouts"),
-        ({"engine_tp_size": 2}, "the engine torch uses one device"),
+        ({"engine_tp_size": 2}, "splits layers as the policy does, over parallel.tensor_size 1; fix: leave it"),
         ({"engine_mem_util": 0.0}, "engine_mem_util: 0.0; fix: more than 0"),
         ({"kl_target": 0.1, "init_kl_coef": 0.0}, "no reference with init_kl_coef 0"),
         ({"path": "absent.jsonl"}, "absent.jsonl is not a file"),
@@ -319,10 +323,29 @@ def test_bad_options_are_refused_before_training(options: dict[str, Any], proble
         prepare(config_of(tmp_path, options))
 
 
-def test_the_end_of_documents_is_refused_where_nothing_is_packed(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {})
-    with pytest.raises(TrainingError, match=r"a rollout is one document, .*; fix: remove it"):
-        prepare(config.changed("model", end_of_document=0))
+@pytest.mark.parametrize(
+    ("options", "sections", "problem"),
+    [
+        ({}, {"parallel": {"mode": "ddp", "tensor_size": 2}}, "tensor_size 2: only the layers of the built-in model"),
+        ({}, {"parallel": {"tensor_size": 4}}, r"4 does not divide model.num_heads 2: 2 = 4 × 0 \+ 2; .*one of 1, 2"),
+        ({"model": "folder"}, {"parallel": {"tensor_size": 2}}, "only the layers of the built-in policy .* of folder"),
+        ({"engine_tp_size": 4}, {"parallel": {"tensor_size": 2}}, "engine_tp_size: 4: .* parallel.tensor_size 2; fix"),
+        ({}, {"model": {"end_of_document": 3}}, "model.end_of_document: 3: a rollout is one document"),
+    ],
+)
+def test_what_a_tensor_group_or_a_rollout_cannot_do_is_refused(
+    options: dict[str, Any], sections: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match=problem):
+        prepare(config_of(tmp_path, options, **sections))
+
+
+def test_another_workload_without_split_layers_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, parallel={"tensor_size": 2}).model_copy(
+        update={"workload": "ebbflow.workloads:PointCloudDiffusion", "workload_options": {"synthetic_clouds": 8}}
+    )
+    with pytest.raises(TrainingError, match=r"tensor_size 2: .*Denoiser has no split_layers"):
+        try_workload(config, prepare(config))
 
 
 def test_an_engine_that_is_not_installed_is_named(tmp_path: Path) -> None:

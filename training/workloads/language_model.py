@@ -295,7 +295,7 @@ class CausalLM(nn.Module):
         kinds |= dict.fromkeys(("projection", "mlp_out"), tensor.ROWS)
         kinds |= dict.fromkeys(("attention_norm", "mlp_norm"), tensor.BEFORE_SPLIT)
         kinds |= dict.fromkeys(("query_norm", "key_norm"), tensor.PER_HEAD)
-        kinds |= dict.fromkeys(("norm", "position"), tensor.WHOLE)
+        kinds |= dict.fromkeys(("norm", "position", "values"), tensor.WHOLE)
         return {part: kinds[name.rpartition(".")[2]] for name, part in self.named_modules() if part._parameters}
 
 

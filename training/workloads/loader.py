@@ -90,9 +90,9 @@ def workload_context(
         project_root=PROJECT_ROOT,
         prepared=dict(prepared or {}),
         rank=gang.rank // group,
-        world_size=gang.world_size // group,
+        world_size=max(1, gang.world_size // group),  # a trial has one rank
         device=gang.device,
-        gather=gang.gather if group == 1 else lambda row: gang.gather(row)[::group],
+        gather=gang.gather if group == 1 else lambda row: gang.gather(row)[::group].contiguous(),
         alive=alive,
     )
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import ModelShape
+from ebbflow.training import tensor_parallel
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.optimizer import hidden_matrices
 from ebbflow.training.weights.files import abbreviate, find_weights
@@ -190,6 +191,7 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
     with user_code(f"{trial.name}.units()"):
         units = list(workload.units(model))
     check_units(trial.name, model, units)
+    tensor_parallel.check_splits(model, config.parallel.tensor_size)
     if config.parallel.mode != "ddp":
         check_tied(trial.name, model, units)
     parameters = _numel(model)
