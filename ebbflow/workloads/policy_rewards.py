@@ -21,6 +21,7 @@ import torch
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workloads.loader import describe_mistake
 from ebbflow.training.workloads.trial import TimeIsUp, at_most
+from ebbflow.workloads import sandbox
 from ebbflow.workloads.policy_prompts import Prompt
 
 # A function of the prompt's text, the completion's text and the prompt's row.
@@ -105,6 +106,8 @@ class Reward:
         if name == "shared_start":
             return shared_start
         if name == "unit_test":
+            if missing := sandbox.find_missing():
+                print(f"reward unit_test: nothing keeps programs from {' and '.join(missing)} here", flush=True)
             return partial(run_unit_test, seconds=self._seconds, memory_mib=self._memory_mib)
         module, _, attribute = name.partition(":")
         if not attribute:
@@ -147,28 +150,13 @@ def shared_start(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     return same / (max(len(answer), len(completion)) or 1)
 
 
-_PASSED = b"passed"
-_RUN_TEST = f"""
-import json, os, resource, sys
-writer = int(sys.argv[1])
-for name, most in json.loads(sys.argv.pop()).items():
-    resource.setrlimit(getattr(resource, name), (most, most))
-sys.argv[:] = ["program.py"]
-scope = {{"__name__": "__main__"}}
-for name in ("completion.py", "test.py"):
-    with open(name, encoding="utf-8") as file:
-        exec(compile(file.read(), name, "exec"), scope)
-os.write(writer, {_PASSED!r})
-"""
-
-
 def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, seconds: float, memory_mib: int) -> float:
     """Return 1.0 if the completion and then the row's `test` run to their end as one Python program, else 0.0.
 
     A program that ends itself before its test, even with exit code 0, has not passed. It runs in an empty folder and
     without the environment's variables, with limits of memory, file size and processor time: half of `seconds`, rounded
-    up. A program that waits is ended after nine tenths of `seconds`. It is no sandbox against hostile code: the program
-    can read files, start processes and use the network.
+    up. A program that waits is ended after nine tenths of `seconds`. `sandbox` keeps it from processes, network and
+    files. A program that searches the interpreter for the runner can still claim that it passed.
     """
     if not isinstance(row.get("test"), str):
         raise WorkloadError(f"reward unit_test: the row of prompt {prompt[:60]!r} has no test; fix: add Python code")
@@ -180,7 +168,7 @@ def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, secon
         with tempfile.TemporaryDirectory(prefix="ebbflow-test-") as folder:
             for name, text in (("completion.py", completion), ("test.py", row["test"])):
                 Path(folder, name).write_text(text, encoding="utf-8", errors="replace")
-            command = [sys.executable, "-s", "-P", "-B", "-c", _RUN_TEST, str(writer), json.dumps(limits)]
+            command = [sys.executable, "-s", "-P", "-B", sandbox.__file__, str(writer), json.dumps(limits)]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             own = {"PYTHONHASHSEED": "0"}  # the order of a set does not decide
             with subprocess.Popen(
@@ -191,11 +179,12 @@ def run_unit_test(prompt: str, completion: str, row: Mapping[str, Any], *, secon
                 except subprocess.TimeoutExpired:
                     return 0.0
                 finally:
-                    with contextlib.suppress(ProcessLookupError):  # its children too
+                    process.kill()
+                    with contextlib.suppress(ProcessLookupError):  # its children too, where it can have some
                         os.killpg(process.pid, signal.SIGKILL)
         os.set_blocking(reader, False)
         with contextlib.suppress(BlockingIOError):
-            return float(os.read(reader, 16) == _PASSED)
+            return float(os.read(reader, 16) == sandbox.PASSED)
         return 0.0
     finally:
         os.close(reader)

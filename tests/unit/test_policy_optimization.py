@@ -33,6 +33,7 @@ from ebbflow.workloads.policy_rollouts import (
     greedy_draws,
     score,
 )
+from ebbflow.workloads.sandbox import find_missing
 
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 12, "vocab_size": 20}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
@@ -242,6 +243,49 @@ def test_a_unit_test_has_limits_of_time_and_memory() -> None:
     assert time.monotonic() - begun < 30
     with pytest.raises(TrainingError, match="has no test"):
         judge(Prompt("double", {}), "")
+
+
+ATTACKS = """
+import ctypes, os, resource, signal, socket, subprocess, threading
+from pathlib import Path
+
+Path("own").write_text("own")
+def refused(attack):
+    try:
+        attack()
+    except (PermissionError, ValueError):  # setrlimit raises the second
+        return True
+    return False
+def raise_limit():
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
+attacks = {
+    "fork": os.fork, "program": lambda: subprocess.run(["/bin/true"]), "exec": lambda: os.execv("/bin/true", ["true"]),
+    "network": lambda: socket.socket(), "local socket": lambda: socket.socket(socket.AF_UNIX),
+    "signal": lambda: os.kill(os.getppid(), 0), "session": os.setsid, "limit": raise_limit,
+    "read": lambda: open("/etc/passwd"), "read ours": lambda: open("SECRET"), "list": lambda: os.listdir("/"),
+    "memory": lambda: open(f"/proc/{os.getppid()}/mem", "rb"), "write": lambda: open("/tmp/from-a-test", "w"),
+    "mode": lambda: os.chmod("SECRET", 0o777), "remove": lambda: os.unlink("SECRET"),
+}
+passed = sorted(name for name, attack in attacks.items() if not refused(attack))
+thread = threading.Thread(target=passed.sort)
+thread.start(); thread.join(); resource.getrlimit(resource.RLIMIT_AS); socket.socketpair()
+"""
+
+
+def test_a_unit_test_cannot_harm_the_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if find_missing():
+        pytest.skip(f"this machine cannot keep programs from {find_missing()}")
+    secret = tmp_path / "answers"
+    secret.write_text("42")
+    prompt = Prompt("attack", {"test": "assert not passed, passed"})
+    judge = reward_of("unit_test", seconds=4.0)
+    assert judge(prompt, ATTACKS.replace("SECRET", str(secret))) == 1.0
+    assert secret.read_text() == "42" and capfd.readouterr().out == ""
+    kept = Prompt("import", {"test": "import decimal, sqlite3, numpy; assert numpy.arange(3).sum() == 3"})
+    assert judge(kept, "import os; assert sorted(os.listdir()) == ['completion.py', 'test.py']") == 1.0
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: print('x' * 100_000)"
+    begun = time.monotonic()
+    assert reward_of("unit_test", seconds=1.0)(prompt, deaf) == 0.0 and time.monotonic() - begun < 30
 
 
 def config_of(tmp_path: Path, options: dict[str, Any] | None = None, **sections: Any) -> RunConfig:

@@ -1,0 +1,133 @@
+"""Run a completion and its test as one Python program that can harm nothing but its own folder.
+
+The reward `unit_test` starts this file as a program of its own, so it imports the standard library only. On Linux, two
+mechanisms that need no privileges restrict the process before the completion runs: a seccomp filter refuses processes,
+programs, sockets and signals (x86-64 only), and Landlock refuses files outside Python's folders and the current one.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import sys
+
+PASSED = b"passed"
+_NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # of prctl
+_X86_64, _X32 = 0xC000003E, 0x40000000  # AUDIT_ARCH_X86_64, and the bit of x32's system calls
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # what a filter returns
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
+_CLONE, _CLONE3, _PRLIMIT, _CLONE_THREAD = 56, 435, 302, 0x10000
+# System calls of x86-64 by number (arch/x86/entry/syscalls/syscall_64.tbl).
+_REFUSED = {
+    "processes and programs": (57, 58, 59, 322, 101, 310, 311, 109, 112, 272, 308, 434, 438),
+    "sockets, also through io_uring": (41, 425),
+    "signals": (62, 129, 200, 234, 297, 424),
+    "shared memory, queues and keys that outlive the process": (29, 64, 68, 240, 248, 249, 250),
+    "modes, owners and attributes of files": (90, 91, 92, 93, 94, 188, 189, 190, 260, 268, 452),
+    "times of files": (132, 235, 261, 280),
+    "limits and priorities": (160, 141, 203),
+    "the system": (155, 161, 164, 165, 166, 169, 170, 171, 175, 176, 227, 246, 298, 304, 313, 321, 323),
+}  # fmt: skip
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # system calls on every architecture
+_EXECUTE, _WRITE, _READ, _LIST, _REFER, _TRUNCATE = 1, 2, 4, 8, 1 << 13, 1 << 14  # rights of Landlock
+_READABLE = ("/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
+_WRITABLE = ("/dev/null",)
+
+_PROCESSES = "starting processes and using the network"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Rule(ctypes.Structure):  # struct landlock_path_beneath_attr
+    _pack_ = 1
+    _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+class _Instruction(ctypes.Structure):  # struct sock_filter
+    _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("value", ctypes.c_uint32)]
+
+
+class _Program(ctypes.Structure):  # struct sock_fprog
+    _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction))]
+
+
+def find_missing() -> list[str]:
+    """Return what a program is not kept from on this machine."""
+    linux = sys.platform == "linux"
+    missing = [] if _landlock_version() else ["reading and writing files"]
+    if not linux or platform.machine() != "x86_64" or _libc.prctl(21, 0, 0, 0, 0) < 0:  # PR_GET_SECCOMP
+        missing.append(_PROCESSES)
+    return missing
+
+
+def _landlock_version() -> int:
+    if sys.platform != "linux":
+        return 0
+    return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+
+
+def restrict_files(folder: str) -> None:
+    """Refuse all files but Python's own, which can be read, and those in `folder`."""
+    version = _landlock_version()
+    if not version:
+        return
+    every = (1 << 13) - 1 | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    handled = ctypes.c_uint64(every)
+    rules = _check(_libc.syscall(_LANDLOCK_CREATE, ctypes.byref(handled), ctypes.c_size_t(8), ctypes.c_uint32(0)))
+    rights = dict.fromkeys((*_READABLE, sys.prefix, sys.base_prefix), _EXECUTE | _READ | _LIST)
+    rights |= dict.fromkeys(_WRITABLE, _READ | _WRITE) | {folder: every}
+    for path, allowed in rights.items():
+        if os.path.exists(path):
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = _Rule(allowed if os.path.isdir(path) else allowed & (_EXECUTE | _READ | _WRITE), handle)
+            _check(_libc.syscall(_LANDLOCK_ADD, rules, 1, ctypes.byref(rule), ctypes.c_uint32(0)))
+            os.close(handle)
+    _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)))
+    os.close(rules)
+
+
+def restrict_system_calls() -> None:
+    """Refuse the system calls of `_REFUSED`, new processes, and changes of limits. Threads are allowed."""
+    if _PROCESSES in find_missing():
+        return
+    refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL)]
+    lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), refuse]
+    lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]  # the C library then uses clone
+    for number in (number for numbers in _REFUSED.values() for number in numbers):
+        lines += [(_EQUAL, 0, 1, number), refuse]
+    allow = (_RETURN, 0, 0, _ALLOW)
+    lines += [(_EQUAL, 0, 4, _CLONE), (_LOAD, 0, 0, 16), (_HAS_BIT, 0, 1, _CLONE_THREAD), allow, refuse]
+    lines += [(_EQUAL, 0, 5, _PRLIMIT), (_LOAD, 0, 0, 32), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 36), (_EQUAL, 1, 0, 0)]
+    lines += [refuse, allow]  # prlimit without a new limit only reads
+    program = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
+    _check(_libc.prctl(_SECCOMP, _FILTER, ctypes.byref(_Program(len(lines), program)), 0, 0))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def main() -> None:
+    """Set the limits, and run completion.py and test.py of the current folder. Write `PASSED` if both end."""
+    writer, limits = int(sys.argv[1]), json.loads(sys.argv[2])
+    for name, most in limits.items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    if sys.platform == "linux":
+        _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+        restrict_files(os.getcwd())
+        restrict_system_calls()
+    sys.argv[:] = ["program.py"]
+    scope = {"__name__": "__main__"}
+    for name in ("completion.py", "test.py"):
+        with open(name, encoding="utf-8") as file:
+            exec(compile(file.read(), name, "exec"), scope)
+    os.write(writer, PASSED)
+
+
+if __name__ == "__main__":
+    main()
