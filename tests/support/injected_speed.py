@@ -31,6 +31,10 @@ def multiply(size: int = 400, times: int = 10) -> None:
         matrix = matrix @ matrix.T / size
 
 
+def wait_for_host() -> None:
+    time.sleep(0.004)
+
+
 @injects("B07")
 def gpus_of_two_sockets(here: Injected) -> None:
     """A stand-in for nvidia-smi on a machine whose GPUs have no NVLink."""
@@ -51,6 +55,16 @@ def memory_held_by_one_rank(here: Injected) -> None:
     if here.rank == 0 and high > 1.15 * low:
         print(f"memory is uneven: the ranks use {[int(each) for each in used]} MiB", flush=True)
     del held
+
+
+@injects("G01")
+def device_without_work(_: Injected) -> None:
+    """A monitor of the device, here the CPU: the share of each step in which it computes, in many small pieces."""
+    for step in range(STEPS):
+        busy, waits = (sum(seconds(part) for _ in range(20)) for part in (lambda: multiply(64, 1), wait_for_host))
+        share = 100 * busy / (busy + waits)
+        if share < 40:
+            print(f"step {step}: GPU utilization is only {share:.0f} %", flush=True)
 
 
 @injects("G04", ranks=2)

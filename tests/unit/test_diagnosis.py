@@ -355,7 +355,8 @@ def test_the_rank_that_did_not_come_is_the_suspect(
 
 # Each takes a second in a process of its own. soak_headlines.py makes all of them, ten times.
 @pytest.mark.parametrize(
-    "name", ["no_rollouts", "prefix_of_ddp", "wrong_interface", "corrupt_labels", "one_microbatch"]
+    "name",
+    ["no_rollouts", "prefix_of_ddp", "wrong_interface", "corrupt_labels", "device_without_work", "one_microbatch"],
 )
 def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> None:
     logs, _, _ = inject(name, tmp_path)
