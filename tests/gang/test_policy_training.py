@@ -90,6 +90,8 @@ def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path:
         config = config_of(tmp_path, training=training, parallel=parallel, checkpoint={"interval_steps": 10})
         found[job] = train(config, job, world_size)
     assert len(found["1"]) == len(found["resumed"]) == 47 and len(set(found["1"])) > 30
+    held_out_reward, reward = found["1"][-7:-5]
+    assert held_out_reward >= 0.9 and reward > 0.33, "a quarter of random bytes has the reward"
     for job in ("2", "4", "resumed"):
         assert found[job] == pytest.approx(found["1"], rel=1e-5, abs=1e-5), job
 
