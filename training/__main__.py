@@ -19,7 +19,7 @@ _COMMANDS = {
     "certify": "ebbflow.training.certify",
     "compare": "ebbflow.compare",
     "run": "ebbflow.training.script",
-    "doctor": "ebbflow.training.doctor",
+    "doctor": "ebbflow.doctor",
 }
 _BENCHMARKS = {"soak": "soak", "bench": "training"}
 

@@ -15,7 +15,7 @@ import torch
 from tests.support.attached_scripts import ROOT, SCRIPTS, attached, events_of, finish, start
 from tests.support.batch.flow import PREFIX, BatchRunner, account
 from tests.support.flow import FlowRunner, assert_ledger_adds_up
-from tests.support.planted_resume_bugs import PLANTED, plant
+from tests.support.planted_resume_bugs import OTHERS, PLANTED, plant
 from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
@@ -95,12 +95,12 @@ def _doctor(script: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", PLANTED | OTHERS)
 def test_the_doctor_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(plant((SCRIPTS / "resumable.py").read_text(), name))
+    script, source = tmp_path / "train.py", OTHERS[name][0] if name in OTHERS else "resumable"
+    script.write_text(plant((SCRIPTS / f"{source}.py").read_text(), name))
     code, text = _doctor(script)
-    assert code == 1 and PLANTED[name][2] in text, text
+    assert code == 1 and (PLANTED | OTHERS)[name][-1] in text, text
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,13 @@ def test_the_doctor_looks_into_the_classes_of_a_script(tmp_path: Path, old: str,
     assert code == int(bool(old)) and says in text, text
 
 
-@pytest.mark.parametrize("name", ["resumable", "plain", "nano_gpt", "resnet", "accelerated"])
+@pytest.mark.parametrize(
+    "name", ["resumable", "plain", "resumable_ema", "resumable_ddp", "nano_gpt", "resnet", "accelerated"]
+)
 def test_the_doctor_raises_no_false_alarm(name: str, tmp_path: Path) -> None:
-    if name in ("resumable", "plain"):
+    if name == "plain" or name.startswith("resumable"):
         script = tmp_path / "train.py"
-        text = (SCRIPTS / "resumable.py").read_text()
+        text = (SCRIPTS / f"{name if name != 'plain' else 'resumable'}.py").read_text()
         if name == "plain":  # what it does not restore is never drawn from
             text = text.replace("nn.Dropout(0.2), ", "").replace("0.1 * random.random()", "0.1")
             text = text.replace('        torch.set_rng_state(checkpoint["rng"])\n', "")

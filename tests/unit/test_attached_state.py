@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ebbflow.doctor import compare, explain, find_passing
+from ebbflow.script_tracer import Tracer, TrainedWeights
 from ebbflow.training.attached_guards import describe_promise
 from ebbflow.training.attached_state import (
     BatchSource,
@@ -22,7 +24,6 @@ from ebbflow.training.attached_state import (
     restore_frozen,
     split_state,
 )
-from ebbflow.training.doctor import _Tracer, compare
 from ebbflow.training.errors import AttachError
 
 
@@ -162,11 +163,49 @@ class Loop:
 
 def test_the_doctor_sees_the_attributes_of_a_scripts_own_classes(tmp_path: Path) -> None:
     loop, others = Loop(), Counter("ab")
-    tracer = _Tracer(str(tmp_path / "trace"), 1, Path(__file__).parent)
-    found = dict(tracer._variables(sys._getframe()))
+    both = {"loop": loop, 3: [loop]}
+    tracer = Tracer([tmp_path / "trace"], 0, 1, Path(__file__).parent)
+    found = dict(tracer.variables(sys._getframe()))
     assert found["loop"] is loop and found["others"] is others
     assert found["loop.optimizer"] is loop.optimizer and found["loop.step"] == 3
-    assert all("." not in name for name in found if not name.startswith("loop"))
+    assert found["both['loop']"] is loop is found["both[3][0]"] and found["both['loop'].step"] == both["loop"].step
+    assert not any(name.startswith("others.") for name in found)
+
+
+def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch() -> None:
+    model = torch.nn.Linear(3, 2)
+    model(torch.ones(4, 3)).sum().backward()
+    weights = TrainedWeights(list(model.parameters()), model)
+    average = {name: one.detach().clone() for name, one in model.named_parameters()}
+    assert weights.state_of(average) is average and weights.state_of(list(average.values()))
+    for other in (model.state_dict(), [one.grad for one in model.parameters()], {"x": torch.ones(4, 3)}, []):
+        assert weights.state_of(other) is None
+
+    def record(params: str, average: str, snapshot: str = "") -> dict[str, Any]:
+        objects = {"average": ["dict", average]} | ({"snapshot": ["dict", snapshot]} if snapshot else {})
+        return {"params": params, "objects": objects, "counters": {}, "rng": {}}
+
+    whole = [record("a", "1"), record("b", "2"), record("c", "3", "s"), record("d", "4", "s")]
+    assert compare(whole, [record("c", "1")], 3) == (2, [("dict", "average")])
+    assert compare(whole, [record("c", "3")], 3) == (2, [])
+    text = explain("a.py", {"a.py": "average = {}"}, "dict", "average", "a.py:7", "a.py:5")
+    assert text[1:3] == [
+        "      fix: line 7 saves:  'average': average",
+        "           line 5 loads:  average = checkpoint['average']",
+    ]
+
+
+def test_the_doctor_excuses_numbers_that_begin_anew_in_each_epoch_or_repeat_another() -> None:
+    source = "step = 0\nfor epoch in range(3):\n  correct = 0\n  for i, x in enumerate(loader):\n    step += 1\n"
+    passing = find_passing([source + "def count(self):\n  total = 0\nwhile True: count(1)\n"])
+    assert passing == {"correct", "i", "total"}
+
+    def record(params: str, **counters: int) -> dict[str, Any]:
+        return {"params": params, "objects": {}, "counters": counters, "rng": {}}
+
+    whole = [record(one, i=n, step=n, own=n) for n, one in enumerate("abcdef")]
+    assert compare(whole, [record("d", i=0, step=3, own=0)], 4, passing=passing) == (3, [])
+    assert compare(whole, [record("d", i=0, step=0, own=0)], 4, passing=passing) == (3, [("counter", "step")])
 
 
 def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:
