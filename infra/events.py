@@ -59,7 +59,8 @@ GENERATION_ENDED = "generation_ended"
 NODE_STARTED = "node_started"
 # seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes, disk_free_bytes,
 # shared_memory_free_bytes; with GPUs also gpus, gpu_memory_used_bytes, gpu_memory_free_bytes, gpu_busy_percent,
-# gpu_celsius, gpu_watts and gpus_slowed (how many heat or power slow down)
+# gpu_celsius, gpu_watts and gpus_slowed (how many heat or power slow down); once the ranks have ended also trained (the
+# last step whose update they applied)
 NODE_HEARTBEAT = "node_heartbeat"
 NODE_ENDED = "node_ended"
 # Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight in the unit it
@@ -192,7 +193,7 @@ _DATA: dict[str, dict[str, Any]] = {
         "uptime_seconds": float,
         **dict.fromkeys(("instance_id", "instance_type", "zone", "zone_id", "region", "market", "batch_job_id"), str),
     },
-    NODE_HEARTBEAT: {"seconds": float},
+    NODE_HEARTBEAT: {"seconds": float, "trained": int},
     NODE_ENDED: {"seconds": float, "reason": str},
     PHASE: {"class!": LedgerClass, "seconds!": float},
     STEP: {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ebbflow.infra.errors import InfraError
 from ebbflow.training.attach import open_attached
+from ebbflow.training.attached_guards import describe_resize
 from ebbflow.training.attached_job import AttachedJob, refuse
 from ebbflow.training.checkpoint.manifest import TensorEntry
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
@@ -60,8 +61,9 @@ class FolderJob(AttachedJob):
     _kept_steps, _by_library = 1, True
     _same_data = "the library's own position"
 
-    def describe(self, model: nn.Module, max_steps: float) -> None:
-        """Set the job's model and number of steps, which only the framework knows."""
+    def describe(self, model: nn.Module, max_steps: float, *, divided: bool) -> None:
+        """Set what only the framework knows: model, number of steps, and whether more ranks take fewer steps."""
+        self._divided = divided
         self._model, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
 
     def record_inexact_data(self) -> None:
@@ -154,7 +156,7 @@ class FolderJob(AttachedJob):
         self._saver.further = FurtherState({}, shared)
         self._saved_step = step
         empty = [str(path.relative_to(folder.parent)) for path in paths if not path.stat().st_size]
-        return {"folder": {"name": folder.name, "empty": empty}}
+        return {"folder": {"name": folder.name, "empty": empty, "resized": self._resized}}
 
     def _restore(self) -> None:
         self._read_commit(lambda name, entry: None)
@@ -180,6 +182,11 @@ class FolderJob(AttachedJob):
         if (known := restored.extra.get("folder")) is None:
             raise AttachError(f"{restored.key} is no folder of a framework; fix: give this job another name")
         self.restored = _inside(self._into, known["name"])
+        self._resized = known.get("resized", "")
+        if restored.world_size != self._gang.world_size:
+            self._resized = describe_resize(restored.world_size, self._gang.world_size)
+            self.record_inexact_data()  # frameworks skip batches, which now have other samples
+            self.say(f"{self._resized}; the rest of this epoch may have other samples")
         if self._writes:
             for name in known["empty"]:
                 path = _inside(partial, name)

@@ -138,12 +138,12 @@ class Probe:
     def __init__(self, path: str) -> None:
         self._path, self._counter = Path(path), FlopCounterMode(display=False)
 
-    def end_step(self, step: int, model: nn.Module, *, samples: int, steps: int, loader: Any) -> None:
+    def end_step(self, step: int, model: nn.Module, *, samples: int, steps: int, divided: bool, loader: Any) -> None:
         """Begin to count operations after step 1. After step 2, write the results to the probe's file and exit."""
         if step == 1:
             self._counter.__enter__()
             return
-        divided = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        divided = divided or isinstance(getattr(loader, "sampler", None), DistributedSampler)
         parameters = sum(one.numel() for one in model.parameters())
         found = {"parameters": parameters, "flops": float(self._counter.get_total_flops()), "samples": samples / step}
         self._path.write_text(json.dumps(found | {"steps": steps, "divided": divided}))
@@ -206,6 +206,10 @@ class LoopWatch:
                 self._store.set(f"informed {self._rank}", "")
                 self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
         os._exit(error.outcome.exit_code)
+
+
+def describe_resize(before: int, now: int) -> str:
+    return f"a commit of {before} ranks was resumed on {now}, whose sums differ"
 
 
 EXACT, CLOSE, NOT_EXACT = "bit for bit", "within tolerance", "not exact"

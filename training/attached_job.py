@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP
-from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, worst_loss
+from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, describe_resize, worst_loss
 from ebbflow.training.attached_state import (
     BatchSource,
     count_samples,
@@ -98,6 +98,7 @@ class AttachedJob:
 
     _kept_steps = 0  # events of steps that are not emitted yet, because their loss may follow
     _max_steps = 0  # of the job; 0 if unknown
+    _divided = False  # whether more ranks take fewer steps, because they divide each epoch
     _same_data = "random states"  # how a resumed run reads the same data if the job has no loader; "" if it may not
     _by_library = False  # whether a library writes the state of model and optimizer
     _resized = ""  # why results may differ after a change of the number of ranks
@@ -319,12 +320,12 @@ class AttachedJob:
         self._reporter.enter("data", self.step + 1)
 
     def _after_step(self) -> None:
-        loader = self._source.loader if self._source is not None else None
-        facts = {"samples": self._samples, "steps": self._max_steps, "loader": loader}
-        self._guards.probe(self.step, self._model, **facts)
+        facts = {"samples": self._samples, "steps": self._max_steps, "divided": self._divided}
+        self._guards.probe(self.step, self._model, **facts, loader=self._source and self._source.loader)
         self._guards.rehearse(self.step, self._max_steps, self._limits)
 
     def _record(self, samples: int, learning_rate: float | None = None) -> None:
+        self._reporter.mark_trained(self.step)
         data: dict[str, Any] = {"tokens": self._logged.pop("tokens", samples)}
         data["seconds"] = seconds = self._reporter.clock.take()
         if self._optimizer is not None:
@@ -432,6 +433,7 @@ class AttachedJob:
         self._saved_step = step
         at = {"epoch": self.epoch, "batch": self.batch, "samples": self._epoch_samples, "seed": self._seed}
         at |= {"states": forms, "frozen": None if self._by_library else find_frozen(self._model)}
+        at["resized"] = self._resized
         return {"attach": at, "guards": self._guards.numbers.to_json()}
 
     def _restore(self) -> None:
@@ -463,11 +465,10 @@ class AttachedJob:
             else:
                 self.say(f"{restored.key} has no state of {name}, which begins anew")
         self.epoch, self.batch = at["epoch"], at["batch"]
-        self._epoch_samples = at.get("samples", 0)
+        self._epoch_samples, self._resized = at.get("samples", 0), at.get("resized", "")
         if restored.world_size != self._gang.world_size:
             self._seed, self._in_other_batches = at.get("seed", self._seed), self._epoch_samples > 0
-            now = self._gang.world_size
-            self._resized = f"a commit of {restored.world_size} ranks was resumed on {now}, whose sums differ"
+            self._resized = describe_resize(restored.world_size, self._gang.world_size)
         restore_frozen(self._model, at.get("frozen"), self.say)
         if "attach" in (own := restored.further.own):
             kept = from_bytes(own["attach"])
@@ -512,6 +513,7 @@ class AttachedJob:
 
     def _on_optimizer_step(self, *_: Any) -> None:
         self._updated = True
+        self._reporter.mark_trained(self._in_step)
         self._reporter.clock.begin_own()
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:

@@ -346,6 +346,7 @@ class Trainer:
                 drag=self.guards.pace.now,
             )
             self.progress.step(status)
+        self.reporter.mark_trained(at.step)
         self.reporter.emit(STEP, step=at.step, **data)
         for news in self.limits.new_budget_thresholds(sync.stop) if self.gang.rank == 0 else ():
             self.reporter.emit(BUDGET, step=at.step, **news)

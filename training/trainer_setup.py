@@ -8,7 +8,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,10 @@ def open_reporter(spec: WorkerSpec, gang: Gang) -> Iterator[tuple[Reporter, Even
         EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log,
         live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
     ):
-        beat = Heartbeat(Path(spec.heartbeat_path)).beat if spec.heartbeat_path else lambda step, phase: None
-        reporter = Reporter(Clock(emit), emit, beat)
+        reporter = Reporter(Clock(emit), emit)
+        if spec.heartbeat_path:
+            heartbeat = Heartbeat(Path(spec.heartbeat_path))
+            reporter = replace(reporter, beat=heartbeat.beat, mark_trained=heartbeat.mark_trained)
         try:
             reporter.enter("init", 0)
             yield reporter, log

@@ -21,7 +21,7 @@ from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, c
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
-from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event, LedgerClass
+from ebbflow.infra.events import BUDGET, CONFIGURED, NODE_HEARTBEAT, STEP, Event, LedgerClass
 
 MEASURED = "measured"
 ESTIMATED = "estimated"
@@ -268,8 +268,16 @@ def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
 
 
 def _count_redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
-    """Count the discarded step executions. A step counts once per generation, because all ranks execute it together."""
+    """Count the discarded step executions. A step counts once per generation, because all ranks execute it together.
+
+    A killed rank has not recorded its last steps, but its agent knows which was the last one.
+    """
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
+    for event in events:
+        if event.name == NODE_HEARTBEAT and (last := event.data.get("trained")) and event.generation in generations:
+            first = max((step for number, step in executed if number == event.generation), default=None)
+            begun = generations[event.generation].parent_step if first is None else first
+            executed |= {(event.generation, step) for step in range(begun + 1, last + 1)}
     return sum(not generations[generation].keeps(step) for generation, step in executed)
 
 

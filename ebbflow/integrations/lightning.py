@@ -90,7 +90,7 @@ class CommitCallback(Callback):
             fix = "fix: trainer.fit(..., ckpt_path=CommitCallback.restore(trainer))"
             refuse(AttachError(f"job {job.name} is at step {job.step}, and the Trainer begins anew; {fix}"))
         self._global_step = trainer.global_step
-        job.describe(pl_module, trainer.estimated_stepping_batches)
+        job.describe(pl_module, trainer.estimated_stepping_batches, divided=trainer.max_steps < 0)
         job.watch_signals()  # Lightning ends at SIGTERM, some steps before the save that all ranks agree on
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

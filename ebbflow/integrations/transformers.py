@@ -52,7 +52,7 @@ class CommitCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         job = self._attach(args)
-        job.describe(kwargs["model"], state.max_steps)
+        job.describe(kwargs["model"], state.max_steps, divided=args.max_steps <= 0)
         if job.step != state.global_step:
             fix = "fix: trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))"
             refuse(AttachError(f"job {job.name} is at step {job.step}, the Trainer at {state.global_step}; {fix}"))

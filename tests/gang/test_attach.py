@@ -117,6 +117,7 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     fault = (
         "import os; rank and loss < 0.45 and not os.path.exists('hit') and (open('hit', 'w'), os.kill(os.getpid(), 9))"
     )
+    fault = f"rank or open('steps', 'a').write('x'); {fault}"
     killed.write_text(killed.read_text().replace("            time.sleep(PAUSE)\n", f"            {fault}\n"))
     (killed.parent / "training.py").write_text("raise RuntimeError('a module of the user was imported')\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
@@ -133,6 +134,8 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     assert final_state(killed, 30) == final_state(whole, 30)
     ended = [event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"]
     assert ended == ["rank_killed", "completed"]
+    redone = len((killed.parent / "steps").read_text()) - 30
+    assert build_report(events_of(killed)).redone_steps == redone > 0, "also the steps that the killed rank lost"
     found = [event for event in events_of(killed) if event.name == "profile"]
     assert {(event.rank, event.data["first"], event.data["last"]) for event in found} == {(0, 3, 4), (1, 3, 4)}
     assert len(found) == len({(event.generation, event.rank) for event in found})

@@ -7,6 +7,7 @@ pytest tests/soak/soak_integrations.py
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor
+from ebbflow.training.workloads.examine import examine_script
 from ebbflow.training.workloads.loader import workload_context
 from tests.gang.test_hugging_face import TIED, random_model, settings_for
+from tests.support.attached_scripts import attached, events_of, finish, interrupt, start
 from tests.support.flow import FlowRunner
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
@@ -42,6 +45,35 @@ def test_rows_of_parquet_and_of_datasets_give_the_samples_of_json_lines(tmp_path
         workload: Any = HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
         found.append(workload.next_batch(workload.model(), Cursor(3, 5)).inputs)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("name", ["hugging_face", "lightning_mlp"])
+def test_trainers_resumed_on_fewer_ranks_promise_nothing_exact_and_their_plan_counts_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    libraries = ("lightning.pytorch",) if name == "lightning_mlp" else ("accelerate", "peft", "transformers.trainer")
+    script = attached(tmp_path, name)
+    if name == "lightning_mlp":
+        text = script.read_text()
+        script.write_text(
+            text.replace("    max_epochs=3,", "    max_epochs=3,\n    devices=int(os.environ['LOCAL_WORLD_SIZE']),")
+        )
+        script.write_text("import os\nos.environ.setdefault('LOCAL_WORLD_SIZE', '1')\n" + script.read_text())
+    settings = RunConfig.model_validate({"script": str(script), "script_args": ["0"], "cluster": {"nodes": 1}})
+    steps = examine_script(settings).shape.steps
+    for ranks in (2, 1):
+        if ranks == 1:
+            (script.parent / "final.pt").unlink(missing_ok=True)
+        processes = start(script, "0.1" if ranks == 2 else "0", ranks=ranks, libraries=libraries)
+        if ranks == 2:
+            interrupt(processes, script, 5, signal.SIGKILL)
+            finish(processes, script, -signal.SIGKILL)
+    finish(processes, script)
+    two = settings.changed("cluster", processes_per_node=2)
+    assert examine_script(two).shape.steps == -(-steps // 2)
+    promises = [one.data for one in events_of(script) if one.name == "promise"]
+    assert promises[0]["level"] == "bit for bit" and promises[-1]["level"] == "not exact", promises
+    assert "a commit of 2 ranks was resumed on 1" in " ".join(promises[-1]["reasons"])
 
 
 def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ class NodeGeneration:
         finally:
             self._drain.announce_end()
             stuck = group.end(end.ranks if end is not None else (), meanwhile=self._keep_in_touch)
+            # A killed rank has recorded none of its last steps.
+            trained = max((worker.beat.trained for worker in group.workers), default=0)
+            self._log.emit(NODE_HEARTBEAT, seconds=self._log.seconds, trained=trained)
             place = f"node {self._spec.node}: rank"
             for rank in stuck:
                 print_line(f"{place} {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)")

@@ -36,7 +36,7 @@ PHASES = (
 )
 _INTERLUDES = frozenset({"compile", "store"})  # these phases interrupt another one, which continues afterwards
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
-_PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
+_PID, _STEP, _PHASE, _NANOSECONDS, _TRAINED, _ENTERED = range(6)
 _FIELDS = _ENTERED + len(PHASES)
 
 
@@ -47,6 +47,7 @@ class HeartbeatReading:
     phase: str
     t_mono: float  # time.monotonic() of the heartbeat
     entered: int = 0  # how often this phase has begun, not counting continuations after an interlude
+    trained: int = 0  # last step whose update was applied
 
 
 class Heartbeat:
@@ -81,11 +82,15 @@ class Heartbeat:
             record[_ENTERED + number] += 1
         record[_NANOSECONDS] = time.monotonic_ns()
 
+    def mark_trained(self, step: int) -> None:
+        self._record[_TRAINED] = step
+
     def read(self) -> HeartbeatReading:
         record = self._record
         number = record[_PHASE] if 0 <= record[_PHASE] < len(PHASES) else 0  # user code may overwrite it
         at = record[_NANOSECONDS] / 1e9
-        return HeartbeatReading(record[_PID], record[_STEP], PHASES[number], at, record[_ENTERED + number])
+        entered, trained = record[_ENTERED + number], record[_TRAINED]
+        return HeartbeatReading(record[_PID], record[_STEP], PHASES[number], at, entered, trained)
 
 
 _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
