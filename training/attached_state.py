@@ -245,13 +245,13 @@ class BatchSource:
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
                 break
-        if self._stateful is not None:
-            if self._pending_state is not None:
-                self._stateful.load_state_dict(self._pending_state)
-                self._pending_state, skip = None, 0
-            if skip == 0:
-                return self._iterate(self.loader)
         seed = derive_seed(self._seed, epoch)
+        if self._stateful is not None:
+            first, state, self._pending_state = skip, self._pending_state, None
+            if state is not None:
+                self._stateful.load_state_dict(state)
+            if state is not None or skip == 0:
+                return self._from_stream(seed, 0, first=first)
         if (shared := getattr(self.loader, "synchronized_generator", None)) is not None:  # of accelerate
             shared.manual_seed(seed)
         if (generator := getattr(self.loader, "generator", None)) is not None:
@@ -262,14 +262,18 @@ class BatchSource:
             return self._from_stream(seed, skip)
         return self._from_sampler(seed, skip)
 
-    def _from_stream(self, seed: int, skip: int) -> Iterator[Any]:
-        """Yield the batches of a loader without a sampler. A batch's random numbers depend only on its number."""
+    def _from_stream(self, seed: int, skip: int, *, first: int = 0) -> Iterator[Any]:
+        """Yield the batches of a loader without a sampler, beginning with the number `first`.
+
+        A batch's random numbers depend only on its number. None are drawn from the script's own, because a resumed run
+        starts the loader once more, and that draws one.
+        """
         loader = self.loader.base_dataloader if self._prepared else self.loader
         if getattr(loader, "persistent_workers", False) is True:  # they would keep random states of earlier epochs
             object.__setattr__(loader, "persistent_workers", False)
         with random_numbers_of(seed):  # the seed of the workers
             batches = iter(self._iterate(self.loader))
-        for number in itertools.count():
+        for number in itertools.count(first):
             with random_numbers_of(derive_seed(seed, number)):
                 try:
                     batch = next(batches)

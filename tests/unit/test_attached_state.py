@@ -246,4 +246,6 @@ def test_a_loader_of_torchdata_goes_on_through_its_state() -> None:
     rest = [batch[0].tolist() for batch in batches]
     again = source()
     again.load(join_state(state, tensors))
+    kept = torch.get_rng_state()
     assert form == state and [batch[0].tolist() for batch in again.epoch(0, 2)] == rest and len(first + rest) == 6
+    assert torch.equal(kept, torch.get_rng_state()), "the script's own random numbers are not drawn from"
