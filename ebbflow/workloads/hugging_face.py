@@ -6,13 +6,12 @@ library's own `_init_weights`, one module at a time, and read from the folder's 
 
 from __future__ import annotations
 
-import importlib
-import json
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,14 @@ from ebbflow.workloads.model_folder import (
     list_blocks,
 )
 from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_questions
-from ebbflow.workloads.readers import find_files
+from ebbflow.workloads.readers import DataFile, find_files, has_wildcard, locate
+from ebbflow.workloads.rows import find_rows, read_rows
+
+_HALF_CHARACTERS = re.compile("[\ud800-\udfff]")  # JSON may escape half a pair of UTF-16, which UTF-8 cannot write
 
 _OPTIONS = {
     "model": "folder with config.json, tokenizer.json and perhaps safetensors files; or a config.json alone",
-    "dataset": "text file, folder or glob, also s3://; .jsonl; .parquet; what `datasets` saved; default: data.path",
+    "dataset": "file, folder or glob, also s3://: text, .jsonl, .json, .parquet, .arrow; default: data.path",
     "column": "name of the column with the text",
     "chat": "the column has lists of messages, which the folder's chat template makes texts of; default: false",
     "assistant_only_loss": "with `chat`, only tokens of assistants count in the loss; default: true",
@@ -100,33 +102,39 @@ class HuggingFace(TextWorkload):
 
     @classmethod
     def _prepare_text(cls, context: WorkloadContext) -> dict[str, Any]:
-        data, root = context.config.data, context.project_root
-        if data.path and data.path.startswith("s3://"):
-            with tempfile.TemporaryDirectory(prefix="ebbflow-bucket-") as folder:
-                here = data.model_copy(update={"path": str(_fetch(data, Path(folder)))})
-                changed = context.config.model_copy(update={"data": here})
-                return cls._prepare_text(replace(context, config=changed))
-        path = data.path and root / Path(data.path).expanduser()
-        kind = _kind_of(path) if path else ""
-        if not path or not kind:
-            if path and data.suffixes == DataConfig().suffixes:  # the default is for source code
-                data = data.model_copy(update={"suffixes": [".txt", ".md"]})
+        data, root, options = context.config.data, context.project_root, context.options
+        if data.path is None:
             return prepare_tokens(data, context.store, project_root=root).to_json()
-        chat = ChatTemplate(_model_path(context)) if context.options.get("chat") else None
-        column = str(context.options.get("column", "text" if chat is None else "messages"))
-        if chat is not None and _answers_only(context.options):
-            rows = _mark_rows(path, kind, column, chat)
+        if data.suffixes == DataConfig().suffixes:  # the default is for source code
+            data = data.model_copy(update={"suffixes": [".txt", ".md"]})
+        path = locate(root, str(data.path))
+        if not (files := find_rows(path, data.suffixes)):
+            if given := [name for name in ("column", "chat") if options.get(name)]:
+                raise DataError(
+                    f"workload_options.{given[0]}: {path} is plain text, which has no columns; fix: leave it out, or "
+                    "a dataset of .jsonl, .parquet or .arrow files"
+                )
+            if isinstance(path, Path):
+                return prepare_tokens(data, context.store, project_root=root).to_json()
+            with tempfile.TemporaryDirectory(prefix="ebbflow-bucket-") as folder:
+                copied = str(_fetch(path, data.suffixes, Path(folder)))
+                here = data.model_copy(update={"path": copied})
+                return prepare_tokens(here, context.store, project_root=root).to_json()
+        chat = ChatTemplate(_model_path(context)) if options.get("chat") else None
+        column = str(options.get("column", "text" if chat is None else "messages"))
+        if chat is not None and _answers_only(options):
             tokenizer = open_tokenizer(data, project_root=root)
-            return prepare_chat(rows, tokenizer, data.held_out_fraction, context.store).to_json()
+            return prepare_chat(
+                _mark_rows(files, column, chat), tokenizer, data.held_out_fraction, context.store
+            ).to_json()
         between = _separator(data, root)
         with tempfile.TemporaryDirectory(prefix="ebbflow-rows-") as folder:
-            text = Path(folder, path.name)  # a single file, whose last part is held out
+            text = Path(folder, PurePosixPath(path).name)  # a single file, whose last part is held out
             with text.open("w", encoding="utf-8") as file:
-                for row in _rows(path, kind, column, chat):
+                for row in _rows(files, column, chat):
                     file.write(row + between)
-            return prepare_tokens(
-                data.model_copy(update={"path": str(text)}), context.store, project_root=root
-            ).to_json()
+            here = data.model_copy(update={"path": str(text)})
+            return prepare_tokens(here, context.store, project_root=root).to_json()
 
     def model(self) -> nn.Module:
         return self._folder.model()
@@ -204,9 +212,11 @@ def _model_path(context: WorkloadContext) -> Path:
     return find_folder(context.project_root, context.options.get("model"))
 
 
-def _fetch(data: DataConfig, folder: Path) -> Path:
-    """Copy the text files of a bucket (`data.path`) into `folder`. Return it, or the only file's path."""
-    files = find_files(str(data.path), (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".md", *data.suffixes))
+def _fetch(uri: str, suffixes: Sequence[str], folder: Path) -> Path:
+    """Copy the text files of a bucket into `folder`. Return it, or the only file's path."""
+    files = find_files(uri)
+    if len(files) > 1 and not has_wildcard(uri):
+        files = find_files(uri, suffixes)
     for file in files:
         path = folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,77 +225,39 @@ def _fetch(data: DataConfig, folder: Path) -> Path:
     return folder / files[0].name if len(files) == 1 else folder
 
 
-def _kind_of(path: Path) -> str:
-    """Return how rows are read from `path`; "" if it is plain text."""
-    if path.is_dir():
-        saved = any((path / name).is_file() for name in ("dataset_info.json", "state.json", "dataset_dict.json"))
-        return "datasets" if saved else ""
-    return {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "")
-
-
-def _rows(path: Path, kind: str, column: str, chat: ChatTemplate | None) -> Iterator[str]:
+def _rows(files: Sequence[DataFile], column: str, chat: ChatTemplate | None) -> Iterator[str]:
     """Yield the texts of a dataset's rows."""
-    count = 0
-    for count, row in enumerate(_read_rows(path, kind, column), 1):
-        text = row.get(column)
+    for placed in read_rows(files, column):
+        text = placed.row.get(column)
         if chat is not None and isinstance(text, list):
             try:
                 text = chat.render(text)
             except DataError as error:
-                raise DataError(f"{path}, row {count}: {error}") from error
+                raise DataError(f"{placed}: {error}") from error
+        if column not in placed.row:
+            raise DataError(
+                f"{placed}: has no text in {column!r}, only {', '.join(map(str, placed.row))}; fix: "
+                "workload_options.column"
+            )
         if not isinstance(text, str):
-            what = f"has no text in {column!r}, only {', '.join(map(str, row))}" if column not in row else (
-                f"has {column!r} of type {type(text).__name__}"
-            )  # fmt: skip
-            raise DataError(f"{path}, row {count}: {what}; fix: workload_options.column")
-        yield text
-    if not count:
-        raise DataError(f"{path} has no rows; fix: another dataset")
+            raise DataError(f"{placed}: has {column!r} of type {type(text).__name__}; fix: workload_options.column")
+        yield _HALF_CHARACTERS.sub("\ufffd", text)
 
 
-def _mark_rows(path: Path, kind: str, column: str, chat: ChatTemplate) -> Iterator[MarkedText]:
+def _mark_rows(files: Sequence[DataFile], column: str, chat: ChatTemplate) -> Iterator[MarkedText]:
     """Yield the texts of a dataset's conversations, with the spans that assistants write."""
-    for count, row in enumerate(_read_rows(path, kind, column), 1):
-        messages = row.get(column)
+    for placed in read_rows(files, column):
+        messages = placed.row.get(column)
         if not isinstance(messages, list):
             raise DataError(
-                f"{path}, row {count}: {column!r} is no list of messages; fix: workload_options.column, or "
+                f"{placed}: {column!r} is no list of messages; fix: workload_options.column, or "
                 "workload_options.assistant_only_loss: false"
             )
         try:
-            yield chat.mark(messages)
+            text, spans = chat.mark(messages)
         except (DataError, AttributeError) as error:
-            raise DataError(f"{path}, row {count}: {error}") from error
-
-
-def _read_rows(path: Path, kind: str, column: str) -> Iterator[Mapping[str, Any]]:
-    if kind == "jsonl":
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line) if line.strip() else None
-                except ValueError as error:
-                    raise DataError(f"{path}:{number}: not JSON ({error}); fix: one JSON object per line") from error
-                if row is not None:
-                    yield row if isinstance(row, dict) else {}
-    elif kind == "parquet":
-        from ebbflow.workloads.readers import import_parquet
-
-        with import_parquet().ParquetFile(path) as file:
-            wanted = [column] if column in file.schema_arrow.names else None
-            for batch in file.iter_batches(columns=wanted):
-                yield from batch.to_pylist()
-    else:
-        try:
-            datasets = importlib.import_module("datasets")
-        except ImportError as error:
-            raise DataError(f"{path} was saved by `datasets`; fix: pip install datasets") from error
-        found = datasets.load_from_disk(str(path))
-        if isinstance(found, dict):
-            if "train" not in found:
-                raise DataError(f"{path} has the splits {', '.join(found)}; fix: name the folder of one of them")
-            found = found["train"]
-        yield from found
+            raise DataError(f"{placed}: {error}") from error
+        yield _HALF_CHARACTERS.sub("\ufffd", text), spans
 
 
 def _separator(data: DataConfig, root: Path) -> str:

@@ -6,8 +6,10 @@ node can read, or below `s3://bucket/prefix`. They are read in the process that 
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -116,20 +118,29 @@ class _BucketFile(io.RawIOBase):
         return len(found)
 
 
-def find_files(path: str | Path, suffixes: Sequence[str]) -> list[DataFile]:
+def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]:
     """Return the files of a folder and its subfolders, or those of a glob, that end in `suffixes`, sorted by path.
 
     Args:
         path: on this machine, or s3://bucket/prefix.
+        suffixes: with their dots, in lower case; none: every file.
 
     Raises:
         DataError: there is none.
         StoreError: the bucket does not answer.
     """
     found = _find_in_bucket(str(path)) if str(path).startswith("s3://") else _find_here(Path(path))
-    if not (found := [one for one in found if PurePosixPath(one.path).suffix.lower() in suffixes]):
-        raise DataError(f"{path}: no file that ends in {', '.join(suffixes)}; fix: name a folder, a file or a glob")
+    if suffixes:
+        found = [one for one in found if PurePosixPath(one.path).suffix.lower() in suffixes]
+    if not found:
+        what = f"no file that ends in {', '.join(dict.fromkeys(suffixes))}" if suffixes else "no file"
+        raise DataError(f"{path}: {what}; fix: name a folder, a file, or a glob of files")
     return sorted(found, key=lambda one: PurePosixPath(one.path))
+
+
+def has_wildcard(path: str | Path) -> bool:
+    """Return whether a path is a glob. The path of an existing file or folder is none."""
+    return glob.has_magic(str(path)) and (str(path).startswith("s3://") or not Path(path).exists())
 
 
 def locate(root: Path, given: str) -> str | Path:
@@ -138,23 +149,39 @@ def locate(root: Path, given: str) -> str | Path:
 
 
 def _find_here(path: Path) -> list[DataFile]:
-    pattern = path / "**" if path.is_dir() else path
-    found = [one for one in map(Path, glob.glob(str(pattern), recursive=True)) if one.is_file()]
-    names = [one.relative_to(path) if path.is_dir() else Path(one.name) for one in found]
-    return [DataFile(str(one), name.as_posix(), one.stat().st_size) for one, name in zip(found, names, strict=True)]
+    if has_wildcard(path):
+        found = [one for one in map(Path, glob.glob(str(path), recursive=True)) if one.is_file()]
+        named = [(one, one.name) for one in found]
+    elif path.is_dir():
+        found = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
+        named = [(one, one.relative_to(path).as_posix()) for one in found if one.is_file()]
+    else:
+        named = [(path, path.name)] if path.is_file() else []
+    return [DataFile(str(one), name, one.stat().st_size) for one, name in named]
 
 
 def _find_in_bucket(uri: str) -> list[DataFile]:
     bucket, key = split_uri(uri)
     parts = PurePosixPath(key).parts
     wild = next((at for at, part in enumerate(parts) if glob.has_magic(part)), None)
-    if wild is None and PurePosixPath(key).suffix:  # one file
-        wild = len(parts) - 1
     folder = "/".join(parts[:wild])
-    found = Store.open(f"s3://{bucket}/{folder}".rstrip("/"), create=False).list()
+    store = Store.open(f"s3://{bucket}/{folder}".rstrip("/"), create=False)
     if wild is not None:
-        found = [one for one in found if PurePosixPath(folder, one.key).match(key)]
+        found = [one for one in store.list() if _fits(PurePosixPath(one.key).parts, parts[wild:])]
+    elif key and (one := Store.open(f"s3://{bucket}", create=False).head(folder)) is not None:
+        return [DataFile(folder, parts[-1], one.size, bucket)]
+    else:
+        found = store.list()
     return [DataFile(f"{folder}/{one.key}".lstrip("/"), one.key, one.size, bucket) for one in found]
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a path match those of a glob, in which `**` stands for any number of folders."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_fits(parts[skipped:], pattern[1:] or ("*",)) for skipped in range(len(parts)))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 class ImageFolder:
@@ -391,9 +418,14 @@ class ParquetRows:
         return table.slice(index - first, 1).to_pylist()[0]
 
 
-def import_parquet() -> Any:
+def import_arrow() -> Any:
     try:
-        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow as arrow  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise DataError("pyarrow is not installed, which reads Parquet; fix: pip install pyarrow") from error
-    return parquet
+        raise DataError("pyarrow is not installed, which reads Parquet and Arrow; fix: pip install pyarrow") from error
+    return arrow
+
+
+def import_parquet() -> Any:
+    import_arrow()
+    return importlib.import_module("pyarrow.parquet")

@@ -142,7 +142,7 @@ def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(
     server.use(monkeypatch)
     bucket = server.new_bucket()
     random_model(TIED, folder := tmp_path / "model")
-    Store.open(f"s3://{bucket}/texts").put("data.jsonl", (tmp_path / "data.jsonl").read_bytes())
+    Store.open(f"s3://{bucket}").put("data.jsonl", (tmp_path / "data.jsonl").read_bytes())
     if not lora_rank:
         (folder / "model.safetensors").unlink()  # so that the weights are random
     config, texts = settings_for(folder, lora_rank=lora_rank), []
@@ -150,9 +150,20 @@ def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(
         config = config.model_copy(update={"workload": workload})
         own = workload_context(config, Gang(), store=Store.open(config.store))
         texts.append(try_workload(config, replace(own, prepared=HuggingFace.prepare(own))).text)
-    options = {**config.workload_options, "dataset": f"s3://{bucket}/texts/data.jsonl"}
-    there = workload_context(config.model_copy(update={"workload_options": options}), Gang(), store=own.store)
-    assert HuggingFace.prepare(there) == HuggingFace.prepare(own)
+    lines = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "texts").mkdir()
+    for part in range(2):
+        (tmp_path / "texts" / f"{part}.jsonl").write_text("".join(lines[150 * part : 150 * part + 150]))
+        Store.open(f"s3://{bucket}/texts").put(f"{part}.jsonl", (tmp_path / "texts" / f"{part}.jsonl").read_bytes())
+    known = []
+    for root, name in [
+        (root, name) for name in ("data.jsonl", "texts", "texts/?.jsonl") for root in (tmp_path, bucket)
+    ]:
+        at = f"s3://{bucket}/{name}" if root == bucket else str(tmp_path / name)
+        changed = config.model_copy(update={"workload_options": {**config.workload_options, "dataset": at}})
+        known.append(HuggingFace.prepare(workload_context(changed, Gang(), store=own.store)))
+    assert known[0] == known[1] == HuggingFace.prepare(own) and known[2] == known[3] and known[4] == known[5]
+    assert len({(one["bytes"], one["shard_sha256"]["train"]) for one in known}) == 1, "the same text in all"
     assert "first loss" not in texts[0] and "torch fills" not in texts[0], texts[0]
     found = re.search(r"the first loss is ([\d.]+) per prediction, and ln\(300\) = 5\.7 is usual", texts[1])
     assert found and float(found[1]) > 11.4, texts[1]
@@ -272,6 +283,7 @@ def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path
         ({"modle": "x"}, r"there is no modle; fix: model: folder"),
         ({"column": "body"}, r"data.jsonl, row 1: has no text in 'body', only text; fix: workload_options.column"),
         ({"dataset": "broken.jsonl"}, r"broken.jsonl:2: not JSON"),
+        ({"dataset": "notes.txt", "column": "text"}, r"column: .*notes.txt is plain text, which has no columns; fix:"),
         ({"lora_rank": 4, "lora_targets": "q_poj"}, r"lora_targets: Target modules .*q_poj.* not found"),
         ({"lora_rank": 4, "model": "model/config.json"}, r"lora_rank: .*config.json has no weights to adapt"),
     ],
@@ -279,6 +291,7 @@ def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path
 def test_bad_options_are_one_line_with_the_fix(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     random_model(TIED, tmp_path / "model")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    (tmp_path / "notes.txt").write_text("the tide comes in\n" * 300)
     given = {name: str(tmp_path / value) if name in ("model", "dataset") else value for name, value in options.items()}
     settings = settings_for(tmp_path / "model", **given)
     own = workload_context(settings, Gang(), store=Store.open(str(tmp_path / "store")))

@@ -8,7 +8,9 @@ import io
 import json
 import struct
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
 from ebbflow.workloads.datasets import SampleLoader
 from ebbflow.workloads.readers import ImageFolder, MosaicShards, ParquetRows, TarShards, find_files
+from ebbflow.workloads.rows import find_rows, read_rows
 from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]  # a fixture
@@ -163,3 +166,103 @@ def test_rows_of_parquet_files_are_found_by_index(tmp_path: Path) -> None:
     read = [number for step in range(4) for number in loader.load(Cursor(5 * step, 5))]
     assert sorted(read) == list(range(20))
     assert rows.fingerprint != ParquetRows(tmp_path, ["text"]).fingerprint
+
+
+TEXTS = (".txt", ".md")
+ROWS = [f"row {number}, höhe" for number in range(9)]
+
+
+def write_rows(path: Path, texts: Sequence[str]) -> None:
+    """Write rows in the format that the path's ending names; without one as `save_to_disk` writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps({"text": text, "n": 1}) for text in texts))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps([{"text": text} for text in texts], indent=1))
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        table = pyarrow.table({"text": texts, "n": [1] * len(texts)})
+        if path.suffix == ".parquet":
+            importlib.import_module("pyarrow.parquet").write_table(table, path)
+            return
+        file = path if path.suffix else path / "data-00000-of-00001.arrow"
+        file.parent.mkdir(exist_ok=True)
+        make: Any = pyarrow.ipc.new_file if path.suffix else pyarrow.ipc.new_stream
+        with make(str(file), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        if not path.suffix:
+            (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": file.name}]}))
+            (path / "dataset_info.json").write_text("{}")
+            (path / "cache-1f.arrow").write_bytes(b"of a call of map")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ""])
+def test_rows_of_a_file_a_folder_and_a_glob_are_read_here_and_in_a_bucket(
+    suffix: str, tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_s3.use(monkeypatch)
+    bucket = failing_s3.new_bucket()
+    write_rows(tmp_path / f"one{suffix}", ROWS)
+    for part in range(3):
+        write_rows(tmp_path / "many.v2" / f"sub {part % 2}" / f"{part}{suffix}", ROWS[3 * part : 3 * part + 3])
+    (tmp_path / "many.v2" / "README.md").write_text("about the rows")
+    for path in tmp_path.rglob("*.*"):
+        if path.is_file():
+            Store.open(f"s3://{bucket}").put(f"in/{path.relative_to(tmp_path).as_posix()}", path.read_bytes())
+    matched = "0/*.arrow" if not suffix else f"?{suffix}"
+    for root in (str(tmp_path), f"s3://{bucket}/in"):
+        for name in (f"one{suffix}", "many.v2", f"many.v2/*/{matched}", f"many.v2/**/{matched}"):
+            found = [placed.row["text"] for placed in read_rows(find_rows(f"{root}/{name}", TEXTS), "text")]
+            wanted = ROWS[:3] if name.endswith("0/*.arrow") else ROWS
+            assert sorted(found) == wanted, (root, name)
+    first = next(read_rows(find_rows(f"s3://{bucket}/in/one{suffix}", TEXTS), "nothing"))
+    assert {"text"} <= first.row.keys() and str(first).startswith(f"s3://{bucket}/in/one") and ", row 1" in str(first)
+
+
+def test_of_several_splits_the_one_to_train_on_is_read(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_rows(tmp_path / "hub" / f"{split}-00000-of-00001.jsonl", [split])
+        write_rows(tmp_path / "saved" / split, [split])
+    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    for name in ("hub", "saved"):
+        assert [placed.row["text"] for placed in read_rows(find_rows(tmp_path / name, TEXTS), "text")] == ["train"]
+    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
+    with pytest.raises(DataError, match="saved has the splits test; fix: name the folder of one of them"):
+        find_rows(tmp_path / "saved", TEXTS)
+
+
+def test_a_folder_of_text_has_no_rows(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "about.json"):
+        (tmp_path / name).write_text("{}")
+    assert find_rows(tmp_path, TEXTS) == find_rows(tmp_path / "a.txt", TEXTS) == find_rows(f"{tmp_path}/*.m?", ()) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"a.jsonl": b'{"text": "x"}', "b.txt": b"x"}, r"files that end in \.jsonl, \.txt; fix: .*/\*\*/\*\.jsonl"),
+        ({"a.jsonl": b'{"text": "x"}', "b.parquet": b""}, r"end in \.jsonl, \.parquet; fix: name those of one kind"),
+        ({"a.jsonl": b"", "b.jsonl": b"\n \n"}, r"a\.jsonl and 1 more files have no rows; fix"),
+        ({"a.jsonl": b"", "b.jsonl": b'{"text": "x"}\n[1]'}, r"b\.jsonl, row 2: a list; fix: one JSON object"),
+        ({"a.jsonl": b'{"text": "x"}\n{"text": "\xff"}'}, r"a\.jsonl:2: not UTF-8 \(.*; fix: one JSON object per line"),
+        ({"a.json": b'[{"text": "x"}'}, r"a\.json: not JSON \(.*; fix: a list of objects, or one"),
+        ({"a.parquet": b""}, r"a\.parquet: .*; fix: copy it again"),
+        ({"a.parquet": b"PAR1 cut"}, r"a\.parquet: .*; fix: copy it again"),
+        ({"a.arrow": b""}, r"a\.arrow: .*; fix: copy it again"),
+        ({"a.arrow": b"ARROW1\0\0 cut"}, r"a\.arrow: .*; fix: copy it again"),
+        (
+            {"state.json": b'{"_data_files": [{"filename": "d.arrow"}]}'},
+            r"d\.arrow is missing, but .*state",
+        ),
+        ({"state.json": b"{", "d.arrow": b""}, r"state\.json: not JSON"),
+        ({"state.json": b'{"_indices_files": [{}]}', "d.arrow": b""}, r"selection of rows; fix: flatten_indices\(\)"),
+        ({"a.csv": b"text"}, r"no file that ends in \.jsonl, \.parquet, \.arrow, \.json, \.txt, \.md; fix: name a"),
+    ],
+)
+def test_what_is_no_rows_is_one_line_with_the_fix(files: dict[str, bytes], problem: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=problem) as caught:
+        list(read_rows(find_rows(tmp_path, TEXTS), "text"))
+    assert "\n" not in str(caught.value)
