@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import smtplib
+import ssl
 import subprocess
 import urllib.error
 import urllib.request
@@ -64,12 +66,39 @@ def _mail(config: NotificationsConfig, line: str) -> None:
     message = EmailMessage()
     message["Subject"], message["From"], message["To"] = line[:150], config.mail_from, ", ".join(config.mail_to)
     message.set_content(f"{line}\n")
-    with (smtplib.SMTP_SSL if number == _SMTPS_PORT else smtplib.SMTP)(host, number, timeout=_SECONDS) as server:
-        if number != _SMTPS_PORT and server.ehlo()[0] == 250 and server.has_extn("starttls"):
-            server.starttls()
-        if config.smtp_user is not None:
-            server.login(config.smtp_user, _variable(config.smtp_password_env or ""))
-        server.send_message(message)
+    try:
+        with _connect(host, number) as server:
+            secure, stays_here = number == _SMTPS_PORT, _peer_is_here(server)
+            server.ehlo_or_helo_if_needed()
+            if not secure and not stays_here and server.has_extn("starttls"):
+                server.starttls(context=ssl.create_default_context())
+                secure = True
+            if config.smtp_user is not None:
+                if not secure and not stays_here:
+                    raise NotificationError(
+                        f"{host}:{number} offers no TLS, so the password of {config.smtp_user} was not sent; fix: a "
+                        f"server with STARTTLS or port {_SMTPS_PORT}, or no smtp_user"
+                    )
+                server.login(config.smtp_user, _variable(config.smtp_password_env or ""))
+            server.send_message(message)
+    except ssl.SSLCertVerificationError as error:
+        raise NotificationError(
+            f"the certificate of {host}:{number} is not trusted: {error.verify_message}; fix: the host name that it "
+            "was made for, or the environment variable SSL_CERT_FILE with the file of its authority"
+        ) from error
+
+
+def _connect(host: str, port: int) -> smtplib.SMTP:
+    if port == _SMTPS_PORT:
+        return smtplib.SMTP_SSL(host, port, timeout=_SECONDS, context=ssl.create_default_context())
+    return smtplib.SMTP(host, port, timeout=_SECONDS)
+
+
+def _peer_is_here(server: smtplib.SMTP) -> bool:
+    """Return whether the server is on this machine's loopback, where messages need no TLS."""
+    assert server.sock is not None
+    address = ipaddress.ip_address(server.sock.getpeername()[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _run(config: NotificationsConfig, line: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import importlib.util
+import ipaddress
 import json
 import os
 import re
+import socket
 import socketserver
+import ssl
 import struct
 import subprocess
 import sys
@@ -15,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -45,7 +50,7 @@ from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 from ebbflow.tracking import __main__ as track
 from ebbflow.tracking.__main__ import Tracking
-from ebbflow.tracking.notify import open_channels
+from ebbflow.tracking.notify import NotificationError, open_channels
 
 # Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
 ATTEMPTS = [(0, 17), (10, 25), (20, 38), (30, 44), (40, 50)]
@@ -278,18 +283,48 @@ def serving(server: socketserver.BaseServer) -> Iterator[None]:
         server.server_close()
 
 
+class MailServer(socketserver.ThreadingTCPServer):
+    """A mail server. With `certificate`, it offers STARTTLS."""
+
+    certificate: ssl.SSLContext | None = None
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), Mailbox)
+        self.mails: list[str] = []
+        self.logins: list[tuple[bool, bytes]] = []  # whether the connection was encrypted, and what was sent
+
+
 class Mailbox(socketserver.StreamRequestHandler):
-    """The part of SMTP that a client without login needs."""
+    """The part of SMTP that a client needs."""
+
+    server: MailServer
 
     def handle(self) -> None:
         self.wfile.write(b"220 here\r\n")
+        secure = False
         while line := self.rfile.readline():
             word, content = line[:4].upper().strip(), []
+            if word == b"EHLO":
+                offered = b"" if secure or self.server.certificate is None else b"250-STARTTLS\r\n"
+                self.wfile.write(b"250-here\r\n" + offered + b"250 AUTH PLAIN\r\n")
+                continue
+            if word == b"STAR" and self.server.certificate is not None:
+                self.wfile.write(b"220 go on\r\n")
+                try:
+                    encrypted = self.server.certificate.wrap_socket(self.connection, server_side=True)
+                except OSError:  # the client has refused the certificate
+                    return
+                self.rfile, self.wfile, secure = encrypted.makefile("rb"), encrypted.makefile("wb", buffering=0), True
+                continue
+            if word == b"AUTH":
+                self.server.logins.append((secure, line.split()[-1]))
+                self.wfile.write(b"235 welcome\r\n")
+                continue
             if word == b"DATA":
                 self.wfile.write(b"354 go on\r\n")
                 while (line := self.rfile.readline()) != b".\r\n":
                     content.append(line.decode())
-                self.server.mails.append("".join(content))  # type: ignore[attr-defined]
+                self.server.mails.append("".join(content))
             self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 fine\r\n")
             if word == b"QUIT":
                 return
@@ -313,8 +348,7 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
             pass
 
     webhook = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
-    mail = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Mailbox)
-    mail.mails = []  # type: ignore[attr-defined]
+    mail = MailServer()
     monkeypatch.setenv("HOOK_URL", f"http://127.0.0.1:{webhook.server_port}/services/T00/hooksecret")
     script = tmp_path / "tell.sh"
     script.write_text(f'#!/bin/sh\necho "$2" >> {tmp_path}/told\n')
@@ -351,7 +385,7 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
         "starts again after the commit of step 10", "notice (imds", "interruption: generation 2", "Interrupted after",
     ]  # fmt: skip
     told = (tmp_path / "told").read_text().splitlines()
-    assert sorted(told) == sorted(posted) and len(told) == len(mail.mails) == len(expected)  # type: ignore[attr-defined]
+    assert sorted(told) == sorted(posted) and len(told) == len(mail.mails) == len(expected)
     for words in expected:
         assert any(line.startswith(f"ebbflow demo: {words}") for line in told), told
     assert told[0].startswith("ebbflow demo: starts on 1 × g5.xlarge spot")
@@ -359,6 +393,68 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
     assert sum("webhook" in line and "sent later" in line for line in said) == 1
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"hooksecret" not in everything and "hooksecret" not in "".join(said)
+
+
+def write_certificate(path: Path, address: str) -> None:
+    """A key and a certificate of its own for an IP address."""
+    cryptography = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = cryptography.Name([cryptography.NameAttribute(cryptography.NameOID.COMMON_NAME, "mail")])
+    known = cryptography.SubjectAlternativeName([cryptography.IPAddress(ipaddress.ip_address(address))])
+    made = (
+        cryptography.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        .add_extension(known, critical=False).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    encoding = serialization.Encoding.PEM
+    plain = serialization.NoEncryption()
+    path.write_bytes(
+        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain) + made.public_bytes(encoding)
+    )
+
+
+def own_address() -> str:
+    """An address of this machine that is not its loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but its loopback")
+        return str(probe.getsockname()[0])
+
+
+def test_a_password_is_sent_only_through_tls_with_a_trusted_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = own_address()
+    monkeypatch.setenv("MAIL_PASSWORD", "mailsecret")
+    write_certificate(tmp_path / "mail.pem", address)
+    plain, encrypted, here = MailServer(address), MailServer(address), MailServer()
+    for server in (encrypted, here):  # what its loopback offers is not used
+        server.certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.certificate.load_cert_chain(tmp_path / "mail.pem")
+
+    def send(server: MailServer, **login: str) -> None:
+        own = {"smtp_server": ":".join(map(str, server.server_address)), "mail_from": "a@b.c", "mail_to": ["d@e.f"]}
+        open_channels(config_with(notifications={**own, **login}).notifications)["e-mail"]("the tide is in")
+
+    login = {"smtp_user": "jobs", "smtp_password_env": "MAIL_PASSWORD"}
+    with serving(plain), serving(encrypted), serving(here):
+        with pytest.raises(NotificationError, match=r"offers no TLS, so the password of jobs was not sent; fix: "):
+            send(plain, **login)
+        with pytest.raises(NotificationError, match=r"is not trusted: self-signed certificate; fix: .*SSL_CERT_FILE"):
+            send(encrypted, **login)
+        assert not plain.mails and not encrypted.mails and not plain.logins and not encrypted.logins
+        send(plain)
+        send(here, **login)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "mail.pem"))
+        send(encrypted, **login)
+    word = base64.b64encode(b"\0jobs\0mailsecret")
+    assert [len(server.mails) for server in (plain, encrypted, here)] == [1, 1, 1]
+    assert (plain.logins, encrypted.logins, here.logins) == ([], [(True, word)], [(False, word)])
 
 
 @pytest.mark.parametrize(
