@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.weights.files import StoredTensor, find_weights, open_weights
 from ebbflow.training.weights.load import check_weights_fit, tied_names
+from ebbflow.workloads.libraries import describe_import_failure
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-except ImportError as error:
-    raise WorkloadError(f"transformers cannot be imported ({error}); fix: pip install transformers") from error
+except Exception as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
+    raise WorkloadError(describe_import_failure("transformers", error)) from error
 
 
 class ModelFolder:

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from ebbflow.training.attached_state import random_numbers_of
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
+from ebbflow.workloads.libraries import describe_import_failure
 from ebbflow.workloads.readers import ImageFolder, locate
 from ebbflow.workloads.vision import ImageWorkload
 
 try:
     import timm  # pyright: ignore[reportMissingImports]
     from timm.data import create_transform  # pyright: ignore[reportMissingImports]
-except ImportError as error:
-    raise WorkloadError(f"timm cannot be imported ({error}); fix: pip install timm torchvision") from error
+except Exception as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
+    raise WorkloadError(describe_import_failure("timm", error)) from error
 
 _OPTIONS = ("model", "dataset", "size", "workers", "corrupt_samples")
 

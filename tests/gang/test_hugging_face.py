@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,6 +301,48 @@ def test_bad_options_are_one_line_with_the_fix(options: dict[str, Any], words: s
     with pytest.raises(TrainingError, match=words) as caught:
         HuggingFace(replace(own, prepared=HuggingFace.prepare(own))).model()
     assert "\n" not in str(caught.value)
+
+
+TRY_IMPORTS = """
+import importlib, shutil
+for module, gone in zip(["hugging_face", *["timm_models"] * 3], ["", "", "torchvision", "timm"]):
+    if gone:
+        shutil.rmtree(gone)
+        importlib.invalidate_caches()
+    try:
+        importlib.import_module(f"ebbflow.workloads.{module}")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_torchvision_of_another_torch_is_named_with_the_fix(tmp_path: Path) -> None:
+    """It has the metadata and the error of a wheel for CUDA beside a torch for the CPU. timm only begins its import."""
+    for name, line in {
+        "torchvision": "raise RuntimeError('operator torchvision::nms does not exist')",
+        "timm": "import torchvision",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line)
+        (tmp_path / f"{name}-0.28.0.dist-info").mkdir()
+        (tmp_path / f"{name}-0.28.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 0.28.0\n")
+    search = {"PYTHONPATH": f"{tmp_path}:{PROJECT_ROOT}"}
+    lines = subprocess.run(
+        [sys.executable, "-c", TRY_IMPORTS], cwd=tmp_path, env={**os.environ, **search}, stdout=subprocess.PIPE,
+        text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    broken = (
+        "cannot be imported, because torchvision 0.28.0 was built for another torch than "
+        f"{torch.__version__} (operator torchvision::nms does not exist); fix: pip install --force-reinstall --no-deps "
+        "torchvision==0.28.0 --index-url INDEX"
+    )
+    assert lines[0].startswith(f"WorkloadError: transformers {broken}") and "or pip uninstall torchvision" in lines[0]
+    assert lines[1].startswith(f"WorkloadError: timm {broken}") and "uninstall" not in lines[1]
+    install, keep = "fix: pip install -c constraints.txt", f"with torch=={torch.__version__} in that file to keep your"
+    assert lines[2:] == [
+        f"WorkloadError: torchvision is not installed, which timm imports; {install} torchvision, {keep} torch",
+        f"WorkloadError: timm is not installed; {install} timm torchvision, {keep} torch",
+    ]
 
 
 GROUPED = {**SIZE, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}

@@ -2,6 +2,8 @@
 
 pip install -c constraints.txt datasets timm torchvision mosaicml-streaming torchtitan deepspeed
 pytest tests/soak/soak_integrations.py
+
+Beside a torch for the CPU, PYTHONPATH=tests/support/cpu_torchvision lets the torchvision for CUDA be imported.
 """
 
 from __future__ import annotations
