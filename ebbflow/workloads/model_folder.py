@@ -54,7 +54,15 @@ class ModelFolder:
             return None if name not in known and any(one.search(name) for one in ignored) else name
 
         found = find_weights(str(self.root), translate)
-        check_weights_fit(found, model, str(self.root))
+        try:
+            check_weights_fit(found, model, str(self.root))
+        except WorkloadError as error:  # the library renames or joins tensors of some published models as it reads them
+            problem = str(error).partition("; fix: ")[0].removeprefix("training.initial_weights ")
+            raise WorkloadError(
+                f"workload_options.model: {problem}; fix: the files of this config.json, or, if transformers reads "
+                f"them, {type(model).__name__}.from_pretrained({str(self.root)!r}).save_pretrained(FOLDER, "
+                "save_original_format=False), and that folder"
+            ) from error
         tied = tied_names(model)
         return {tied.get(name, name): stored for name, stored in found.items()}
 
@@ -67,8 +75,16 @@ class ModelFolder:
         return model
 
     def _plain_model(self) -> PreTrainedModel:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.settings, attn_implementation="sdpa", dtype=torch.float32)
+        def make(attention: str) -> PreTrainedModel:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(
+                    self.settings, attn_implementation=attention, dtype=torch.float32
+                )
+
+        try:
+            return make("sdpa")
+        except ValueError:  # Gemma 2, BLOOM, gpt-oss and models without attention have no implementation with SDPA
+            return make("eager")
 
     def check_length(self, length: int) -> None:
         """Raise WorkloadError if the model has no positions for `length` tokens."""

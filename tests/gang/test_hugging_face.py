@@ -17,9 +17,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -248,6 +254,40 @@ def test_the_end_of_documents_is_refused_for_models_of_transformers(tmp_path: Pa
     own = workload_context(config, Gang(), store=Store.open(config.store))
     with pytest.raises(WorkloadError, match="attend across documents; fix: remove it"):
         HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
+
+
+TOKENS_OF_FAMILY = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+FAMILY = {**SIZE, **TOKENS_OF_FAMILY, "vocab_size": 300, "max_position_embeddings": 64}
+FAMILIES = {
+    "mistral": MistralConfig(**FAMILY, num_key_value_heads=2, sliding_window=8),
+    "gemma": GemmaConfig(**FAMILY, num_key_value_heads=2, head_dim=8),
+    "gemma 2": Gemma2Config(**FAMILY, num_key_value_heads=2, head_dim=8),  # has no implementation with SDPA
+    "phi": PhiConfig(**FAMILY),
+    "opt": OPTConfig(**{**FAMILY, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0}),
+    "mixtral": MixtralConfig(**FAMILY, num_key_value_heads=2, num_local_experts=4),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits_and_loss_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    theirs = random_model(FAMILIES[kind], folder := tmp_path / "model").eval()
+    settings = settings_for(folder)
+    own = workload_context(settings, Gang(), store=Store.open(settings.store))
+    if kind == "mixtral":  # transformers joins the experts' tensors as it reads them
+        with pytest.raises(WorkloadError, match=r"missing: .*; fix: .*save_original_format=False") as caught:
+            HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
+        assert "\n" not in str(caught.value)
+        theirs.save_pretrained(folder, save_original_format=False)
+    workload = HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
+    model = workload.model().eval()
+    materialise(model, "cpu")
+    initialise(model, workload.model(), seed=1)
+    batch = workload.next_batch(model, Cursor(0, 4))
+    tokens = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
+    with torch.no_grad():
+        loss = workload.loss(model, batch)
+        assert torch.equal(model(input_ids=batch.inputs).logits, theirs(input_ids=batch.inputs).logits)
+        assert float(loss.sum) / loss.weight == pytest.approx(float(theirs(input_ids=tokens, labels=tokens).loss), 1e-6)
 
 
 def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path: Path) -> None:
