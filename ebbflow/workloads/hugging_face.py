@@ -63,8 +63,8 @@ class HuggingFace(TextWorkload):
         options = context.options
         self._folder = ModelFolder(
             _model_path(context),
-            lora_rank=int(options.get("lora_rank", 0)),
-            lora_alpha=float(options.get("lora_alpha", 0.0)),
+            lora_rank=int(_number(options, "lora_rank", int)),
+            lora_alpha=float(_number(options, "lora_alpha", float)),
             lora_targets=str(options.get("lora_targets", "")),
         )
         changed = context.config.model.model_copy(update={"vocab_size": self._folder.vocabulary})
@@ -202,6 +202,14 @@ def _with_folder(context: WorkloadContext) -> WorkloadContext:
         changed["tokenizer"] = str(folder.parent if folder.is_file() else folder)
     data = data.model_copy(update=changed)
     return replace(context, config=context.config.model_copy(update={"data": data}))
+
+
+def _number(options: Mapping[str, Any], name: str, kind: type) -> float:
+    value = options.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < 0:
+        what = "a whole number" if kind is int else "a number"
+        raise WorkloadError(f"workload_options.{name} is {value!r}; fix: {what} from 0, such as 16")
+    return value
 
 
 def _answers_only(options: Mapping[str, Any]) -> bool:

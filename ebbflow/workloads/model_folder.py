@@ -35,7 +35,13 @@ class ModelFolder:
 
     def __init__(self, root: Path, *, lora_rank: int = 0, lora_alpha: float = 0.0, lora_targets: str = "") -> None:
         self.root, self._rank, self._alpha, self._targets = root, lora_rank, lora_alpha or 2.0 * lora_rank, lora_targets
-        self.settings = AutoConfig.from_pretrained(root, local_files_only=True)
+        try:
+            self.settings = AutoConfig.from_pretrained(root, local_files_only=True)
+        except (OSError, ValueError) as error:  # no JSON, or a kind of model that this version does not know
+            raise WorkloadError(
+                f"{root}: its config.json cannot be read: {_one_line(error)}; fix: copy it again, or pip install "
+                "--upgrade transformers"
+            ) from error
         self.vocabulary = int(self.settings.get_text_config().vocab_size)
         if lora_rank and not self.stored:
             raise WorkloadError(f"workload_options.lora_rank: {root} has no weights to adapt; fix: leave it out")
@@ -84,7 +90,14 @@ class ModelFolder:
         try:
             return make("sdpa")
         except ValueError:  # Gemma 2, BLOOM, gpt-oss and models without attention have no implementation with SDPA
+            pass
+        try:
             return make("eager")
+        except ValueError as error:
+            raise WorkloadError(
+                f"{self.root} is no causal language model ({_one_line(error)}); fix: a decoder, such as of "
+                "AutoModelForCausalLM"
+            ) from error
 
     def check_length(self, length: int) -> None:
         """Raise WorkloadError if the model has no positions for `length` tokens."""
@@ -94,6 +107,10 @@ class ModelFolder:
                 f"model.sequence_length is {length}, and {self.root} has positions for {longest}; fix: "
                 f"model.sequence_length: {longest} or less"
             )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def find_folder(root: Path, given: object, option: str = "model") -> Path:

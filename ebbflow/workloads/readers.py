@@ -256,7 +256,9 @@ class TarShards:
                     before = key
                     self._samples[-1][1].append(_Member(shard, extension, member.offset_data, member.size))
         except (tarfile.TarError, OSError) as error:
-            raise DataError(f"{file}: not an uncompressed tar file ({error}); fix: unpack .gz shards") from error
+            raise DataError(
+                f"{file}: not an uncompressed tar file ({error}); fix: unpack .gz shards, copy a cut one again"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -336,7 +338,9 @@ class MosaicShards:
             named = [(one["raw_data"]["basename"], one["raw_data"]["bytes"], one["samples"]) for one in shards]
             packed = [one["compression"] for one in shards if one.get("zip_data")]
         except (ValueError, LookupError, TypeError) as error:
-            raise DataError(f"{found}: not an index of MDS shards ({type(error).__name__}: {error})") from None
+            raise DataError(
+                f"{found}: not an index of MDS shards ({type(error).__name__}: {error}); fix: copy it again"
+            ) from None
         if packed:
             raise DataError(f"{found}: shards are compressed with {packed[0]}; fix: MDSWriter(compression=None)")
         for name, encoding, _ in self._columns:
@@ -392,8 +396,14 @@ class ParquetRows:
         self._groups: list[tuple[int, int]] = []  # file and row group
         rows: list[int] = []
         for number, file in enumerate(self._files):
-            with file.open() as stream:
-                known = parquet.read_metadata(stream)
+            try:
+                with file.open() as stream:
+                    known = parquet.read_metadata(stream)
+            except (import_arrow().ArrowException, OSError) as error:
+                raise DataError(f"{file}: {error}; fix: copy it again, or leave it out by a glob") from error
+            names = known.schema.to_arrow_schema().names
+            if missing := sorted(set(self._columns or ()) - set(names)):
+                raise DataError(f"{file}: there is no column {', '.join(missing)}; fix: one of {', '.join(names)}")
             self._groups += [(number, group) for group in range(known.num_row_groups)]
             rows += [known.row_group(group).num_rows for group in range(known.num_row_groups)]
         self._ends = list(accumulate(rows))

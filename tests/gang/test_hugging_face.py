@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -328,12 +329,19 @@ def test_random_weights_are_those_of_the_library_and_depend_on_the_seed(tmp_path
         ({"dataset": "broken.jsonl"}, r"broken.jsonl:2: not JSON"),
         ({"dataset": "notes.txt", "column": "text"}, r"column: .*notes.txt is plain text, which has no columns; fix:"),
         ({"lora_rank": 4, "lora_targets": "q_poj"}, r"lora_targets: Target modules .*q_poj.* not found"),
+        ({"lora_rank": "four"}, r"lora_rank is 'four'; fix: a whole number from 0"),
+        ({"lora_rank": 4, "lora_alpha": -1.0}, r"lora_alpha is -1.0; fix: a number from 0"),
+        ({"model": "martian.json"}, r"martian.json: its config.json cannot be read: .*martian.*; fix: copy it again"),
+        ({"model": "t5.json"}, r"t5.json is no causal language model \(.*; fix: a decoder"),
         ({"lora_rank": 4, "model": "model/config.json"}, r"lora_rank: .*config.json has no weights to adapt"),
     ],
 )
 def test_bad_options_are_one_line_with_the_fix(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     random_model(TIED, tmp_path / "model")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    for kind in ("martian", "t5"):
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind}))
+        shutil.copy(tmp_path / "model" / "tokenizer.json", tmp_path)
     (tmp_path / "notes.txt").write_text("the tide comes in\n" * 300)
     given = {name: str(tmp_path / value) if name in ("model", "dataset") else value for name, value in options.items()}
     settings = settings_for(tmp_path / "model", **given)

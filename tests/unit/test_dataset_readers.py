@@ -166,6 +166,12 @@ def test_rows_of_parquet_files_are_found_by_index(tmp_path: Path) -> None:
     read = [number for step in range(4) for number in loader.load(Cursor(5 * step, 5))]
     assert sorted(read) == list(range(20))
     assert rows.fingerprint != ParquetRows(tmp_path, ["text"]).fingerprint
+    pyarrow.parquet.write_table(pyarrow.table({"other": [1]}), tmp_path / "2.parquet")
+    with pytest.raises(DataError, match=r"2\.parquet: there is no column number; fix: one of other"):
+        ParquetRows(tmp_path, ["number"])
+    (tmp_path / "2.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"2\.parquet: .*0 bytes; fix: copy it again"):
+        ParquetRows(tmp_path, ["number"])
 
 
 TEXTS = (".txt", ".md")
