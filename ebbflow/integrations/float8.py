@@ -43,7 +43,7 @@ def convert_units(units: Iterable[tuple[str, nn.Module]], mode: str, device: tor
             if layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0:
                 own = Float8Linear.from_float(layer, config=config).__dict__
                 layer.__dict__.update({key: value for key, value in own.items() if key not in layer.__dict__})
-                layer.__class__ = _subclass(Float8Linear, type(layer))
+                layer.__class__ = _subclass(Float8Linear, type(layer))  # pyright: ignore[reportAttributeAccessIssue]
                 converted[id(layer)] = name
     if not converted:
         raise ParallelError(
