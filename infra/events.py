@@ -59,7 +59,7 @@ GENERATION_ENDED = "generation_ended"
 NODE_STARTED = "node_started"
 # seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes, disk_free_bytes,
 # shared_memory_free_bytes; with GPUs also gpus, gpu_memory_used_bytes, gpu_memory_free_bytes, gpu_busy_percent,
-# gpu_celsius, gpu_watts and gpus_slowed (by heat or power); at the end of the ranks trained (their last applied step)
+# gpu_celsius, gpu_watts and gpus_slowed (by heat or power); at the end of the ranks trained (their last completed step)
 NODE_HEARTBEAT = "node_heartbeat"
 NODE_ENDED = "node_ended"
 # Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight in the unit it

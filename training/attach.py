@@ -121,6 +121,8 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
     spec = WorkerSpec.from_environment() or share_from_rank_0(gang, lambda: _open(**wanted), gang.group)
     if isinstance(spec, int):
         sys.exit(spec)
+    if gang.store is not None:  # a later job of this process has keys of its own
+        gang = replace(gang, store=PrefixStore(spec.generation_id, gang.store))
     attached_job.current = job = make(spec, gang)
     return job
 

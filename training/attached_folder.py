@@ -185,8 +185,9 @@ class FolderJob(AttachedJob):
         self._resized = known.get("resized", "")
         if restored.world_size != self._gang.world_size:
             self._resized = describe_resize(restored.world_size, self._gang.world_size)
-            self.record_inexact_data()  # frameworks skip batches, which now have other samples
             self.say(f"{self._resized}; the rest of this epoch may have other samples")
+        if self._resized:
+            self.record_inexact_data()  # frameworks skip batches, which had other samples from then on
         if self._writes:
             for name in known["empty"]:
                 path = _inside(partial, name)

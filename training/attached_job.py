@@ -481,7 +481,8 @@ class AttachedJob:
         if self._spec.candidates:
             alive()
         begun, meet = time.monotonic(), partial(meet_others, self._gang, self._config, alive)
-        restored = self._saver.restore(self._spec.candidates, *self._saved, place=place, progress=alive, meet=meet)
+        working = self._gang.announce(alive)
+        restored = self._saver.restore(self._spec.candidates, *self._saved, place=place, progress=working, meet=meet)
         if restored is None:
             return None
         self.step, self._samples = restored.step, restored.extra["cursor"]

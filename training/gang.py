@@ -24,7 +24,8 @@ from ebbflow.training.launch.transport import is_loopback
 from ebbflow.training.network_probe import Link, probe_links, summarize_links, time_all_reduce
 from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSockets, connect_peers, find_addresses
 
-_TURN_SECONDS = 5.0  # between two signs of life of a rank that waits for others
+_SIGN_SECONDS = 5.0  # between two signs of life of a rank that works while others wait
+_SIGNS = "signs of life"  # key of their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +70,45 @@ class Gang:
             rows = self.gather(own).numpy(force=True).tobytes()
         return list(layout.iter_unpack(rows))
 
+    def announce(self, alive: Callable[[], object]) -> Callable[[], object]:
+        """Return a function for work before `await_ranks`: it calls `alive`, and tells the ranks that wait there."""
+        last = 0.0
+
+        def announce() -> None:
+            nonlocal last
+            alive()
+            if self.store is not None and time.monotonic() - last > _SIGN_SECONDS:
+                last = time.monotonic()
+                with contextlib.suppress(dist.DistError, RuntimeError):
+                    self.store.add(_SIGNS, 1)
+
+        return announce
+
     def await_ranks(self, stage: str, seconds: float, alive: Callable[[], object]) -> None:
         """Wait until all ranks have come to the end of `stage`, work that takes longer the more bytes a rank reads.
 
-        A collective would end at the deadline of a step, so the ranks meet in the key-value store, with a deadline of
-        its own. `alive` is called every few seconds, since the agent takes a silent rank for a hung one. Each stage of
-        a generation needs a name of its own. Raises RendezvousError. Collective.
+        A collective would end at the deadline of a step, so the ranks meet in the key-value store. Raises
+        RendezvousError if no working rank has given a sign of life (`announce`) for `seconds`. `alive` is called about
+        each second, since the agent takes a silent rank for a hung one. Each stage of a generation needs a name of its
+        own. Collective.
         """
         if self.alone or self.store is None:
             return
-        keys = [f"{stage}/{number}" for number in range(self.world_size)]
-        self.store.set(keys[self.rank], "")
-        limit = time.monotonic() + seconds
-        while True:
-            alive()
-            began = time.monotonic()
-            turn = max(min(_TURN_SECONDS, limit - began), 0.1)
-            try:
-                return self.store.wait(keys, timedelta(seconds=turn))
-            except (dist.DistError, RuntimeError) as error:
-                gone = time.monotonic() - began < turn / 2
-                if gone or began + turn >= limit:
-                    where = f"to the end of {stage} within {seconds:.0f} s"
-                    raise _missing_ranks(self.store, keys, self.rank, where) from error
+        keys, pause = [f"{stage}/{number}" for number in range(self.world_size)], 0.01
+        signs, heard = -1, time.monotonic()
+        try:
+            self.store.set(keys[self.rank], "")
+            while not self.store.check(keys):
+                alive()
+                if (now := self.store.add(_SIGNS, 0)) != signs:
+                    signs, heard = now, time.monotonic()
+                if time.monotonic() - heard > seconds:
+                    where = f"to the end of {stage}, and none gave a sign of life for {seconds:.0f} s"
+                    raise _missing_ranks(self.store, keys, self.rank, where)
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+        except (dist.DistError, RuntimeError) as error:
+            raise _lost_store(self.rank) from error
 
 
 def connect(
@@ -291,15 +308,18 @@ def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpu
 
 def _missing_ranks(store: Store, keys: Sequence[str], rank: int, where: str) -> RendezvousError:
     """Return the error of a rank that waited in vain for the others, each of which sets its key."""
-    missing = [str(number) for number, key in enumerate(keys) if not _is_set(store, key)]
+    try:
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    except (dist.DistError, RuntimeError):
+        return _lost_store(rank)
     return RendezvousError(
         f"rank {rank}: {len(keys) - len(missing)} of {len(keys)} ranks came {where}; missing: rank "
-        f"{', '.join(missing) or 'none, but the store is gone'}; fix: look at the logs of the missing ranks first"
+        f"{', '.join(missing)}; fix: look at the logs of the missing ranks first"
     )
 
 
-def _is_set(store: Store, key: str) -> bool:
-    try:
-        return store.check([key])
-    except (dist.DistError, RuntimeError):
-        return False
+def _lost_store(rank: int) -> RendezvousError:
+    return RendezvousError(
+        f"rank {rank}: the key-value store does not answer, so the process that serves it (torchrun's agent or rank 0) "
+        "has ended; fix: look at its log first"
+    )

@@ -110,7 +110,7 @@ class Reporter:
     clock: Clock  # assigns time to ledger classes
     emit: Callable[..., object]  # takes (name, step=, flush=, **data)
     beat: Callable[[int, str], None] = lambda step, phase: None  # writes a heartbeat
-    mark_trained: Callable[[int], None] = lambda step: None  # tells the agent the last step whose update was applied
+    mark_trained: Callable[[int], None] = lambda step: None  # tells the agent the last completed step
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 

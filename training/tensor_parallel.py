@@ -79,6 +79,12 @@ def split_weights(module: nn.Module, layers: Mapping[nn.Module, SplitLayer], gro
                 layer = layers[part] if name == "weight" else WHOLE
                 shape = list(parameter.shape)
                 if layer.dimension is not None:
+                    if shape[layer.dimension] % (pieces := group.size() * layer.parts):
+                        raise WorkloadError(
+                            f"parallel.tensor_size {group.size()}: a weight of {type(part).__name__} has "
+                            f"{shape[layer.dimension]} values in dimension {layer.dimension}, not a multiple of "
+                            f"{pieces}; fix: a tensor_size that divides it"
+                        )
                     shape[layer.dimension] //= group.size()
                 local, whole = parameter.new_empty(shape), {"shape": parameter.shape, "stride": parameter.stride()}
                 split = DTensor.from_local(local, group, [layer.placement()], run_check=False, **whole)
@@ -119,6 +125,8 @@ def _make_forward(layer: SplitLayer, group: DeviceMesh) -> Callable[[Any, Tensor
                 bias = local_part(bias)
                 if layer.dimension == 0:
                     bias = _convert(bias, _SHARE, group).chunk(group.size())[group.get_local_rank()]
+            if layer.exit is _ADD and bias is not None:  # once, not with the part of each rank
+                return _convert(F.linear(x, weight), layer.exit, group) + bias
             y = F.linear(x, weight, bias)
         return _convert(y, layer.exit, group)
 

@@ -24,7 +24,6 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RejectedCommit, RestoreResult, RetentionPolicy, read_generation
-from ebbflow.training.checkpoint.checkpointer import SLOWEST_BYTES_PER_SECOND
 from ebbflow.training.checkpoint.hugging_face import check_settings
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang, time_waits
@@ -41,7 +40,7 @@ from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
-from ebbflow.training.weights.files import describe_files, list_weight_files
+from ebbflow.training.weights.files import describe_files
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
 from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
@@ -58,12 +57,12 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     store = Store.open(spec.store_uri)
     # Each module, and each part of a download, is a sign of life: the phase's limit is one for them, not for all.
     alive = partial(reporter.enter, "init", 0)
-    context = workload_context(config, gang, store=store, prepared=spec.prepared, alive=alive)
+    working = gang.announce(alive)
+    context = workload_context(config, gang, store=store, prepared=spec.prepared, alive=working)
     workload = make_workload(config, context)
     if config.workload is not None:
         workload = wrap_user_workload(workload, config.workload)
-    size = spec.prepared.get("bytes")  # of the text; a workload may have another meaning for it
-    meet_others(gang, config, alive, "opening the data", size if isinstance(size, int) else 0)
+    meet_others(gang, config, alive, "opening the data")
     overwritten = bool(spec.candidates or config.training.initial_weights)
     if not gang.alone and gang.device.type == "cpu":  # a GPU's host does not wait
         time_waits(clock.exclude)
@@ -105,11 +104,9 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     return trainer
 
 
-def meet_others(gang: Gang, config: RunConfig, alive: Callable[[], object], stage: str, size: int) -> None:
-    """Wait until all ranks have done work that reads up to `size` bytes on each. 10 MiB/s are slow, not hung."""
-    cluster = config.cluster
-    seconds = max(cluster.start_deadline_seconds, cluster.step_deadline_seconds, size / SLOWEST_BYTES_PER_SECOND)
-    gang.await_ranks(stage, seconds, alive)
+def meet_others(gang: Gang, config: RunConfig, alive: Callable[[], object], stage: str) -> None:
+    """Wait until all ranks have done work that takes longer the more bytes it reads. Raises RendezvousError."""
+    gang.await_ranks(stage, max(config.cluster.start_deadline_seconds, config.cluster.step_deadline_seconds), alive)
 
 
 def make_limits(spec: WorkerSpec, gang: Gang, config: RunConfig, clock: Clock) -> Limits:
@@ -192,8 +189,8 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
         trainer.enter("restore", 0)
     begun = time.monotonic()
     alive = partial(trainer.enter, "restore", 0)
-    meet = partial(meet_others, trainer.gang, trainer.config, alive)
-    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer, progress=alive, meet=meet)
+    meet, working = partial(meet_others, trainer.gang, trainer.config, alive), trainer.gang.announce(alive)
+    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer, progress=working, meet=meet)
     if restored is None:
         return begin(trainer)
     for key in ("seed", "data_fingerprint"):
@@ -230,9 +227,9 @@ def begin(trainer: Trainer) -> Position:
             check_settings(trainer.config.model, path)
         translate = getattr(trainer.workload, "translate_weights", None)
         alive = partial(trainer.enter, "restore", 0)
-        tensors = load_weights(path, trainer.spread.module, translate, progress=alive)
-        size = sum(file.stat().st_size for file in list_weight_files(path))
-        meet_others(trainer.gang, trainer.config, alive, f"reading {path}", size)
+        working = trainer.gang.announce(alive)
+        tensors = load_weights(path, trainer.spread.module, translate, progress=working)
+        meet_others(trainer.gang, trainer.config, alive, f"reading {path}")
         if trainer.gang.rank == 0:
             seconds = time.monotonic() - begun
             trainer.reporter.emit(INITIAL_WEIGHTS, tensors=tensors, seconds=seconds, files=describe_files(path))

@@ -273,11 +273,12 @@ def _count_redone_steps(events: Sequence[Event], generations: dict[int, Recorded
     A killed rank has not recorded its last steps, but its agent knows which was the last one.
     """
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
+    recorded = {number: one.parent_step for number, one in generations.items()}
+    for generation, step in executed:
+        recorded[generation] = max(step, recorded.get(generation, 0))
     for event in events:
         if event.name == NODE_HEARTBEAT and (last := event.data.get("trained")) and event.generation in generations:
-            first = max((step for number, step in executed if number == event.generation), default=None)
-            begun = generations[event.generation].parent_step if first is None else first
-            executed |= {(event.generation, step) for step in range(begun + 1, last + 1)}
+            executed |= {(event.generation, step) for step in range(recorded[event.generation] + 1, last + 1)}
     return sum(not generations[generation].keeps(step) for generation, step in executed)
 
 

@@ -119,7 +119,7 @@ def test_with_efa_only_types_with_all_adapters_of_their_launch_template_are_take
         cards = [one["NetworkCardIndex"] for one in interfaces["NetworkInterfaces"]]
         adapters[family] = len(cards)
         assert taken["Fn::If"] == ["HasEfa", taken["Fn::If"][1], [family]]
-        assert set(taken["Fn::If"][1]) == {kind.name for kind in own if kind.efa >= len(cards)}, (
+        assert set(taken["Fn::If"][1]) == {kind.name for kind in own if kind.efa == len(cards)}, (
             "see cost/instances.csv"
         )
         assert cards == list(range(len(cards))), "one on each card"

@@ -69,13 +69,13 @@ def test_every_mode_restores_every_other_bit_for_bit(
 def test_a_rank_that_reads_longer_than_a_collective_may_take_is_awaited(
     saved: tuple[Path, list[dict]], tmp_path: Path
 ) -> None:
-    """The limit of that wait is one for the bytes; the error of a rank that never comes names it."""
+    """The error of a rank that never comes names it."""
     first, second = run_gang(2, "slow", "ddp", saved[0], tmp_path / "slow")
     assert first["ddp"]["step"] == second["ddp"]["step"] == 2
-    for rank in (first["ddp"], second["ddp"]):
-        assert rank["seconds"] > 5 and rank["signs"] >= 1
-    missing = "rank 0: 1 of 2 ranks came to the end of a stage of rank 0 alone within 6 s; missing: rank 1; fix: "
-    assert first["ddp"]["missing"].startswith(missing)
+    assert min(first["ddp"]["seconds"], second["ddp"]["seconds"]) > 5
+    assert first["ddp"]["signs"] > second["ddp"]["signs"]
+    missing = "came to the end of a stage of rank 0 alone, and none gave a sign of life for 6 s; missing: rank 1; fix: "
+    assert first["ddp"]["missing"].startswith(f"rank 0: 1 of 2 ranks {missing}")
 
 
 @pytest.mark.parametrize(("world_size", "modes"), [(1, "plain"), (2, "fsdp2+ddp+hsdp")])

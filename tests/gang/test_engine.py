@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from ebbflow.infra.events import LedgerClass, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.data import prepare_tokens
-from ebbflow.training.errors import DivergenceError
+from ebbflow.training.errors import DivergenceError, RendezvousError
+from ebbflow.training.gang import Gang
 from ebbflow.training.limits import Limits, Stop
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.reporter import Clock, process_start_monotonic
@@ -313,7 +315,42 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     )
     messages = [json.loads(output.splitlines()[-1]) for output in run_ranks(2, ["-c", program])]
     assert any("2 of 3 ranks came within 3 s" in message and "missing: rank 2" in message for message in messages)
-    assert all("missing" in message and "fix:" in message for message in messages)
+    assert all("missing" in message or "the key-value store does not answer" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("signs", "ends", "missing"), [(True, False, ""), (False, False, "rank 1"), (True, True, "rank 1")]
+)
+def test_a_rank_that_works_is_awaited_as_long_as_it_gives_signs_of_life(
+    signs: bool, ends: bool, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that ends in its work gives no more signs."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr("ebbflow.training.gang._SIGN_SECONDS", 0.01)
+    store, begun = dist.HashStore(), time.monotonic()
+
+    def work() -> None:
+        gang = Gang(rank=1, world_size=2, store=store)
+        alive = gang.announce(lambda: None)
+        while time.monotonic() - begun < 1.0:
+            if signs:
+                alive()
+            time.sleep(0.02)
+        if not ends:
+            gang.await_ranks("reading", 5.0, lambda: None)
+
+    other = threading.Thread(target=work)
+    other.start()
+    heard: list[float] = []
+    try:
+        Gang(rank=0, world_size=2, store=store).await_ranks("reading", 0.5, lambda: heard.append(time.monotonic()))
+        error = ""
+    except RendezvousError as caught:
+        error = str(caught)
+    other.join()
+    assert f"missing: {missing}; fix:" in error if missing else error == ""
+    assert len(heard) > 2
 
 
 def test_the_peak_of_a_place_is_the_best_of_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def restore(mode: str, job_store: str) -> dict:
 
 
 def slow(job_store: str) -> dict:
-    """How long each rank restored, and how often it gave a sign of life. The limit of the wait is from the bytes."""
+    """How long each rank restored, and how often it gave a sign of life while it waited."""
     gang = connect(start_seconds=30, collective_seconds=COLLECTIVE_SECONDS, generation="slow")
     candidates = [ref.key for ref in reachable_commits(Store.open(job_store))]
     limits = {"start_deadline_seconds": 3 * COLLECTIVE_SECONDS, "step_deadline_seconds": COLLECTIVE_SECONDS}
@@ -137,7 +137,7 @@ def slow(job_store: str) -> dict:
         seconds, missing = time.monotonic() - began, ""
         if RANK == 0:
             try:
-                meet_others(gang, config, alive, "a stage of rank 0 alone", 0)
+                meet_others(gang, config, alive, "a stage of rank 0 alone")
             except RendezvousError as error:
                 missing = str(error)
         return {"step": restored.step, "seconds": seconds, "signs": len(signs), "missing": missing}

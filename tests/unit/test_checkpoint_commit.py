@@ -11,23 +11,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import commit_prefix, index_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, Generation, RetentionPolicy, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commit import CommitWatch
 from ebbflow.training.checkpoint.manifest import CheckpointId
-from ebbflow.training.checkpoint.restore import _bytes_to_read
 from ebbflow.training.checkpoint.retention import Retention
 from ebbflow.training.errors import CheckpointError, CommitMismatch
-from ebbflow.training.trainer_setup import meet_others
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,17 +75,6 @@ def test_the_deadline_of_a_save_grows_with_its_bytes(job: Store, cap: float | No
         assert flight is not None and flight.size > 16000
         assert seconds <= flight.deadline.seconds <= seconds * flight.size / 16000
         checkpointer.hurry()
-
-
-def test_the_wait_for_others_restore_grows_with_the_bytes_of_a_rank() -> None:
-    with torch.device("meta"):
-        small, large = nn.Linear(2**12, 2**12), nn.Linear(2**17, 2**16)  # 64 MiB and 32 GiB of parameters
-    optimizer, waits = torch.optim.SGD(small.parameters()), list[float]()
-    gang: Any = SimpleNamespace(await_ranks=lambda stage, seconds, alive: waits.append(seconds))
-    for model in (small, large):
-        meet_others(gang, RunConfig(), lambda: None, "reading", _bytes_to_read(model, optimizer))
-    assert waits[0] == RunConfig().cluster.step_deadline_seconds == 300
-    assert waits[1] == pytest.approx(3 * 32 * 1024 / 10, rel=0.01)
 
 
 def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:

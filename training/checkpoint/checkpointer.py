@@ -229,7 +229,7 @@ class Checkpointer:
         *,
         place: Place | None = None,
         progress: Callable[[], object] = lambda: None,
-        meet: Meet = lambda stage, size: None,
+        meet: Meet = lambda stage: None,
     ) -> RestoreResult | None:
         """Fill model and optimizer from the first candidate that all ranks can verify. Without candidates, return None.
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
@@ -61,8 +60,8 @@ _UNRELIABLE = "unreliable"  # the reader fails, not the commit
 ReadAgain = Callable[[str, str, int | None], str]
 # Returns the tensor into which a tensor of the commit is read; None if it is not wanted.
 Place = Callable[[str, TensorEntry], Tensor | None]
-# (name of the work, bytes that this rank reads for it) → waits until all ranks have done this work
-Meet = Callable[[str, int], object]
+# (name of the work) → waits until all ranks have done this work
+Meet = Callable[[str], object]
 # Pauses before a commit is read again after a store error. Failing at once would waste a generation, and three failures
 # for the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -124,7 +123,7 @@ def restore_newest(
     place: Place | None = None,
     read_again: ReadAgain | None = None,
     progress: Callable[[], object] = lambda: None,
-    meet: Meet = lambda stage, size: None,
+    meet: Meet = lambda stage: None,
 ) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
 
@@ -248,21 +247,12 @@ def _attempt_with_retries(
         attempted = time.monotonic()
         loaded, own = _attempt(store, key, model, optimizer, reader)
         judged = time.monotonic()
-        reader.meet(f"reading {key}, try {number}", _bytes_to_read(model, optimizer))
+        reader.meet(f"reading {key}, try {number}")
         verdict = _agree_on_verdict(own, key, reader)
         if verdict.kind != _AWAY or (pause := next(pauses, None)) is None:
             return attempted, loaded, verdict, time.monotonic() - judged
         time.sleep(pause)  # equal on all ranks
     raise AssertionError("the loop returns")
-
-
-def _bytes_to_read(model: nn.Module, optimizer: Optimizer | None) -> int:
-    """Return about the bytes that this rank reads: its parameters and, of each, two moments.
-
-    A rank that could not read the manifest has to know it too, because it waits for the others.
-    """
-    own = (value.to_local() if isinstance(value, DTensor) else value for value in model.parameters())
-    return sum(value.nbytes for value in own) * (1 if optimizer is None else 3)
 
 
 def _attempt(

@@ -36,8 +36,9 @@ PHASES = (
 )
 _INTERLUDES = frozenset({"compile", "store"})  # these phases interrupt another one, which continues afterwards
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
-_PID, _STEP, _PHASE, _NANOSECONDS, _TRAINED, _ENTERED = range(6)
-_FIELDS = _ENTERED + len(PHASES)
+_PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
+_TRAINED = _ENTERED + len(PHASES)
+_FIELDS = _TRAINED + 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class HeartbeatReading:
     phase: str
     t_mono: float  # time.monotonic() of the heartbeat
     entered: int = 0  # how often this phase has begun, not counting continuations after an interlude
-    trained: int = 0  # last step whose update was applied
+    trained: int = 0  # last completed step, as in `step` events
 
 
 class Heartbeat:
