@@ -123,7 +123,8 @@ def _render(finding: Finding) -> Iterator[str]:
     if finding.count > len(finding.evidence):
         yield f"  … {finding.count} such lines" + (f" on {len(finding.ranks)} ranks" if len(finding.ranks) > 1 else "")
     if finding.note or finding.suspects:
-        named = ", ".join(f"rank {rank}" for rank in finding.suspects[:8]) or "a rank without these lines"
+        named = ", ".join(f"rank {rank}" for rank in finding.suspects[:8])
+        named = named or ("a rank without these lines" if rule.suspects else "no single rank")
         yield f"  suspect: {named}{'; ' if finding.note else ''}{finding.note}"
     if finding.role != "cascade":
         causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())

@@ -28,6 +28,7 @@ _ENQUEUED = re.compile(r"\[PG ID 0 [^]]*?Rank (\d+)\].*?last enqueued(?: NCCL)? 
 _NOTES = {
     "others": "the lines above come from a rank that waits, and not from the one at fault",
     "all": "the ranks differ, and no line tells which of them is wrong",
+    "alike": "every rank wrote these lines, and no line tells of one that is at fault alone",
 }
 _MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
 # Rules whose message does not tell the family; the code that raised it does.
@@ -37,6 +38,7 @@ _WORKER_GONE = re.compile(r"\bEOFError$|Connection(?:Reset|Refused)Error|BrokenP
 _SERIES_ONLY = ("F02", "G01", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
+_LEAD_SECONDS = 1.0  # of several ranks with the same cause, one that has it so much earlier is named
 # A cause that is logged this long after an effect did not lead to it.
 _AFTERMATH_SECONDS = 120.0
 
@@ -286,10 +288,21 @@ def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
     named = {int(number) for hit in hits for number in re.findall(r"\d+", hit[1])}
     reached = {int(hit[1]): int(hit[2]) for line in lines if (hit := _ENQUEUED.search(line.text))}
     named = named or {rank for rank, work in reached.items() if work < max(reached.values())}
+    if not (found.verdict or named or rule.suspects) and _are_alike(found, known):
+        return {"note": _NOTES["alike"]}
     if found.verdict or named or not rule.suspects:
         return {"suspects": tuple(sorted(named))}
     others = known - set(found.ranks if rule.suspects == "others" else ())
     return {"suspects": tuple(sorted(others)), "note": _NOTES[rule.suspects]}
+
+
+def _are_alike(found: Seen, known: set[int]) -> bool:
+    """Return whether every one of several ranks has the cause, none of them clearly before the others."""
+    if found.rule.kind != "cause" or len(found.ranks) < max(2, len(known)):
+        return False
+    # At a start, the time tells only which rank was started first.
+    times = sorted(line.time or 0.0 for line in found.ranks.values())
+    return found.rule.family == "startup" or not times[0] or times[1] - times[0] < _LEAD_SECONDS
 
 
 def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:

@@ -220,7 +220,7 @@ _RANK = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 _RANK_OF_PATH = re.compile(
-    r"(?:rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)", re.IGNORECASE
+    r"(?:.*rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)", re.IGNORECASE
 )
 
 
@@ -231,7 +231,7 @@ def rank_of(text: str) -> int | None:
 
 
 def rank_of_path(path: Path) -> int | None:
-    """Return the rank in the name of a log file or of its folders, or None."""
+    """Return the rank in the name of a log file or of its folders, or None. The last "rank" in a path counts."""
     match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
     return int(match[1] or match[2]) if match else None
 

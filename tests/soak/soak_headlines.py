@@ -94,7 +94,8 @@ OF_NODES = {
 }
 # In plain torch, without a job: the symptom in the logs. seconds: to the first failure.
 PLAIN = (
-    "stale_port", "wrong_master_address", "master_without_name", "wrong_interface", "rank_never_starts",
+    "stale_port", "wrong_master_address", "master_without_name", "master_unknown_to_one_rank", "wrong_interface",
+    "wrong_interface_of_one_rank", "rank_never_starts",
     "parameter_unused_on_one_rank", "uneven_batches", "collective_of_one_rank", "collectives_of_other_shape",
     "rank_killed", "error_on_one_rank", "loader_worker_killed", "loader_worker_bus_error", "no_rollouts",
     "optimizer_of_another_model", "nan_in_a_layer",
@@ -223,14 +224,17 @@ def _run_plain(name: str, seed: int, folder: Path) -> dict[str, Any]:
     right = root is not None and root.rule.id in (made.symptom, *made.answers)
     if name == "stale_port":
         guilty = 0  # the rank that binds the port
-    # There is no one faulty rank, or the finding says that the lines do not tell which it is.
-    alike = made.ranks == 1 or made.gone or root is None or not root.ranks or "no line tells" in root.note
+    # There is no other rank, or the finding says that the lines do not tell which is faulty.
+    unknown = made.ranks == 1 or made.gone or root is None or not root.ranks or "no line tells" in root.note
+    rank_right = None if unknown or root is None else (root.suspects or root.ranks[:1]) == (guilty,)
+    if made.alike:  # where all ranks have the trouble, none may be named
+        rank_right = root is not None and not root.suspects and root.note.startswith("every rank")
     return {
         "case": f"plain:{name}", "seed": seed, "family": root.rule.family if root else None,
         "symptom": root.rule.id if root else None, "right": right, "seconds": round(seconds, 2),
-        "rank_right": None if alike or root is None else (root.suspects or root.ranks[:1]) == (guilty,),
+        "rank_right": rank_right,
         "suspects": None if root is None else root.suspects, "note": "" if root is None else root.note, "starts": 1,
-        "wrong": [] if right else ["family"],
+        "wrong": [*([] if right else ["family"]), *(["rank"] if rank_right is False else [])],
     }  # fmt: skip
 
 

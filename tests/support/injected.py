@@ -70,12 +70,26 @@ def wrong_master_address(here: Injected) -> None:
     TCPStore("127.0.0.1", free_port(), 2, is_master=False, timeout=timedelta(seconds=1))
 
 
-@injects("A13", ranks=2, environment={"MASTER_ADDR": "trainer-0.nowhere.invalid"})
+@injects("A13", ranks=2, answers=("A11",))
+def master_unknown_to_one_rank(here: Injected) -> None:
+    if here.is_guilty:
+        os.environ["MASTER_ADDR"] = "trainer-0.nowhere.invalid"
+    here.connect()
+
+
+@injects("A14", ranks=2)
+def wrong_interface_of_one_rank(here: Injected) -> None:
+    if here.is_guilty:
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
+    here.connect()
+
+
+@injects("A13", ranks=2, alike=True, environment={"MASTER_ADDR": "trainer-0.nowhere.invalid"})
 def master_without_name(here: Injected) -> None:
     socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-@injects("A14", ranks=2, environment={"GLOO_SOCKET_IFNAME": "eth77"})
+@injects("A14", ranks=2, alike=True, environment={"GLOO_SOCKET_IFNAME": "eth77"})
 def wrong_interface(here: Injected) -> None:
     here.connect()
 

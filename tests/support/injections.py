@@ -26,7 +26,11 @@ from tests.support.warm import start_warm
 
 @dataclass(frozen=True)
 class Injection:
-    """How a symptom is made. gone: ranks that are never started. answers: other ids that name the failure as well."""
+    """How a symptom is made.
+
+    gone: ranks that are never started. answers: other ids that name the failure as well. alike: all ranks have the
+    trouble, so there is no faulty one.
+    """
 
     symptom: str
     run: Callable[[Injected], Any]
@@ -34,6 +38,7 @@ class Injection:
     environment: dict[str, str] = field(default_factory=dict)
     gone: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
+    alike: bool = False
 
 
 @dataclass

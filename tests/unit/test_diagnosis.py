@@ -19,7 +19,7 @@ from ebbflow.infra.diagnose import command
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.diagnose.judging import diagnose_files
 from ebbflow.infra.diagnose.matching import load_matcher
-from ebbflow.infra.diagnose.reading import LogText, rank_of, time_of
+from ebbflow.infra.diagnose.reading import LogText, rank_of, rank_of_path, time_of
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.errors import _SYMPTOMS
 from ebbflow.infra.events import GUARD, NOTICE, STEP
@@ -324,6 +324,9 @@ def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
 
 
 GONE = "Connection closed by peer [10.0.0.7]:24601"
+NO_INTERFACE = "RuntimeError: [enforce fail at tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth77"
+NO_NAME = "socket.gaierror: [Errno -2] Name or service not known"
+NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 BEHIND = "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective timeout. Last enqueued NCCL work: {1}"
 
 
@@ -339,6 +342,12 @@ BEHIND = "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective 
             [0, 1],
             "no line tells",
         ),
+        ({0: NO_INTERFACE, 1: NO_INTERFACE}, [], "every rank wrote these lines"),
+        ({0: f"2026-01-01 10:00:00 {NO_INTERFACE}", 1: f"2026-01-01 10:01:00 {NO_INTERFACE}"}, [], "every rank wrote"),
+        ({0: NO_NAME, 1: NO_NAME}, [], "every rank wrote these lines"),
+        ({0: "step 3 loss 0.2", 1: NO_INTERFACE, 2: NO_INTERFACE}, [], ""),
+        ({0: f"2026-01-01 10:00:09 {NO_MEMORY}", 1: f"2026-01-01 10:00:01 {NO_MEMORY}"}, [], ""),
+        ({0: f"2026-01-01 10:00:01 {NO_MEMORY}", 1: f"2026-01-01 10:00:01 {NO_MEMORY}"}, [], "every rank wrote"),
     ],
 )
 def test_the_rank_that_did_not_come_is_the_suspect(
@@ -349,8 +358,18 @@ def test_the_rank_that_did_not_come_is_the_suspect(
     diagnosis = diagnose_files(sorted(tmp_path.iterdir()))
     found = diagnosis.to_json()["findings"][0]
     assert found["role"] == "root" and found["suspects"] == suspects and note in found["note"]
-    shown = ", ".join(f"rank {rank}" for rank in suspects) or "a rank without these lines"
-    assert f"  suspect: {shown}{'; ' if note else ''}{found['note']}" in command.render(diagnosis)
+    shown = ", ".join(f"rank {rank}" for rank in suspects)
+    shown = shown or ("no single rank" if note.startswith("every") else "a rank without these lines")
+    if note or suspects:
+        assert f"  suspect: {shown}{'; ' if note else ''}{found['note']}" in command.render(diagnosis)
+
+
+@pytest.mark.parametrize(
+    ("path", "rank"),
+    [("node_rank-1/rank-5.log", 5), ("rank-3/stderr.log", 3), ("rank-3/worker-1.log", 3), ("worker-2/a.log", 2)],
+)
+def test_the_last_rank_in_a_path_counts(path: str, rank: int) -> None:
+    assert rank_of_path(Path(path)) == rank
 
 
 # Each takes a second in a process of its own. soak_headlines.py makes all of them, ten times.
