@@ -18,7 +18,9 @@ SLOWER, _RARELY_SLOWER = 1.3, 2.0  # a duration this many times the sound job's 
 _FEW = 10
 _SHORTEST_SECONDS = 0.01  # a shorter difference is noise
 _WARM_UP_STEPS = 3
-_IN_A_ROW = 3  # steps that must be slow for "since"
+# Steps that must be slow for "since", beyond other ones: the second, or a quarter of a longer job up to the third. A
+# burst of load on one machine passes sooner. Of a short job, half of its steps and at least the first.
+_LEAST_SLOW, _LONGER_THAN_A_BURST, _MOST_NEEDED = 3, 10, 50
 _MOST_LINES = 5
 _WAIT = "waiting for other ranks"  # if no rank computes or reads slower, collectives or the network are slow
 _Timed = tuple[int | None, int, float]  # step (None: not of a step), node, seconds
@@ -34,7 +36,7 @@ class SlowerPart:
     node: int | None
     seconds: float  # median
     sound_seconds: float  # median over all ranks of the sound job
-    since_step: int | None  # first of at least three slow steps in a row; None: not a part of steps
+    since_step: int | None  # first of enough slow steps; None: no such stretch, or not a part of steps
 
     def render(self) -> str:
         since = "" if self.since_step is None else f" since step {self.since_step}"
@@ -54,7 +56,7 @@ class Straggler:
     node: int | None  # None: unknown
     ratio: float  # median over its steps of its own time divided by the median of all ranks
     steps: int  # number of steps in which it was the slowest
-    since_step: int | None  # first of at least three such steps in a row
+    since_step: int | None  # first of a stretch with mostly such steps
 
     def render(self) -> str:
         since = "" if self.since_step is None else f" since step {self.since_step}"
@@ -142,16 +144,17 @@ def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple
 def _straggler(events: Sequence[Event]) -> Straggler | None:
     steps = [
         (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
+        if event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
+        else (event.step, None, 1.0)
         for event in events
         if event.name == STEP and event.step is not None and isinstance(event.data.get("slowest_rank"), int)
         and isinstance(event.data.get("slowest_ratio"), int | float)
-        and event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
     ]  # fmt: skip
-    slow = [(step, rank, ratio) for step, rank, ratio in steps if ratio > SLOWER]
+    slow = [(rank, ratio) for _, rank, ratio in steps if ratio > SLOWER]
     if not slow:
         return None
-    rank, count = Counter(rank for _, rank, _ in slow).most_common(1)[0]
-    ratio = statistics.median(ratio for _, slowest, ratio in slow if slowest == rank)
+    rank, count = Counter(rank for rank, _ in slow).most_common(1)[0]
+    ratio = statistics.median(ratio for slowest, ratio in slow if slowest == rank)
     since = _since([(step, slowest == rank and ratio > SLOWER) for step, slowest, ratio in steps])
     if since is None or 2 * count < max(len(slow), sum(step >= since for step, _, _ in steps)):
         return None
@@ -168,18 +171,18 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
             if len(slow) == len(ranks) > 1:  # ranks wait for each other
                 everyone = sorted((value for each in ranks.values() for value in each), key=lambda one: one[0] or 0)
                 if found := _compare(everyone, reference):
-                    yield _part(part, None, everyone, found)
+                    yield from _part(part, None, everyone, found)
                 continue
             for rank, found in slow.items():
-                yield _part(part, rank, ranks[rank], found)
+                yield from _part(part, rank, ranks[rank], found)
 
 
-def _part(part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]) -> SlowerPart:
+def _part(part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]) -> Iterator[SlowerPart]:
+    """Yield a slower part, unless only its last steps are slower and these are too few."""
     steps = sorted((step, second > sum(found) / 2) for step, _, second in values if step is not None)
-    node = None if rank is None else values[0][1]
-    return SlowerPart(
-        part=part, rank=rank, node=node, seconds=found[0], sound_seconds=found[1], since_step=_since(steps)
-    )
+    node, since = None if rank is None else values[0][1], _since(steps)
+    if since is not None or 2 * sum(slow for _, slow in steps) >= len(steps):
+        yield SlowerPart(part=part, rank=rank, node=node, seconds=found[0], sound_seconds=found[1], since_step=since)
 
 
 def _compare(values: Sequence[_Timed], sound: list[float]) -> tuple[float, float] | None:
@@ -229,7 +232,7 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first step of the stretch with the most slow steps beyond other ones; None if these are below three.
+    """Return the first step of the stretch with the most slow steps beyond other ones; None if these are too few.
 
     steps: (step, whether the step was slow).
     """
@@ -238,4 +241,6 @@ def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
         beyond, begin = (beyond, begin) if beyond > 0 else (0, step)
         beyond += 1 if slow else -1
         most, found = (beyond, begin) if beyond > most else (most, found)
-    return found if most >= _IN_A_ROW else None
+    count = len({step for step, _ in steps})
+    least = max(_LEAST_SLOW, min(count // 2, max(count // 4, _LONGER_THAN_A_BURST), _MOST_NEEDED))
+    return found if most >= least * len(steps) / max(count, 1) else None

@@ -18,17 +18,23 @@ from tests.support.timelines import event
 
 
 def job(
-    *, slow_rank: int | None = None, slow_from: int = 99, data_wait: float = 0.01, rate: float = 0.1
+    *,
+    slow_rank: int | None = None,
+    slow_from: int = 999,
+    slow_steps: int = 999,
+    slow_every: int = 1,
+    steps: int = 30,
+    data_wait: float = 0.01,
+    rate: float = 0.1,
 ) -> list[Event]:
-    """Thirty steps of two ranks on two nodes, with a commit every ten steps."""
+    """Steps of two ranks on two nodes, with a commit every ten steps."""
     found = [event(CONFIGURED, 0, settings=[{"key": "training.learning_rate", "value": rate, "source": "file"}])]
-    for step in range(1, 31):
-        slow = step >= slow_from
+    for step in range(1, steps + 1):
+        slow = slow_from <= step < slow_from + slow_steps and (step - slow_from) % slow_every == 0
         useful = 0.5 if slow else 0.2
         for rank in (0, 1):
-            more = (
-                {"slowest_rank": slow_rank if slow else 0, "slowest_ratio": 2.5 if slow else 1.02} if rank == 0 else {}
-            )
+            slowest = {"slowest_rank": slow_rank if slow else 0, "slowest_ratio": 2.5 if slow else 1.02}
+            more = {**slowest, "slowest_seconds": 0.3 if slow else 0.001} if rank == 0 else {}
             seconds = {"useful_step": useful, "data_wait": data_wait if rank == 1 else 0.01}
             found.append(event(STEP, step, node=rank, rank=rank, generation=1, step=step, seconds=seconds, **more))
         if step % 10 == 0:
@@ -50,6 +56,21 @@ def test_a_straggler_is_named_with_its_node_and_first_step() -> None:
     found = compare_jobs(job(slow_rank=1, slow_from=12), [], job(), []).render()
     assert "node 1 rank 1 is 2.5 times as slow as the median rank since step 12, in 19 steps" in found
     assert "every rank: useful_step takes 0.5 s, in the sound job 0.2 s (2.5 times) since step 12" in found
+
+
+@pytest.mark.parametrize(
+    ("slow_from", "slow_steps", "slow_every"), [(20, 6, 1), (41, 10, 1), (45, 6, 1), (42, 9, 1), (2, 99, 8), (2, 99, 3)]
+)
+def test_a_burst_of_load_is_no_straggler(slow_from: int, slow_steps: int, slow_every: int) -> None:
+    slow = {"slow_from": slow_from, "slow_steps": slow_steps, "slow_every": slow_every}
+    found = compare_jobs(job(slow_rank=1, steps=50, **slow), [], job(steps=50), [])
+    assert found.render() == "no difference in settings, times, events or lines"
+
+
+@pytest.mark.parametrize(("slow_from", "steps"), [(8, 50), (30, 50), (900, 1000), (5, 12)])
+def test_a_lasting_slowdown_is_named_late_in_a_job_too(slow_from: int, steps: int) -> None:
+    found = compare_jobs(job(slow_rank=1, slow_from=slow_from, steps=steps), [], job(steps=steps), [])
+    assert found.straggler and (found.straggler.rank, found.straggler.since_step) == (1, slow_from)
 
 
 def test_a_rank_that_waits_for_data_is_named_alone() -> None:
