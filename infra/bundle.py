@@ -52,6 +52,9 @@ _PROGRAMS = {
 _PATTERNS = yaml.safe_load(Path(__file__).with_name("secrets.yaml").read_bytes())
 _SECRET_WORD = _PATTERNS["word"]
 _SECRETS = {kind: re.compile(text.replace("<word>", _SECRET_WORD)) for kind, text in _PATTERNS["kinds"].items()}
+_ENDS, _FLAT = (_PATTERNS["manifest"].pop(name) for name in ("ends", "flat"))
+_MANIFEST = {name: re.compile(text) for name, text in _PATTERNS["manifest"].items()}
+_MANIFEST_VALUE = "[redacted: Kubernetes secret]"
 _SECRET_NAME = re.compile(rf"(?i){_SECRET_WORD}")
 
 
@@ -78,7 +81,7 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
     Returns:
         The redacted text, and the number of secrets that were replaced.
     """
-    count = 0
+    text, count = _redact_manifests(text)
     for value in own:
         count += text.count(value)
         text = text.replace(value, "[redacted: environment]")
@@ -91,6 +94,70 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
         text, found = pattern.subn(replace, text)
         count += found
     return text, count
+
+
+def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
+    """Replace the values in Kubernetes manifests of the kind Secret, in YAML or JSON, also behind prefixes of lines."""
+    count, parts = 0, re.split(ends, text) if "Secret" in text else [text]
+    lines = parts[::2]
+    for at, line in enumerate(lines):
+        if "Secret" in line and "kind" in line and (kinds := list(_MANIFEST["kind"].finditer(line))):
+            count += _redact_object(lines, at, kinds[0].start())
+            if ends == _ENDS[0]:
+                count += _redact_flat(lines, at, {kind["quote"] for kind in kinds})
+                lines[at], found = _redact_manifests(lines[at], _ENDS[1])  # a text in JSON
+                count += found
+    parts[::2] = lines
+    return "".join(parts), count
+
+
+def _redact_flat(lines: list[str], at: int, quotes: set[str]) -> int:
+    """Redact manifests in one line of JSON, which a program may have wrapped. Return the number of redacted values."""
+    near, count = slice(max(at - 2, 0), at + 3), 0
+    for quote in quotes - {""}:
+        text, found = re.subn(
+            _FLAT.replace("<quote>", re.escape(quote)),
+            lambda hit: f"{hit['keep']}{_MANIFEST_VALUE}" + "\n" * hit[0][len(hit["keep"]) :].count("\n"),
+            "\n".join(lines[near]),
+        )
+        lines[near], count = text.split("\n"), count + found
+    return count
+
+
+def _redact_object(lines: list[str], at: int, column: int) -> int:
+    """Redact the object that has its kind in line `at`. Its keys begin at `column`, behind equal prefixes."""
+
+    def level(line: str) -> str:
+        return re.sub(r"\d", "0", line[:column].replace("-", " "))
+
+    def is_part(line: str) -> bool:
+        same = level(line) == level(lines[at]) or not line.strip()
+        return same and _MANIFEST["part"].match(line[column:]) is not None
+
+    def is_first(line: str) -> bool:  # of an object in a list
+        return line[max(column - 2, 0) : column] == "- "
+
+    first, last, count, within, depth = at, at + 1, 0, False, 0
+    while first and not is_first(lines[first]) and is_part(lines[first - 1]):
+        first -= 1
+    while last < len(lines) and not is_first(lines[last]) and is_part(lines[last]):
+        last += 1
+    for number in range(first, last):
+        new = rest = lines[number][column:]
+        indent = len(rest) - len(rest.lstrip())
+        if (data := _MANIFEST["data"].match(rest)) and not indent:
+            within, depth = True, 0
+            new = rest if data["value"] in ("", "{") else f"{data['keep']} {_MANIFEST_VALUE}"
+        elif rest.strip() and not indent:
+            within = False
+        elif within and rest.strip(" },"):
+            depth = depth or indent
+            entry = _MANIFEST["entry"].match(rest) if indent == depth else None
+            kept = f"{entry['keep']}{entry['quote']}" if entry else " " * indent
+            new = f"{kept}{_MANIFEST_VALUE}{entry['end'] if entry else ''}"
+        count += new != rest
+        lines[number] = lines[number][:column] + new
+    return count
 
 
 def secret_values(environment: dict[str, str]) -> tuple[str, ...]:

@@ -11,9 +11,12 @@ import string
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from ebbflow.infra.bundle import LARGEST_BYTES, BundleFile, pack, redact, secret_values
 from ebbflow.infra.layout import KnownJob, generation_key, log_key
@@ -119,6 +122,53 @@ def test_a_planted_secret_is_removed(kind: str) -> None:
     assert text.startswith("before\n") and text.endswith("\nafter"), "and nothing beside it"
 
 
+_VALUES = [base64.b64encode(_letters(12).encode()).decode() for _ in range(2)] + [_letters(12) for _ in range(3)]
+
+
+def _manifest() -> dict[str, Any]:
+    applied = json.dumps({"apiVersion": "v1", "kind": "Secret", "data": {"p": _VALUES[0]}})
+    labels = {"name": "db", "annotations": {"kubectl.kubernetes.io/last-applied-configuration": applied}}
+    texts = {"app.conf": f"a: {_VALUES[2]}\nb: {{{_VALUES[3]}}}\n", "x": _VALUES[4]}
+    return {
+        "apiVersion": "v1", "kind": "Secret", "metadata": labels, "data": {"p": _VALUES[0], "user.name": _VALUES[1]},
+        "stringData": texts,
+    }  # fmt: skip
+
+
+def _in_yaml(value: Any, ordered: bool) -> str:
+    return yaml.safe_dump(value, sort_keys=ordered, width=10_000)
+
+
+OTHER = {"kind": "ConfigMap", "data": {"path": "/mnt/kept"}}
+MANIFESTS: dict[str, Callable[[bool], str]] = {
+    "YAML": lambda ordered: _in_yaml(_manifest(), ordered),
+    "documents": lambda ordered: f"data: /kept\n---\n{_in_yaml(_manifest(), ordered)}---\n{_in_yaml(OTHER, ordered)}",
+    "list": lambda ordered: _in_yaml({"kind": "List", "items": [OTHER, _manifest(), OTHER]}, ordered),
+    "flow": lambda _: f"kind: Secret\ndata: {{p: {_VALUES[0]}, u: '{_VALUES[1]}'}}\n",
+    "log": lambda ordered: f"+ kubectl get secret\n{_in_yaml(_manifest(), ordered)}step 2\ndata: /mnt/kept\n",
+    "log with prefixes": lambda ordered: "\n".join(
+        f"2026-01-01T10:00:{at:02}Z node 0 | {line}"
+        for at, line in enumerate(_in_yaml(_manifest(), ordered).split("\n"))
+    ),
+    "JSON": lambda ordered: json.dumps(_manifest(), sort_keys=ordered),
+    "JSON in lines": lambda ordered: json.dumps({"items": [_manifest()]}, sort_keys=ordered, indent=2),
+    "JSON in JSON": lambda ordered: json.dumps({"data": {"kept": json.dumps(_manifest(), sort_keys=ordered)}}),
+    "JSON in lines in JSON": lambda ordered: json.dumps({"kept": json.dumps(_manifest(), sort_keys=ordered, indent=1)}),
+    "YAML in JSON": lambda ordered: json.dumps({"data": {"kept": _in_yaml(_manifest(), ordered)}}),
+    "cut JSON": lambda ordered: json.dumps(_manifest(), sort_keys=ordered)[: -3 if ordered else -8],
+    "Windows": lambda ordered: _in_yaml(_manifest(), ordered).replace("\n", "\r\n"),
+}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("form", MANIFESTS)
+def test_values_of_a_secret_manifest_are_removed(form: str, ordered: bool) -> None:
+    text = MANIFESTS[form](ordered)
+    redacted, removed = redact(text)
+    assert not [value for value in _VALUES if value in redacted]
+    assert removed and redacted.count("\n") == text.count("\n") and redacted.count("kept") == text.count("kept")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -131,6 +181,9 @@ def test_a_planted_secret_is_removed(kind: str) -> None:
         "basic usage of the bearer",
         "mkdir -p /tmp/runs; docker run -u 1000:1000 -p 8080:80 image; ssh -p 22 host; wandb login ok",
         "unexpected token '<' at 3; key='loss/train'; name: step value: 12; sl.item() dp.step()",
+        "kind: SecretStore\ndata:\n  path: /mnt/a\n",
+        '{"kind": "ConfigMap", "data": {"a": "b"}, "spec": {"kind": "Secrets"}}',
+        "a step of kind: Secret sharing\nloss: 2.1\ndata wait: 3",
         '"keys": ["q", "k", "v"], "key_bytes": 17, "monkey": "x", "passes": 2',
     ],
 )
