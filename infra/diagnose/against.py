@@ -18,8 +18,8 @@ SLOWER, _RARELY_SLOWER = 1.3, 2.0  # a duration this many times the sound job's 
 _FEW = 10
 _SHORTEST_SECONDS = 0.01  # a shorter difference is noise
 _WARM_UP_STEPS = 3
-# Steps that must be slow for "since", beyond other ones: the second, or a quarter of a longer job up to the third. A
-# burst of load on one machine passes sooner. Of a short job, half of its steps and at least the first.
+# Steps that must be slow for "since", beyond two for each other one: the second, or a quarter of a longer job up to the
+# third. A burst of load on one machine passes sooner. Of a short job, half of its steps and at least the first.
 _LEAST_SLOW, _LONGER_THAN_A_BURST, _MOST_NEEDED = 3, 10, 50
 _MOST_LINES = 5
 _WAIT = "waiting for other ranks"  # if no rank computes or reads slower, collectives or the network are slow
@@ -178,10 +178,10 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
 
 
 def _part(part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]) -> Iterator[SlowerPart]:
-    """Yield a slower part, unless only its last steps are slower and these are too few."""
+    """Yield a slower part. If it is a part of steps, enough of these in a row must be slow."""
     steps = sorted((step, second > sum(found) / 2) for step, _, second in values if step is not None)
     node, since = None if rank is None else values[0][1], _since(steps)
-    if since is not None or 2 * sum(slow for _, slow in steps) >= len(steps):
+    if since is not None or not steps:
         yield SlowerPart(part=part, rank=rank, node=node, seconds=found[0], sound_seconds=found[1], since_step=since)
 
 
@@ -232,14 +232,14 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first step of the stretch with the most slow steps beyond other ones; None if these are too few.
+    """Return the first step of the longest stretch of which two thirds are slow; None if it has too few slow steps.
 
     steps: (step, whether the step was slow).
     """
     most, found, beyond, begin = 0, None, 0, None
     for step, slow in steps:
         beyond, begin = (beyond, begin) if beyond > 0 else (0, step)
-        beyond += 1 if slow else -1
+        beyond += 1 if slow else -2
         most, found = (beyond, begin) if beyond > most else (most, found)
     count = len({step for step, _ in steps})
     least = max(_LEAST_SLOW, min(count // 2, max(count // 4, _LONGER_THAN_A_BURST), _MOST_NEEDED))

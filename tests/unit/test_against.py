@@ -73,6 +73,20 @@ def test_a_lasting_slowdown_is_named_late_in_a_job_too(slow_from: int, steps: in
     assert found.straggler and (found.straggler.rank, found.straggler.since_step) == (1, slow_from)
 
 
+def test_load_before_a_slowdown_is_no_part_of_it() -> None:
+    jobs = job(steps=50), job(slow_rank=1, slow_from=1, steps=50)
+    mixed = [
+        (each.step or 0, each)
+        for slow, events in enumerate(jobs)
+        for each in events
+        if slow == ((each.step or 0) > 20 or (each.step or 0) % 5 in (1, 2, 3))  # 3 of 5 steps, then all
+    ]
+    events = [each for _, each in sorted(mixed, key=lambda pair: pair[0])]
+    found = compare_jobs(events, [], job(steps=50), [])
+    assert found.straggler and found.straggler.since_step == 21
+    assert [each.since_step for each in found.slower] == [21]
+
+
 def test_a_rank_that_waits_for_data_is_named_alone() -> None:
     (slower,) = compare_jobs(job(data_wait=0.08), [], job(), []).slower
     assert (slower.part, slower.rank, slower.node, slower.since_step) == ("data_wait", 1, 1, 4)
