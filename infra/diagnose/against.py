@@ -145,7 +145,7 @@ def _straggler(events: Sequence[Event]) -> Straggler | None:
     steps = [
         (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
         if event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
-        else (event.step, None, 1.0)
+        else (event.step, -1, 1.0)
         for event in events
         if event.name == STEP and event.step is not None and isinstance(event.data.get("slowest_rank"), int)
         and isinstance(event.data.get("slowest_ratio"), int | float)

@@ -78,13 +78,8 @@ class Matcher:
         self._patterns = [
             Pattern(compiled, number, role, required_literals(compiled.pattern))
             for number, rule in enumerate(rules)
-            for role, texts in (
-                ("look", rule.look),
-                ("hint", rule.hint),
-                ("need", rule.need),
-                ("cleared", rule.cleared),
-            )
-            for compiled in (re.compile(text, re.IGNORECASE) for text in texts)
+            for role in ("look", "hint", "need", "cleared")
+            for compiled in (re.compile(text, re.IGNORECASE) for text in getattr(rule, role))
         ]
         self._unless = [[re.compile(text, re.IGNORECASE) for text in rule.unless] for rule in rules]
         self._by_literal: dict[str, list[Pattern]] = defaultdict(list)

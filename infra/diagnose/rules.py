@@ -41,20 +41,6 @@ import yaml
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())  # patterns that are no symptoms
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
-_LISTS = (
-    "look",
-    "hint",
-    "need",
-    "unless",
-    "cleared",
-    "follows",
-    "accuses",
-    "collect",
-    "fix",
-    "guides",
-    "examples",
-    "others",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +94,9 @@ class SymptomRule:
         parts += [f"guides: {', '.join(self.guides)}"] if self.guides else []
         parts += [f"source: {self.source}"] if self.source else []
         return "\n".join(parts)
+
+
+_LISTS = tuple(each.name for each in fields(SymptomRule) if each.type == tuple[str, ...])
 
 
 @dataclass(frozen=True)
