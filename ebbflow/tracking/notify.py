@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import json
 import os
@@ -56,8 +57,11 @@ def _post(config: NotificationsConfig, line: str) -> None:
             return
     except urllib.error.HTTPError as error:
         raise NotificationError(f"the server of {name} answered {error.code}") from None  # the cause has the URL
-    except urllib.error.URLError as error:
-        raise NotificationError(f"the server of {name} does not answer: {error.reason}") from None
+    except http.client.InvalidURL:
+        raise NotificationError(f"the value of {name} is no URL") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise NotificationError(f"the server of {name} does not answer: {reason}") from None
 
 
 def _mail(config: NotificationsConfig, line: str) -> None:

@@ -224,7 +224,8 @@ class _WandB:
             notes=f"report: {self._run.report}", settings=self._settings,
         )  # fmt: skip
         self._wandb.config.update(dict(self._run.settings), allow_val_change=True)
-        self.place = self._wandb.url or f"offline; send it with: wandb sync {Path(self._wandb.dir).parent}"
+        attempts = Path(self._wandb.dir).parents[1]  # `wandb sync` sends those that are not sent, oldest first
+        self.place = self._wandb.url or f"offline; send it with: wandb sync {attempts}"
         return max(sent, self._wandb.step - 1)
 
     def log(self, points: Sequence[Point]) -> None:

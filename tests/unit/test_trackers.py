@@ -12,13 +12,10 @@ import re
 import socket
 import socketserver
 import ssl
-import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -49,8 +46,18 @@ from ebbflow.infra.events import (
 from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 from ebbflow.tracking import __main__ as track
+from ebbflow.tracking import notify
 from ebbflow.tracking.__main__ import Tracking
 from ebbflow.tracking.notify import NotificationError, open_channels
+from tests.support.tracker_files import (
+    Series,
+    mlflow_run,
+    read_jsonl,
+    read_mlflow,
+    read_tensorboard,
+    serving,
+    sync_wandb,
+)
 
 # Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
 ATTEMPTS = [(0, 17), (10, 25), (20, 38), (30, 44), (40, 50)]
@@ -116,78 +123,31 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-Series = list[tuple[int, float]]
-
-
-def read_jsonl(folder: Path, name: str) -> Series:
-    lines = [json.loads(line) for line in (folder / "demo" / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line[name]) for line in lines if name in line]
-
-
-def read_tensorboard(folder: Path, name: str) -> Series:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder / "demo" / "tensorboard"))
-    reader.Reload()
-    return [(one.step, one.value) for one in reader.Scalars(name)]
-
-
-def read_mlflow(folder: Path, name: str) -> Series:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
-    experiment = client.get_experiment_by_name("ebbflow")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "demo" and run.info.status == "FINISHED"
-    assert run.data.params["training.max_steps"] == "50" and run.data.tags["ebbflow.report"].endswith("report.html")
-    return [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
-
-
-def read_wandb(folder: Path, name: str) -> Series:
-    """Read the files of all attempts, in the order in which `wandb sync` sends them, by the library's own messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found, ids = [], set()
-    for path in sorted((folder / "demo" / "wandb").glob("offline-run-*/*.wandb")):
-        for content in leveldb_records(path.read_bytes()):
-            record = Record.FromString(content)
-            if record.run.run_id:
-                ids.add(record.run.run_id)
-            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            if name in values:
-                found.append((record.history.step.num or values["_step"], values[name]))
-    assert len(ids) == 1
-    return found
-
-
-def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a .wandb file: LevelDB's log in blocks of 32 KiB, after a header of 7 bytes."""
-    at, parts = 7, b""
-    while at + 7 <= len(content):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-        parts += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # full, last
-            yield parts
-            parts = b""
-
-
-LIBRARIES: dict[str, tuple[tuple[str, ...], Callable[[Path, str], Series]]] = {
-    "jsonl": ((), read_jsonl),
-    "tensorboard": (("tensorboard",), read_tensorboard),
-    "mlflow": (("mlflow", "sqlalchemy", "alembic"), read_mlflow),
-    "wandb": (("wandb",), read_wandb),
+PACKAGES = {
+    "jsonl": (),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
 }
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
+def series_of(kind: str, folder: Path) -> Callable[[str], Series]:
+    """Return the function that reads a metric of the job back from a tracker."""
+    job = folder / "demo"
+    if kind == "wandb":
+        return sync_wandb(job / "wandb").series
+    if kind == "mlflow":
+        _, run = mlflow_run(folder.parent / "mlflow.db")
+        assert run.info.run_name == "demo" and run.info.status == "FINISHED"
+        assert run.data.params["training.max_steps"] == "50"
+        assert run.data.tags["ebbflow.report"].endswith("report.html")
+        return lambda name: read_mlflow(folder.parent / "mlflow.db", name)
+    return lambda name: (read_jsonl if kind == "jsonl" else read_tensorboard)(job, name)
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
 def test_five_attempts_are_one_run_with_each_step_once(tmp_path: Path, runs: Path, kind: str) -> None:
-    packages, read = LIBRARIES[kind]
-    for package in packages:
+    for package in PACKAGES[kind]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (requirements-dev.txt)")
     url = f"sqlite:///{tmp_path}/mlflow.db" if kind == "mlflow" else None
@@ -196,17 +156,18 @@ def test_five_attempts_are_one_run_with_each_step_once(tmp_path: Path, runs: Pat
         write_attempt(store, number, done=number == 5)
         if kind == "wandb":  # it names its folders by the second
             time.sleep(1 - time.time() % 1)
-        assert follow(store, config_with(trackers=[{"type": kind, "url": url}]), said), said
+        assert follow(store, config_with(trackers=[{"type": kind, "url": url}]), said, seconds=60.0), said
     assert not [line for line in said if "sent later" in line], said
-    if kind == "wandb":  # its own process writes the file
-        wait_for(lambda: len(read(runs, "loss")) >= 50)
-    losses = read(runs, "loss")
+    if kind == "wandb":
+        assert said == [f"wandb: offline; send it with: wandb sync {runs}/demo/wandb"] * 5
+    read = series_of(kind, runs)
+    losses = read("loss")
     assert [step for step, _ in losses] == list(range(1, 51))
     assert [loss for _, loss in losses] == [kept_loss(step) for step in range(1, 51)]
     curve = build_report(read_events(store)).loss_curve
     assert losses == curve
-    assert read(runs, "held_out_loss") == [(step, float(step)) for step in range(10, 51, 10)]
-    redone = read(runs, "ebbflow/redone_steps")
+    assert read("held_out_loss") == [(step, float(step)) for step in range(10, 51, 10)]
+    redone = read("ebbflow/redone_steps")
     assert redone[-1][0] == 50 and redone[-1][1] == build_report(read_events(store)).redone_steps > 0
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "jobs" not in path.parts]
     assert not any(b"sk-verysecret123" in content for content in files)
@@ -217,11 +178,11 @@ def test_live_steps_keep_their_first_value_and_the_redone_are_counted(tmp_path: 
     for number in range(1, 6):
         write_attempt(store, number, done=number == 5)
         assert follow(store, config_with(trackers=[{"type": "jsonl", "live": True}]))
-    losses = read_jsonl(runs, "loss")
+    losses = read_jsonl(runs / "demo", "loss")
     assert [step for step, _ in losses] == list(range(1, 51))
     first = [next(number for number in range(1, 6) if ATTEMPTS[number - 1][1] >= step) for step in range(1, 51)]
     assert [loss for _, loss in losses] == [loss_of(step, number) for step, number in enumerate(first, start=1)]
-    counts = [value for _, value in read_jsonl(runs, "ebbflow/redone_steps")]
+    counts = [value for _, value in read_jsonl(runs / "demo", "ebbflow/redone_steps")]
     assert counts == sorted(counts) and counts[-1] > 0
 
 
@@ -233,10 +194,10 @@ def test_lines_of_a_killed_writer_are_mended_and_a_new_file_gets_all_steps(tmp_p
     path.write_bytes(path.read_bytes()[:-20])  # the last line is cut
     write_attempt(store, 2)
     assert follow(store, config)
-    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 21))
+    assert [step for step, _ in read_jsonl(runs / "demo", "loss")] == list(range(1, 21))
     path.unlink()
     assert follow(store, config)
-    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 21))
+    assert [step for step, _ in read_jsonl(runs / "demo", "loss")] == list(range(1, 21))
 
 
 def test_a_tracker_that_is_down_warns_once_and_gets_everything_later(tmp_path: Path, runs: Path) -> None:
@@ -249,7 +210,9 @@ def test_a_tracker_that_is_down_warns_once_and_gets_everything_later(tmp_path: P
     warnings = [line for line in said if "training goes on, and this is sent later" in line]
     assert len(warnings) == 1 and str(blocked) in warnings[0]
     assert said[-1] == "not everything is sent to jsonl; fix: ebbflow track demo"
-    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 11)), "the other tracker is not affected"
+    assert [step for step, _ in read_jsonl(runs / "demo", "loss")] == list(range(1, 11)), (
+        "the other tracker is not affected"
+    )
     blocked.unlink()
     assert follow(store, config, said)
     lines = (blocked / "metrics.jsonl").read_text().splitlines()
@@ -269,18 +232,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
-
-
-@contextmanager
-def serving(server: socketserver.BaseServer) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class MailServer(socketserver.ThreadingTCPServer):
@@ -395,6 +346,38 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
     assert b"hooksecret" not in everything and "hooksecret" not in "".join(said)
 
 
+def test_a_webhook_that_hangs_is_tried_again_and_delays_nothing_else(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_SECONDS", 0.5)
+    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    script = tmp_path / "tell.sh"
+    script.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/told\n')
+    script.chmod(0o755)
+    config = config_with(trackers=[{"type": "jsonl"}], notifications={"webhook_env": "HOOK", "command": [str(script)]})
+    write_attempt(store, 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        monkeypatch.setenv("HOOK", f"http://127.0.0.1:{silent.getsockname()[1]}/hooksecret")
+        tracking = Tracking(store, "demo", config, said.append)
+        tracking.look(running=RUNNING, last=True)
+        silent.settimeout(60.0)
+        requests = [silent.accept() for _ in range(2)]
+        began = time.monotonic()
+        assert not tracking.finish(0.2) and time.monotonic() - began < 3.0
+    del requests
+    assert "webhook: the server of HOOK does not answer: timed out; training goes on, and this is sent later" in said
+    assert said[-1] == "not everything is sent to webhook; fix: ebbflow track demo"
+    assert len((tmp_path / "told").read_text().splitlines()) == 3 and len(read_jsonl(runs / "demo", "loss")) == 10
+
+
+def test_no_part_of_a_webhook_is_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("http://127.0.0.1:1/T0/hook secret", "http://127.0.0.1:secret/T0", "http://127.0.0.1:1/T0/secret"):
+        monkeypatch.setenv("HOOK", value)
+        with pytest.raises(NotificationError, match="HOOK") as caught:
+            open_channels(config_with(notifications={"webhook_env": "HOOK"}).notifications)["webhook"]("text")
+        assert "secret" not in str(caught.value)
+
+
 def write_certificate(path: Path, address: str) -> None:
     """A key and a certificate of its own for an IP address."""
     cryptography = pytest.importorskip("cryptography.x509")
@@ -488,7 +471,7 @@ def test_the_snippets_of_the_guide_are_valid_and_name_what_there_is(tmp_path: Pa
     for number, text in enumerate(snippets):
         (tmp_path / f"{number}.yaml").write_text(text)
     trackers = load_config(tmp_path / "0.yaml", project_root=tmp_path).config.trackers
-    assert {one.type for one in trackers} == set(LIBRARIES)
+    assert {one.type for one in trackers} == set(PACKAGES)
     own = load_config(tmp_path / "1.yaml", project_root=tmp_path).config.notifications
     assert all(getattr(own, name) for name in type(own).model_fields)
     assert set(open_channels(own)) == {"webhook", "command", "e-mail"}
@@ -527,5 +510,5 @@ def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(tmp_path: Path
     assert launcher.returncode == -9, launcher
     pid = int(launcher.stdout.split()[0])
     wait_for(lambda: (stat := process_stat(pid)) is None or not stat.living)
-    assert [step for step, _ in read_jsonl(runs, "loss")] == list(range(1, 11))
+    assert [step for step, _ in read_jsonl(runs / "demo", "loss")] == list(range(1, 11))
     assert json.loads((runs / "demo" / "run.json").read_text())["ebbflow/outcome"] == "interrupted"

@@ -1,0 +1,76 @@
+"""A job with four trackers in five attempts: each tracker shows one run with each step once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.batch.prepared import paced_settings, with_paced
+from tests.support.flow import FlowRunner, processes_with, wait_until
+from tests.support.tracker_files import mlflow_run, read_jsonl, read_mlflow, read_tensorboard, sync_wandb
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
+
+STEPS, SECONDS_PER_STEP = 60, 0.25
+_WAIT_SECONDS = 400.0
+
+
+def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> None:
+    """A rehearsed kill of a rank, SIGKILL of the launcher, SIGTERM, and SIGKILL of a rank."""
+    database = tmp_path / "mlflow.db"
+    trackers = [{"type": "wandb"}, {"type": "mlflow", "url": f"sqlite:///{database}"}]
+    trackers += [{"type": "tensorboard"}, {"type": "jsonl"}]
+    own = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", **with_paced(tmp_path)}
+    runner = FlowRunner(tmp_path / "flow", environment=own)
+    options = runner.options(
+        trackers=json.dumps(trackers), training__max_steps=STEPS, **paced_settings(SECONDS_PER_STEP)
+    )
+
+    launcher = runner.start("run", *options, "--rehearse", "rank-kill@step:12")
+    runner.await_step(22, generation=2, timeout=_WAIT_SECONDS)
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    wait_until("the end of all its processes", lambda: not processes_with(str(runner.folder)), timeout=60)
+    launcher = runner.start("resume")
+    runner.await_step(32, generation=3, timeout=_WAIT_SECONDS)
+    launcher.send_signal(signal.SIGTERM)
+    assert runner.finish(launcher).exit_code == 75
+    launcher = runner.start("resume")
+    os.kill(runner.await_step(46, generation=4, rank=1, timeout=_WAIT_SECONDS), signal.SIGKILL)
+    run = runner.finish(launcher)
+    assert run.exit_code == 0, run.output
+    assert "not everything is sent" not in run.output, run.output
+    report, folder = run.report, run.folder
+    assert report["outcome"] == "completed" and report["interruptions"] == 4 and report["redone_steps"] > 0
+    assert len(report["events"]["generations"]) == 5
+
+    synced, (_, logged) = sync_wandb(folder / "wandb"), mlflow_run(database)
+    assert logged.info.status == "FINISHED"
+    summary = json.loads((folder / "run.json").read_text())
+    readers = {
+        "wandb": synced.series,
+        "mlflow": lambda name: read_mlflow(database, name),
+        "tensorboard": lambda name: read_tensorboard(folder, name),
+        "jsonl": lambda name: read_jsonl(folder, name),
+    }
+    expected = {"ebbflow/usd": report["total_usd"], "ebbflow/goodput": report["actual"]["goodput"]}
+    expected |= {"ebbflow/redone_steps": report["redone_steps"], "ebbflow/interruptions": 4}
+    print({name: (value, summary[name], synced.summary[name]) for name, value in expected.items()})
+    for kind, read in readers.items():
+        losses = read("loss")
+        assert [step for step, _ in losses] == list(range(1, STEPS + 1)), kind
+        values = [value for _, value in losses]
+        assert values == pytest.approx([loss for _, loss in report["loss_curve"]], rel=1e-6), kind  # float32
+        for name in expected:
+            totals = read(name)
+            assert [step for step, _ in totals] == sorted({step for step, _ in totals}), (kind, name)
+            assert totals[-1][0] == STEPS, (kind, name)
+            assert totals[-1][1] == pytest.approx(summary[name], rel=1e-6), (kind, name)
+    for totals in (summary, synced.summary):
+        for name, value in expected.items():
+            assert totals[name] == pytest.approx(value, rel=0.01), name
+        assert totals["ebbflow/outcome"] == "completed"
