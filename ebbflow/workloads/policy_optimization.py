@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -65,6 +64,7 @@ from ebbflow.workloads.policy_rollouts import (
     split_policy,
     token_log_probs,
 )
+from ebbflow.workloads.readers import locate
 
 _SHOWN = 12  # rollouts in the report's table
 
@@ -134,7 +134,7 @@ class PolicyOptimization:
 
     @classmethod
     def check(cls, context: WorkloadContext) -> str:
-        """Return the arithmetic of the rollouts, from the prompts' file and without the store.
+        """Return the arithmetic of the rollouts, from the prompts and without the store.
 
         Preflight calls this. Raises WorkloadError or DataError if the job cannot be prepared.
         """
@@ -142,7 +142,7 @@ class PolicyOptimization:
         held_out = options.held_out_prompts
         count = ARITHMETIC_PAIRS - held_out
         if options.path:
-            path = Path(context.project_root, Path(options.path).expanduser()).resolve()
+            path = locate(context.project_root, options.path)
             count = len(read_prompts(path, column=options.prompt_column, held_out=held_out)) - held_out
         each = options.prompts_per_rollout(context.config.training.batch_size)
         remarks = [options.explain_zero(context.config)] if options.zero_stage >= 0 else []
@@ -161,7 +161,7 @@ class PolicyOptimization:
         options = PolicyOptions.of(context)
         about: dict[str, Any] = {"prompts": ""}
         if options.path:
-            path = Path(context.project_root, Path(options.path).expanduser()).resolve()
+            path = locate(context.project_root, options.path)
             held_out = options.held_out_prompts
             about["prompts"] = pack_prompts(context.store, path, column=options.prompt_column, held_out=held_out)
         models = find_models(context, options)

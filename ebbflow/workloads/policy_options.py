@@ -31,7 +31,7 @@ _ZERO = {
 class PolicyOptions:
     """The `workload_options`, with their defaults."""
 
-    path: str = ""  # .jsonl or .parquet file with prompts; "": additions of two-digit numbers
+    path: str = ""  # rows with prompts: a file, a folder or a glob, also s3://; "": additions of two-digit numbers
     prompt_column: str = "prompt"
     held_out_prompts: int = 128
     prompt_max_len: int = 8  # tokens of a prompt at most

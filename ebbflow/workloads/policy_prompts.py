@@ -1,4 +1,4 @@
-"""Prompts of reinforcement fine-tuning: rows of a JSONL or Parquet file, or additions of two numbers.
+"""Prompts of reinforcement fine-tuning: rows of a data set, or additions of two numbers.
 
 A prompt is a function of its number, so that restarts and world size change nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.data.tokenizer import ByteTokenizer, VocabularyTokenizer, open_tokenizer
 from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
+from ebbflow.workloads.rows import find_rows, read_rows
 
 _LOWEST, _HIGHEST = 10, 99  # addends of the arithmetic task
 _NUMBERS = _HIGHEST - _LOWEST + 1
@@ -59,10 +60,10 @@ def additions(held_out: int, seed: int) -> Prompts:
     return Prompts(prompts[held_out:], prompts[:held_out])
 
 
-def pack_prompts(store: Store, path: Path, *, column: str, held_out: int) -> str:
-    """Copy the rows of a file to the store, and return their fingerprint. Raises DataError for a row without a prompt.
+def pack_prompts(store: Store, path: str | Path, *, column: str, held_out: int) -> str:
+    """Copy the rows of a data set to the store, and return their fingerprint.
 
-    Every so many rows, one is held out, `held_out` in all.
+    Every so many rows, one is held out, `held_out` in all. Raises DataError for a row without a prompt.
     """
     rows = read_prompts(path, column=column, held_out=held_out)
     chosen = {place * len(rows) // held_out for place in range(held_out)}
@@ -79,15 +80,17 @@ def pack_prompts(store: Store, path: Path, *, column: str, held_out: int) -> str
     return fingerprint
 
 
-def read_prompts(path: Path, *, column: str, held_out: int) -> list[Mapping[str, Any]]:
-    """Return the rows of a file. Raises DataError for a row without a prompt, or if all rows are held out."""
-    rows = list(_read_rows(path))
-    for number, row in enumerate(rows, 1):
+def read_prompts(path: str | Path, *, column: str, held_out: int) -> list[Mapping[str, Any]]:
+    """Return the rows of a data set. Raises DataError for a row without a prompt, or if all rows are held out."""
+    if not (files := find_rows(path, ())):
+        raise DataError(f"{path} is plain text; fix: a data set of .jsonl, .json, .parquet or .arrow files")
+    rows = []
+    for placed in read_rows(files):
+        row = placed.row
         if not isinstance(row.get(column), str) or not row[column]:
             names = ", ".join(map(str, row)) or "nothing"
-            raise DataError(
-                f"{path}, row {number}: no text in {column!r}; it has {names}; fix: workload_options.prompt_column"
-            )
+            raise DataError(f"{placed}: no text in {column!r}; it has {names}; fix: workload_options.prompt_column")
+        rows.append(row)
     if len(rows) <= held_out:
         raise DataError(
             f"{path}: {len(rows)} rows - {held_out} held-out prompts leave none to train on; "
@@ -103,27 +106,6 @@ def open_prompts(store: Store, fingerprint: str, column: str) -> Prompts:
         raise DataError(f"prompts {fingerprint} in the store are damaged; fix: delete them, and run prepare again")
     split = json.loads(content)
     return Prompts(*([Prompt(row[column], row) for row in split[side]] for side in ("train", "held_out")))
-
-
-def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"workload_options.path: {path} is not a file; fix: a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        from ebbflow.workloads.readers import import_parquet
-
-        yield from import_parquet().read_table(path).to_pylist()
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: not JSON ({error}); fix: one JSON object per line") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: a {type(row).__name__}; fix: one JSON object per line")
-            yield row
 
 
 class Codec:

@@ -74,8 +74,8 @@ def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
     return rows
 
 
-def read_rows(files: Sequence[DataFile], column: str) -> Iterator[PlacedRow]:
-    """Yield the rows of files, with at least `column`, or with all their columns if they lack it.
+def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[PlacedRow]:
+    """Yield the rows of files, with at least `column`, or with all their columns if it is None or they lack it.
 
     Raises DataError for a file that cannot be read as rows, and if there are no rows.
     """
@@ -122,7 +122,7 @@ def _read_about(file: DataFile) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_json_lines(file: DataFile, column: str) -> Iterator[Any]:
+def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:
     with file.open() as stream:
         yield from _parse_lines(file, stream)
 
@@ -138,7 +138,7 @@ def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
             raise DataError(f"{file}:{number}: not {kind} ({error}); fix: one JSON object per line") from error
 
 
-def _read_json(file: DataFile, column: str) -> Iterator[Any]:
+def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:
     """Yield the objects of a list, or of one line each."""
     with file.open() as stream:
         if not stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
@@ -161,7 +161,7 @@ def _read_tables(file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]], f
         raise DataError(f"{file}: {' '.join(str(error).split())[:200]}; fix: {fix}") from error
 
 
-def _read_parquet(file: DataFile, column: str) -> Iterator[Any]:
+def _read_parquet(file: DataFile, column: str | None) -> Iterator[Any]:
     parquet = import_parquet()
 
     def batches(stream: BinaryIO) -> Iterator[Any]:
@@ -171,7 +171,7 @@ def _read_parquet(file: DataFile, column: str) -> Iterator[Any]:
     return _read_tables(file, batches, "copy it again, or leave it out by a glob")
 
 
-def _read_arrow(file: DataFile, column: str) -> Iterator[Any]:
+def _read_arrow(file: DataFile, column: str | None) -> Iterator[Any]:
     arrow = import_arrow()
 
     def batches(stream: BinaryIO) -> Iterator[Any]:
@@ -188,7 +188,7 @@ def _read_arrow(file: DataFile, column: str) -> Iterator[Any]:
     return _read_tables(file, batches, "copy it again, or save_to_disk")
 
 
-_READERS: dict[str, Callable[[DataFile, str], Iterator[Any]]] = {
+_READERS: dict[str, Callable[[DataFile, str | None], Iterator[Any]]] = {
     ".jsonl": _read_json_lines,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,

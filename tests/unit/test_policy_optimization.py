@@ -13,7 +13,7 @@ import torch
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 from ebbflow.infra.store import Store
-from ebbflow.training.errors import TrainingError
+from ebbflow.training.errors import DataError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.weights.load import initialise, materialise
@@ -23,7 +23,7 @@ from ebbflow.training.workloads.trial import try_workload
 from ebbflow.workloads import PolicyOptimization
 from ebbflow.workloads.offloaded_adam import make_offloaded
 from ebbflow.workloads.policy_model import Policy
-from ebbflow.workloads.policy_prompts import Prompt, addition, additions
+from ebbflow.workloads.policy_prompts import Prompt, addition, additions, read_prompts
 from ebbflow.workloads.policy_rewards import Reward
 from ebbflow.workloads.policy_rollouts import (
     TorchEngine,
@@ -33,7 +33,11 @@ from ebbflow.workloads.policy_rollouts import (
     greedy_draws,
     score,
 )
+from ebbflow.workloads.readers import locate
 from ebbflow.workloads.sandbox import find_missing
+from tests.support.s3.fixture import FailingServer, failing_s3
+
+__all__ = ["failing_s3"]  # a fixture
 
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 12, "vocab_size": 20}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
@@ -354,7 +358,7 @@ def test_steps_between_two_rollouts_train_on_the_stored_ones(tmp_path: Path) -> 
         ({"engine_tp_size": 2}, "splits layers as the policy does, over parallel.tensor_size 1; fix: leave it"),
         ({"engine_mem_util": 0.0}, "engine_mem_util: 0.0; fix: more than 0"),
         ({"kl_target": 0.1, "init_kl_coef": 0.0}, "no reference with init_kl_coef 0"),
-        ({"path": "absent.jsonl"}, "absent.jsonl is not a file"),
+        ({"path": "absent.jsonl"}, r"absent.jsonl: no file; fix: name a folder, a file, or a glob"),
         ({"zero_stage": 4}, "zero_stage: 4; fix: 0, 1, 2 or 3"),
         ({"zero_stage": 0}, "zero_stage 0: parallel.mode ddp, where .*; it is fsdp2; fix: parallel.mode: ddp"),
         ({"reference": "r.safetensors", "init_kl_coef": 0.0}, "reference: it is not used with init_kl_coef 0"),
@@ -433,7 +437,7 @@ def test_moments_in_main_memory_change_no_bit(tmp_path: Path) -> None:
     ("lines", "problem"),
     [
         (['{"prompt": "a"}', "not json"], r"rows.jsonl:2: not JSON"),
-        (['{"prompt": "a"}', "[1]"], r"rows.jsonl:2: a list; fix: one JSON object"),
+        (['{"prompt": "a"}', "[1]"], r"rows.jsonl, row 2: a list; fix: one JSON object"),
         (['{"prompt": "a"}', '{"text": "b"}'], "row 2: no text in 'prompt'; it has text; fix"),
         (['{"prompt": "a"}'] * 4, r"4 rows - 4 held-out prompts leave none to train on"),
         (['{"prompt": "a"}'] * 7, r"num_rollouts_per_episodes = 3 prompts // 4 prompts per rollout = 0"),
@@ -444,6 +448,32 @@ def test_a_bad_file_of_prompts_is_refused(lines: list[str], problem: str, tmp_pa
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     with pytest.raises(TrainingError, match=problem):
         prepare(config_of(tmp_path, {"path": str(tmp_path / "rows.jsonl")}))
+
+
+def test_prompts_are_read_from_a_file_a_folder_and_a_bucket(
+    tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+
+    failing_s3.use(monkeypatch)
+    bucket = failing_s3.new_bucket()
+    rows = [{"answer": str(number), "prompt": f"p{number}"} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for part, few in enumerate((rows[:5], rows[5:])):
+        content = "\n".join(map(json.dumps, few))
+        Path(tmp_path, "parts").mkdir(exist_ok=True)
+        Path(tmp_path, "parts", f"{part}.jsonl").write_text(content)
+        Store.open(f"s3://{bucket}").put(f"in/{part}.jsonl", content.encode())
+    places = ["rows.jsonl", "rows.parquet", "parts", "parts/?.jsonl", f"s3://{bucket}/in", f"s3://{bucket}/in/*.jsonl"]
+    found = [read_prompts(locate(tmp_path, place), column="prompt", held_out=4) for place in places]
+    assert found == [rows] * len(places)
+    prepared = prepare(config_of(tmp_path, {"path": f"s3://{bucket}/in"})).prepared
+    assert (prepared["train"], prepared["held_out"]) == (8, 4)
+    (tmp_path / "rows.txt").write_text("p")
+    with pytest.raises(DataError, match=r"\?\.txt is plain text; fix: a data set of \.jsonl, "):
+        read_prompts(tmp_path / "row?.txt", column="prompt", held_out=4)
 
 
 def test_prompts_and_weights_of_files(tmp_path: Path) -> None:
