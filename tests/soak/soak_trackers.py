@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from ebbflow.infra.events import STEP, read_events
+from ebbflow.infra.store import Store
 from tests.support.batch.prepared import paced_settings, with_paced
-from tests.support.flow import FlowRunner, processes_with, wait_until
+from tests.support.flow import ROOT, FlowRunner, processes_with, wait_until
 from tests.support.tracker_files import mlflow_run, read_jsonl, read_mlflow, read_tensorboard, sync_wandb
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
@@ -74,3 +80,50 @@ def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> 
         for name, value in expected.items():
             assert totals[name] == pytest.approx(value, rel=0.01), name
         assert totals["ebbflow/outcome"] == "completed"
+
+
+_SCRIPT = """
+import time, torch, ebbflow
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ebbflow.attach(model, optimizer) as job:
+    for step in job.steps(100):
+        loss = model(torch.ones(2, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.1)
+        job.log(loss=loss.item())
+"""
+
+
+def test_trackers_and_webhooks_that_are_down_or_hang_delay_no_step_and_bound_the_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    found: dict[str, tuple[float, float]] = {}
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:  # connects, and never answers
+        hangs = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        trackers = [
+            {"type": "jsonl"},
+            {"type": "mlflow", "url": hangs},
+            {"type": "mlflow", "url": "http://127.0.0.1:1"},
+        ]
+        trackers += [{"type": "wandb", "url": hangs}]
+        down = ["--set", f"trackers={json.dumps(trackers)}", "--set", "notifications.webhook_env=HOOK"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW_RUNS": str(tmp_path / "runs")}
+        environment |= {"HOOK": f"{hangs}/hook", "WANDB_API_KEY": "a" * 40}
+        for name, words in (("without", []), ("down", down)):
+            command = [sys.executable, "-m", "ebbflow", "run", "train.py", "--job", name, *words]
+            began = time.monotonic()
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+            seconds = time.monotonic() - began
+            assert done.returncode == 0 and "completed at step 100" in done.stdout, done.stdout + done.stderr
+            events = read_events(Store.open(str(tmp_path / "runs")).sub(f"jobs/{name}"))
+            steps = [event.t_wall for event in events if event.name == STEP]
+            assert len(steps) == 100
+            found[name] = seconds, steps[-1] - steps[0]
+    print(f"seconds of the command and of 99 steps: {found}\n{done.stdout}")
+    late = next(line for line in done.stdout.splitlines() if line.startswith("not everything is sent to "))
+    assert all(name in late for name in ("mlflow", "wandb", "webhook")) and "jsonl" not in late
+    assert len(read_jsonl(tmp_path / "runs" / "down", "loss")) == 100
+    assert found["down"][1] < 1.2 * found["without"][1]
+    assert found["down"][0] < found["without"][0] + 20.0
