@@ -24,6 +24,10 @@ def main(arguments: list[str]) -> int:
         from benchmarks.training.attached import main as attach
 
         return attach(arguments[1:])
+    if arguments[:1] == ["input"]:
+        from benchmarks.training.input_pipeline import main as input_pipeline
+
+        return input_pipeline(arguments[1:])
     if arguments[:1] == ["overhead"]:
         from benchmarks.training.overhead import main as overhead
 

@@ -11,12 +11,12 @@ import hashlib
 import itertools
 import json
 import math
-import mmap
 import os
+import pickle
 import signal
-import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,9 +30,11 @@ from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workloads.loader import MISTAKES, describe_mistake
+from ebbflow.workloads.loader_processes import AHEAD, choose_workers, count_bytes, name_output
 
 _NOTHING = -1  # a worker reads no sample
-_AHEAD = 2  # batches that each worker reads in advance
+_MOST_DEATHS = 5  # of worker processes of a rank, since it started
+START_METHODS = ("fork", "forkserver", "spawn")
 
 
 class Indexed(Protocol):
@@ -116,9 +118,17 @@ class _Reader:
             raise DataError(f"the dataset {type(dataset).__name__} is empty; fix: look at what it reads")
         self._dataset, self._collate, self._seed, self._shuffled = dataset, collate, seed, shuffled
         self._order = SampleOrder(len(dataset), seed)
-        self.read_now: mmap.mmap | None = None  # number of the sample that each worker reads
+        self.read_now: Tensor | None = None  # number of the sample that each worker reads, in shared memory
         self._budget = corrupt_samples
-        self._corrupt = mmap.mmap(-1, len(dataset)) if corrupt_samples else None  # 1 for a corrupt index; shared
+        # 1 for a corrupt index, in shared memory
+        self._corrupt = torch.zeros(len(dataset), dtype=torch.uint8).share_memory_() if corrupt_samples else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_order": None}  # it has a cache that cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._order = SampleOrder(len(self._dataset), self._seed)
 
     def indices(self, cursor: Cursor) -> list[int]:
         if self._shuffled:
@@ -137,7 +147,7 @@ class _Reader:
 
     def _read(self, number: int, index: int, worker: int | None) -> Any:
         if self.read_now is not None and worker is not None:
-            struct.pack_into("q", self.read_now, 8 * worker, number)
+            self.read_now[worker] = number
         for step in range(self._budget + 1):
             try:
                 found = self._read_index(number, (index + step) % len(self._dataset))
@@ -147,7 +157,7 @@ class _Reader:
         else:
             raise DataError(f"all {len(self._dataset)} samples are corrupt; fix: repair them")
         if self.read_now is not None and worker is not None:
-            struct.pack_into("q", self.read_now, 8 * worker, _NOTHING)
+            self.read_now[worker] = _NOTHING
         return found
 
     def _read_index(self, number: int, index: int) -> Any:
@@ -163,7 +173,7 @@ class _Reader:
             problem = f"{about}: {type(error).__name__}: {' '.join(str(error).split())}"
             if self._corrupt is None or not _is_corrupt(error):
                 raise RuntimeError(problem) from error
-            known = self._corrupt[index]  # it is read again, because it may fail with some random numbers only
+            known = int(self._corrupt[index])  # it is read again, because it may fail with some random numbers only
             self._corrupt[index] = 1
             if (count := self.corrupt_count) > self._budget:
                 raise DataError(
@@ -177,7 +187,7 @@ class _Reader:
     @property
     def corrupt_count(self) -> int:
         """Number of corrupt samples that this rank has met since it started."""
-        return 0 if self._corrupt is None else sum(self._corrupt[:])
+        return 0 if self._corrupt is None else int(self._corrupt.sum())
 
 
 def _is_corrupt(error: Exception) -> bool:
@@ -202,12 +212,34 @@ def _same(content: Any) -> Any:
     return content
 
 
+class _NextBatch(threading.Thread):
+    """Takes a batch from the workers while the loop computes. The transfer from a process takes milliseconds."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        super().__init__(name="next-batch", daemon=True)  # a worker that hangs must not keep the rank from its exit
+        self._iterator, self._found = iterator, Future[Any]()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found.set_result(next(self._iterator))
+        except BaseException as error:
+            self._found.set_exception(error)
+
+    def result(self) -> Any:
+        return self._found.result()
+
+
 class SampleLoader:
     """Reads the samples of cursors. As soon as a cursor follows the one before, worker processes read ahead.
 
+    A worker that dies is replaced, and its samples are read again, in order. A sample that ends two workers ends the
+    load.
+
     Args:
         batch_size: samples per step of all ranks, by which cursors advance.
-        workers: number of worker processes; 0: read in this process.
+        workers: number of worker processes; 0: read in this process; -1: as many as suit this machine.
+        worker_start: how they start: fork, forkserver or spawn. The latter two pickle the dataset.
         pin_memory: whether the samples come in pinned memory, for a copy to the GPU in the background.
         corrupt_samples: number of samples that may be corrupt; each is named and replaced by the next one.
     """
@@ -220,13 +252,17 @@ class SampleLoader:
         seed: int,
         batch_size: int,
         workers: int = 0,
+        worker_start: str = "fork",
         pin_memory: bool = False,
         corrupt_samples: int = 0,
     ) -> None:
         self._reader = _Reader(dataset, collate, seed, shuffled=True, corrupt_samples=corrupt_samples)
         self._batch_size, self._workers, self._pin_memory = batch_size, workers, pin_memory
+        self._worker_start, self._batch_bytes = worker_start, 0
         self._expected: Cursor | None = None
         self._iterator: Any = None
+        self._next: _NextBatch | None = None
+        self._died_at: list[int] = []  # the sample that each dead worker read
 
     def load(self, cursor: Cursor) -> Any:
         """Return the collated samples of a cursor, on the CPU.
@@ -237,17 +273,42 @@ class SampleLoader:
         """
         follows, self._expected = cursor == self._expected, Cursor(cursor.first + self._batch_size, cursor.count)
         if not self._workers or not follows:
-            self._iterator = None  # workers read what is not needed any more
-            return self._reader[cursor]
-        if self._iterator is None:
-            self._iterator = self._start(cursor)
-        try:
-            content = next(self._iterator)
-        except RuntimeError as error:
-            raise RuntimeError(self._describe_death() or str(error)) from error
+            self._stop_workers()  # they read what is not needed any more
+            content = self._reader[cursor]
+            self._batch_bytes = self._batch_bytes or count_bytes(content)
+            return content
+        while True:
+            if self._iterator is None:
+                self._iterator = self._start(cursor)
+            if self._iterator is None:  # no worker fits into this machine
+                return self._reader[cursor]
+            try:
+                content = (self._next or _NextBatch(self._iterator)).result()
+                break
+            except RuntimeError as error:
+                self._replace_dead_worker(error, cursor)
         if isinstance(content, _Failure):
             raise content.error
+        self._next = _NextBatch(self._iterator)
         return content
+
+    def _stop_workers(self) -> None:
+        if self._next is not None:
+            self._next.join()  # no other thread may be in the middle of a batch when new workers are forked
+        self._next = self._iterator = None
+
+    def _replace_dead_worker(self, error: RuntimeError, cursor: Cursor) -> None:
+        """Drop all workers, so that others read from the cursor on. Raises RuntimeError if this would not help."""
+        sample, death = self._find_death()
+        if not death:
+            raise RuntimeError(str(error)) from error
+        self._died_at.append(sample)
+        again = sample != _NOTHING and self._died_at.count(sample) > 1
+        if again or len(self._died_at) > _MOST_DEATHS:
+            count = "a second time" if again else f"the {len(self._died_at)}th that died on this rank"
+            raise RuntimeError(f"{death} ({count}); {_DEATH_FIX}") from error
+        print(f"{death}; other workers read again from sample {cursor.first} on", flush=True)
+        self._stop_workers()
 
     @property
     def corrupt_count(self) -> int:
@@ -255,37 +316,49 @@ class SampleLoader:
         return self._reader.corrupt_count
 
     def _start(self, cursor: Cursor) -> Any:
-        self._reader.read_now = mmap.mmap(-1, 8 * self._workers)
-        for worker in range(self._workers):
-            struct.pack_into("q", self._reader.read_now, 8 * worker, _NOTHING)
+        """Return an iterator over the batches from a cursor on, which workers read; None if none fits."""
+        workers, why = choose_workers(self._workers, self._batch_bytes, self._worker_start)
+        if why:
+            print(why, flush=True)
+        if not workers:
+            self._workers = 0
+            return None
+        self._reader.read_now = torch.full((workers,), _NOTHING, dtype=torch.int64).share_memory_()
         loader: DataLoader[Any] = DataLoader(
             self._reader, batch_size=None, sampler=_Ahead(cursor, self._batch_size), collate_fn=_same,  # type: ignore[arg-type]
-            num_workers=self._workers, prefetch_factor=_AHEAD, pin_memory=self._pin_memory,
-            multiprocessing_context="fork", generator=torch.Generator(),
+            num_workers=workers, prefetch_factor=AHEAD, pin_memory=self._pin_memory, worker_init_fn=name_output,
+            multiprocessing_context=self._worker_start, generator=torch.Generator(),
         )  # fmt: skip
         before = signal.getsignal(signal.SIGCHLD)
-        iterator = iter(loader)
+        try:
+            iterator = iter(loader)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise DataError(
+                f"the dataset cannot be sent to a worker that starts by {self._worker_start}: {error}; fix: a dataset "
+                "and a collate that can be pickled (a static method), or workload_options.worker_start fork"
+            ) from error
         # torch raises from its handler wherever the loop is. Without it, the loader finds a dead worker in `next`.
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, before)
         return iterator
 
-    def _describe_death(self) -> str:
-        """Name the worker that died and the sample that it read; "" if all are alive."""
+    def _find_death(self) -> tuple[int, str]:
+        """Return the sample that a dead worker read, and a text that names both; "" if all are alive."""
         for number, process in enumerate(getattr(self._iterator, "_workers", [])):
             if (code := process.exitcode) not in (None, 0) and self._reader.read_now is not None:
-                (sample,) = struct.unpack_from("q", self._reader.read_now, 8 * number)
+                sample = int(self._reader.read_now[number])
                 what = "between two samples"
                 if sample != _NOTHING:
                     what = f"while it read sample {sample}, index {self._reader.indices(Cursor(sample, 1))[0]}"
                 how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
-                return (
-                    f"worker {number} that loads data {how} {what}; fix: read this sample with "
-                    "workload_options.workers 0 to see why, or give the machine more memory if its kernel killed it"
-                )
-        return ""
+                return sample, f"worker {number} that loads data {how} {what}"
+        return _NOTHING, ""
 
 
+_DEATH_FIX = (
+    "fix: read this sample with workload_options.workers 0 to see why, or give the machine more memory if its kernel "
+    "killed it"
+)
 _SIZES_COMPARED = 1_000  # files of a larger dataset whose sizes are compared; a mounted bucket takes 50 ms for each
 
 
@@ -322,11 +395,15 @@ def _compare_data(dataset: Any, prepared: Mapping[str, Any]) -> None:
         raise DataError(f"{begin}: {len(dataset)} samples on both, but files have other names or sizes; {fix}")
 
 
+_FREE_OPTIONS = ("corrupt_samples", "worker_start")  # those which may change when a job is continued
+
+
 class DatasetWorkload:
     """Base of a workload with a map-style dataset. A subclass has `dataset`, `model` and `loss_sum`.
 
-    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none), and
-    `corrupt_samples`, the samples that may be corrupt (0).
+    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none; -1: as many as suit
+    the machine), `worker_start`, how they start (fork, forkserver or spawn), and `corrupt_samples`, the samples that
+    may be corrupt (0).
     """
 
     weight_unit = "samples"
@@ -335,29 +412,35 @@ class DatasetWorkload:
         self.context = context
         self._parameters = 0.0
         training, workers = context.config.training, context.options.get("workers", 2)
-        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
-            raise DataError(f"workload_options.workers is {workers!r}; fix: a number of processes, such as 2")
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < -1:
+            raise DataError(
+                f"workload_options.workers is {workers!r}; fix: a number of processes, such as 2, or -1 to choose it"
+            )
+        if (start := context.options.get("worker_start", "fork")) not in START_METHODS:
+            raise DataError(f"workload_options.worker_start is {start!r}; fix: {', '.join(START_METHODS)}")
         corrupt = context.options.get("corrupt_samples", 0)
         if not isinstance(corrupt, int) or isinstance(corrupt, bool) or corrupt < 0:
             raise DataError(f"workload_options.corrupt_samples is {corrupt!r}; fix: a number of samples, such as 10")
         with random_numbers_of(training.seed):  # a dataset that draws itself is the same on every rank
             train, held_out = self.dataset(True), self.dataset(False)
         self._loader = SampleLoader(
-            train, self.collate, seed=training.seed, batch_size=training.batch_size, workers=workers,
-            pin_memory=context.device.type == "cuda", corrupt_samples=corrupt,
+            train, self._find_collate(), seed=training.seed, batch_size=training.batch_size, workers=workers,
+            worker_start=start, pin_memory=context.device.type == "cuda", corrupt_samples=corrupt,
         )  # fmt: skip
         self._train = train
         _compare_data(train, context.prepared)
         self._held_out_count = 0 if held_out is None else min(len(held_out), context.config.data.held_out_samples)
         if held_out is not None:
-            self._held_out = _Reader(held_out, self.collate, training.seed, shuffled=False, corrupt_samples=corrupt)
+            self._held_out = _Reader(
+                held_out, self._find_collate(), training.seed, shuffled=False, corrupt_samples=corrupt
+            )
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
         """Return the fingerprint of the data: name, options, length and, if the dataset has it, its `fingerprint`."""
         dataset = cls(context)._train
         own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
-        options = {name: value for name, value in context.options.items() if name != "corrupt_samples"}
+        options = {name: value for name, value in context.options.items() if name not in _FREE_OPTIONS}
         known = [context.config.workload, {**options, "workers": 0}, len(dataset), str(own)]
         found = {"fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
         return found | {"samples": len(dataset), "file_digest": _digest_files(dataset)}
@@ -376,6 +459,10 @@ class DatasetWorkload:
 
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)
+
+    def _find_collate(self) -> Callable[[list[Any]], Any]:
+        """Return `collate`. The default one is a function, since the method would be pickled with the workload."""
+        return default_collate if type(self).collate is DatasetWorkload.collate else self.collate
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         """Return the model's own parts that have parameters."""

@@ -20,14 +20,14 @@ try:
 except Exception as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
     raise WorkloadError(describe_import_failure("timm", error)) from error
 
-_OPTIONS = ("model", "dataset", "size", "workers", "corrupt_samples")
+_OPTIONS = ("model", "dataset", "size", "workers", "worker_start", "corrupt_samples")
 
 
 class ImageModel(ImageWorkload):
     """A model of timm, initialised as timm does it, with timm's standard augmentation.
 
     `workload_options`: `model` (timm's name), `dataset` (folder with one subfolder for each class, or with `train` and
-    `val`), `size` (of an image, in pixels; 224), `workers` (2),
+    `val`), `size` (of an image, in pixels; 224), `workers` (2), `worker_start` (fork),
     `corrupt_samples` (0).
     """
 

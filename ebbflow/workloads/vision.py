@@ -50,7 +50,8 @@ class VisionOptions:
     heads: int = 4  # of a vit
     patch: int = 4  # of a vit: height and width of a patch, in pixels
     augment: bool = True  # random crops and flips
-    workers: int = 2  # processes of each rank that read ahead
+    workers: int = 2  # processes of each rank that read ahead; -1: as many as suit the machine
+    worker_start: str = "fork"  # how they start: fork, forkserver or spawn
     corrupt_samples: int = 0  # images that may be corrupt; each is named and replaced by the next one
 
     def __post_init__(self) -> None:
@@ -59,8 +60,9 @@ class VisionOptions:
                 refuse_option(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < (field.name not in ("workers", "corrupt_samples")):
-                refuse_option(f"{field.name}: {value}; fix: at least 1")
+            least = {"workers": -1, "corrupt_samples": 0}.get(field.name, 1)
+            if type(value) is int and value < least:
+                refuse_option(f"{field.name}: {value}; fix: at least {least}")
         if self.model == "vit":
             for name, part in (("size", self.patch), ("width", self.heads)):
                 if (value := getattr(self, name)) % part:

@@ -166,7 +166,7 @@ def check_cores(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     """Check that this machine, or its container, has a core for each rank."""
     if gpu_files():
         return skipped("ranks compute on the GPUs of this machine")
-    cores = _cores()
+    cores = usable_cores()
     arithmetic = f"{gang} on {cores:g} cores"
     if gang.ranks > cores:
         return failed(f"{arithmetic}: they take turns", "use fewer ranks here, or expect no speed-up from them")
@@ -206,7 +206,7 @@ def check_memory(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
     return passed(arithmetic)
 
 
-def _cores() -> float:
+def usable_cores() -> float:
     """Return the number of cores that this process may use, limited by its CPU affinity and its cgroup's quota."""
     available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     quota, period = (*read_system_file("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2

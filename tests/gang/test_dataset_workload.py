@@ -19,12 +19,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.training.workloads.trial import try_workload
+from ebbflow.workloads import loader_processes
 from ebbflow.workloads.datasets import DatasetWorkload, SampleLoader, Samples
 from tests.support.headline import OfFiles
 
@@ -57,6 +59,27 @@ class Deadly(Noisy):
     def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
         if index == DEADLY_INDEX and os.getpid() != PARENT:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class DeadlyOnce(Deadly):
+    """Sample 17 kills the first process that reads it."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        if index != DEADLY_INDEX or KILLED[0]:
+            return Noisy.__getitem__(self, index)
+        KILLED[0] = 1
+        return super().__getitem__(index)
+
+
+KILLED = mmap.mmap(-1, 1)
+
+
+class Talkative(Noisy):
+    """A dataset of which a new process can be made, without what this module has."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
+        print(f"reads {index}")
         return super().__getitem__(index)
 
 
@@ -96,10 +119,8 @@ class AllBroken:
 PARENT = os.getpid()
 
 
-def loader(dataset: Any, workers: int, corrupt_samples: int = 0) -> Any:
-    return SampleLoader(
-        dataset, default_collate, seed=3, batch_size=BATCH, workers=workers, corrupt_samples=corrupt_samples
-    )
+def loader(dataset: Any, workers: int, **options: Any) -> Any:
+    return SampleLoader(dataset, default_collate, seed=3, batch_size=BATCH, workers=workers, **options)
 
 
 DEADLY_INDEX = int(loader(Noisy(), 0).load(Cursor(17, 1))[0])
@@ -136,13 +157,68 @@ def test_workers_read_ahead_of_the_loop() -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture
+def deaths_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch look for dead workers each 0.1 s, and not each 5 s."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+
+
+@pytest.mark.usefixtures("deaths_seen_at_once")
 def test_a_worker_that_dies_is_named_with_its_sample() -> None:
     ahead = loader(Deadly(), 2)
     with pytest.raises(RuntimeError) as caught:
         for number in range(4):
             ahead.load(Cursor(number * BATCH, BATCH))
-    expected = f"that loads data was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX}; fix: "
-    assert expected in str(caught.value)
+    expected = f"that loads data was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX} (a second time); "
+    assert expected + "fix: " in str(caught.value)
+
+
+@pytest.mark.usefixtures("deaths_seen_at_once")
+def test_samples_of_a_worker_that_dies_once_are_read_again_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    whole = [flat(loader(Noisy(), 0).load(Cursor(number * BATCH, BATCH))) for number in range(6)]
+    ahead = loader(DeadlyOnce(), 2)
+    assert [flat(ahead.load(Cursor(number * BATCH, BATCH))) for number in range(6)] == whole
+    expected = f"was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX}; other workers read again from "
+    assert expected in capfd.readouterr().out and KILLED[0]
+
+
+def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    steps = [Cursor(number * BATCH, BATCH) for number in range(3)]
+    spawned = loader(Talkative(), 1, worker_start="forkserver")
+    found = [[flat(one.load(step)) for step in steps] for one in (loader(Noisy(), 0), spawned)]
+    assert found[0] == found[1] and spawned._iterator is not None
+    lines = capfd.readouterr().out.splitlines()
+    assert f"reads {int(found[0][0][0][0])}" in lines, "the first step is read by the rank"
+    assert f"loader worker 0: reads {int(found[0][1][0][0])}" in lines
+    local = type("Local", (Noisy,), {})
+    refused = loader(local(), 1, worker_start="spawn")
+    refused.load(steps[0])
+    with (
+        pytest.warns(UserWarning, match="pickle"),
+        pytest.raises(DataError, match=r"cannot be sent to a worker that starts by spawn: .*; fix: a dataset and a"),
+    ):
+        refused.load(steps[1])
+
+
+def test_workers_are_as_many_as_cores_memory_and_shared_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Place:
+        f_bavail, f_frsize = 64, 2**20
+
+    monkeypatch.setattr(loader_processes, "usable_cores", lambda: 12.5)
+    monkeypatch.setattr(loader_processes, "host_bytes_left", lambda: 2.0 * 2**30)
+    monkeypatch.setattr(loader_processes.os, "statvfs", lambda path: Place())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    chosen = loader_processes.choose_workers
+    assert chosen(-1, 2**20, "fork") == (4, "")  # 8 of 12 cores, for 2 ranks
+    number, why = chosen(6, 6 * 2**20, "fork")  # 0.8 · 64 / 2 = 25.6 MiB: 4 batches, two of them with the rank
+    assert number == 1 and why.startswith("1 workers load data instead of 6: 64.0 MiB of /dev/shm left for 2 ranks, ")
+    Place.f_bavail = 2**20
+    number, why = chosen(9, 12 * 2**20, "fork")  # 0.8 · 2,048 / 2 = 819.2 MiB, 36 + 64 for each worker
+    assert number == 8 and "2.0 GiB of memory left for 2 ranks" in why
+    assert chosen(9, 12 * 2**20, "spawn")[0] == 2  # 36 + 256
+    monkeypatch.setattr(loader_processes, "host_bytes_left", lambda: 1.0 * 2**20)
+    alone = loader(Noisy(), 2)
+    assert [flat(alone.load(Cursor(number, 1))) for number in (0, BATCH)] and alone._iterator is None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -224,8 +300,9 @@ def test_ten_lines_pass_the_examination_of_a_workload(tmp_path: Path) -> None:
 def test_the_fingerprint_is_that_of_the_data_and_not_of_the_workers(tmp_path: Path) -> None:
     first = Lines.prepare(context(tmp_path))
     assert first == Lines.prepare(context(tmp_path, workers=7)) != Lines.prepare(context(tmp_path, split="b"))
-    with pytest.raises(DataError, match=r"workload_options\.workers is -1; fix"):
-        Lines(context(tmp_path, workers=-1))
+    for options, said in (({"workers": -2}, "workers is -2"), ({"worker_start": "thread"}, "worker_start is 'thread'")):
+        with pytest.raises(DataError, match=rf"workload_options\.{said}; fix"):
+            Lines(context(tmp_path, **options))
 
 
 def test_a_node_with_other_data_than_were_prepared_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
