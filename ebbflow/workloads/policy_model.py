@@ -148,15 +148,6 @@ class PolicyModels(Protocol):
         ...
 
 
-def find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
-    """Return the models that the options name. Raises WorkloadError if they do not fit each other."""
-    if options.model:
-        from ebbflow.workloads.policy_folder import FolderModels
-
-        return FolderModels(context, options)
-    return BuiltInModels(context, options)
-
-
 class BuiltInModels:
     """The built-in language model, with weights of a safetensors file, of a supervised start, or random ones."""
 

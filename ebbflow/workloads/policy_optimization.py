@@ -33,9 +33,9 @@ from ebbflow.workloads.policy_math import COMPARING, KL_IN_REWARD, RunningMoment
 from ebbflow.workloads.policy_model import (
     COLUMNS,
     MEANS,
+    BuiltInModels,
     PolicyModels,
     Record,
-    find_models,
     make_start,
     unwrap,
 )
@@ -96,6 +96,15 @@ class RolloutBatch(NamedTuple):
         return [RolloutBatch(*part) for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)]
 
 
+def _find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
+    """Return the models that the options name. Raises WorkloadError if they do not fit each other."""
+    if options.model:
+        from ebbflow.workloads.policy_folder import FolderModels
+
+        return FolderModels(context, options)
+    return BuiltInModels(context, options)
+
+
 class PolicyOptimization:
     """A policy that is trained on rewards of its own completions."""
 
@@ -106,7 +115,7 @@ class PolicyOptimization:
         self._context, self._options = context, PolicyOptions.of(context)
         options, training = self._options, context.config.training
         self._seed, self._batch_size = training.seed, training.batch_size
-        self._models = find_models(context, options)
+        self._models = _find_models(context, options)
         self._codec = _codec_of(context, options, self._models)
         self._prompts = _prompts_of(context, options, context.prepared["prompts"])
         self._order = SampleOrder(len(self._prompts.train), training.seed)
@@ -164,7 +173,7 @@ class PolicyOptimization:
             path = locate(context.project_root, options.path)
             held_out = options.held_out_prompts
             about["prompts"] = pack_prompts(context.store, path, column=options.prompt_column, held_out=held_out)
-        models = find_models(context, options)
+        models = _find_models(context, options)
         prompts, codec = _prompts_of(context, options, about["prompts"]), _codec_of(context, options, models)
         check_vocabulary(models.config, codec.vocab_size)
         check_lengths(prompts, codec, options.prompt_max_len)
