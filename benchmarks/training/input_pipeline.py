@@ -86,8 +86,10 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="ebbflow-bench-") as folder:
             found = _measure(Path(folder), workers, given)
         worst = max(worst, found["share"] if workers >= 2 else 0.0)
-        rows.append([f"{workers}", f"{found['share']:.2%}", f"{found['step']:.1f}", f"{found['most']:.1f}"])
-    heads = ["workers", "data wait", "ms/step", "longest wait ms"]
+        rows.append(
+            [f"{workers}", f"{found['share']:.2%}", *(f"{found[name]:.1f}" for name in ("median", "most", "step"))]
+        )
+    heads = ["workers", "data wait", "median ms", "longest ms", "ms/step"]
     kind = "processor time" if given.decode else "a wait"
     print(f"{given.steps} steps of {given.step_milliseconds:g} ms, and as much for reading a batch ({kind})\n")
     print(table(heads, rows, text_columns=1))
@@ -113,6 +115,7 @@ def _measure(folder: Path, workers: int, given: argparse.Namespace) -> dict[str,
     waits, wholes = [wait for wait, _ in taken], [whole for _, whole in taken]
     return {
         "share": sum(waits) / sum(wholes),
+        "median": 1e3 * statistics.median(waits),
         "step": 1e3 * statistics.fmean(wholes),
         "most": 1e3 * max(waits),
     }

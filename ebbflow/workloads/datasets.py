@@ -16,8 +16,8 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -212,22 +212,37 @@ def _same(content: Any) -> Any:
     return content
 
 
-class _NextBatch(threading.Thread):
-    """Takes a batch from the workers while the loop computes. The transfer from a process takes milliseconds."""
+class _Receiver(threading.Thread):
+    """Takes the next batch from the workers while the loop computes, since the transfer takes milliseconds."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         super().__init__(name="next-batch", daemon=True)  # a worker that hangs must not keep the rank from its exit
-        self._iterator, self._found = iterator, Future[Any]()
+        self._iterator = iterator
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._asked.put(True)
         self.start()
 
     def run(self) -> None:
-        try:
-            self._found.set_result(next(self._iterator))
-        except BaseException as error:
-            self._found.set_exception(error)
+        while self._asked.get():
+            try:
+                self._found.put((next(self._iterator), None))
+            except BaseException as error:
+                # Its traceback would keep the loader of dead workers, whose finalizer fails in later workers.
+                self._found.put((None, error.with_traceback(None)))
 
-    def result(self) -> Any:
-        return self._found.result()
+    def take(self) -> Any:
+        """Return the next batch, and have the one after it taken."""
+        content, error = self._found.get()
+        if error is not None:
+            raise error
+        self._asked.put(True)
+        return content
+
+    def end(self) -> None:
+        """Wait until no batch is being taken: no thread may be in the middle of it when new workers are forked."""
+        self._asked.put(False)
+        self.join()
 
 
 class SampleLoader:
@@ -261,7 +276,7 @@ class SampleLoader:
         self._worker_start, self._batch_bytes = worker_start, 0
         self._expected: Cursor | None = None
         self._iterator: Any = None
-        self._next: _NextBatch | None = None
+        self._receiver: _Receiver | None = None
         self._died_at: list[int] = []  # the sample that each dead worker read
 
     def load(self, cursor: Cursor) -> Any:
@@ -278,24 +293,24 @@ class SampleLoader:
             self._batch_bytes = self._batch_bytes or count_bytes(content)
             return content
         while True:
-            if self._iterator is None:
+            if self._receiver is None:
                 self._iterator = self._start(cursor)
-            if self._iterator is None:  # no worker fits into this machine
-                return self._reader[cursor]
+                if self._iterator is None:  # no worker fits into this machine
+                    return self._reader[cursor]
+                self._receiver = _Receiver(self._iterator)
             try:
-                content = (self._next or _NextBatch(self._iterator)).result()
+                content = self._receiver.take()
                 break
             except RuntimeError as error:
                 self._replace_dead_worker(error, cursor)
         if isinstance(content, _Failure):
             raise content.error
-        self._next = _NextBatch(self._iterator)
         return content
 
     def _stop_workers(self) -> None:
-        if self._next is not None:
-            self._next.join()  # no other thread may be in the middle of a batch when new workers are forked
-        self._next = self._iterator = None
+        if self._receiver is not None:
+            self._receiver.end()
+        self._receiver = self._iterator = None
 
     def _replace_dead_worker(self, error: RuntimeError, cursor: Cursor) -> None:
         """Drop all workers, so that others read from the cursor on. Raises RuntimeError if this would not help."""
