@@ -37,6 +37,7 @@ from ebbflow.training.reporter import Reporter
 from ebbflow.training.standalone import record_exception
 from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.trainer_setup import make_rehearsal
+from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
 _UNEQUAL_SECONDS = 4.0  # in a step beyond the last one of another rank, which may be about to end by a break
@@ -132,6 +133,14 @@ def worst_loss(losses: list[float]) -> float:
     return max(losses, default=0.0) if all(map(math.isfinite, losses)) else math.nan
 
 
+def script_sha256(model: nn.Module) -> str:
+    """Return the hash of a script's weights, as `weights_sha256`, without the names that DDP adds."""
+    model = getattr(model, "module", model)
+    if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
+        model = nn.ModuleDict({name: getattr(one, "module", one) for name, one in model.items()})
+    return weights_sha256(model)
+
+
 class Probe:
     """Measurement of a script's second step. `ebbflow examine` requests it by setting EBBFLOW_PROBE to a path."""
 
@@ -216,13 +225,14 @@ EXACT, CLOSE, NOT_EXACT = "bit for bit", "within tolerance", "not exact"
 
 
 def describe_promise(
-    model: nn.Module, *, has_optimizer: bool, source: BatchSource | None, same_data: str, resized: str
+    model: nn.Module, *, has_optimizer: bool, source: BatchSource | None, same_data: str, resized: str, stray: str
 ) -> dict[str, Any]:
     """Return how exactly the job resumes, as data of the event `promise`: level, same_data and reasons.
 
     Args:
         same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if there is a `source`.
         resized: how the number of ranks has changed in this job; "" if it has not.
+        stray: the place of the script that draws batches whose position is not saved; "" if there is none.
     """
     lost, close = [], []
     if source is not None:
@@ -232,6 +242,9 @@ def describe_promise(
             lost.append(f"{kind} has no sampler and no state_dict: its batches are read again, and may be others")
     elif not same_data:
         lost.append("samples of an epoch are read again after a resume")
+    if stray:
+        same_data = ""
+        lost.append(f"{stray} draws batches whose position is not saved")
     if not has_optimizer:
         lost.append("attach was given no optimizer, so that its state starts anew")
     if resized:

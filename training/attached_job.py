@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome, describe_error
 from ebbflow.infra.events import EVALUATION, NOTICE, OUTCOME, STEP
-from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, describe_resize, worst_loss
+from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, describe_resize, script_sha256, worst_loss
 from ebbflow.training.attached_state import (
     BatchSource,
+    StrayReads,
     count_samples,
     find_enumerate,
     find_frozen,
@@ -62,7 +63,6 @@ from ebbflow.training.trainer_setup import (
     open_saver,
     report_restore,
 )
-from ebbflow.training.weights.load import weights_sha256
 
 _SYNC_SECONDS = 0.5
 _MOST_STEPS = 100  # between two syncs
@@ -132,6 +132,8 @@ class AttachedJob:
         self._source_state: Any = None
         self._rng: dict[str, Tensor] = {}
         self._reads = self._begun = self._in_block = self._looping = False
+        self._strays = StrayReads(states.values(), self.say)
+        self._ends.enter_context(self._strays.watch())
         self._left_loop = self._closed = self._updated = self._forwarded = False
         self._owed = False  # a save was due while gradients were accumulating
         self._exit_code: int | None = None
@@ -282,6 +284,7 @@ class AttachedJob:
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
         """Count the current step even if the user's code leaves the loop in the middle, after the optimizer's step."""
+        self._strays.step = self._in_step
         try:
             yield
         except GeneratorExit:
@@ -289,6 +292,8 @@ class AttachedJob:
                 self.batch += 1
                 self.step += 1
             raise
+        finally:
+            self._strays.step = 0
 
     def _begin_step(self) -> None:
         if not self._begun:
@@ -395,14 +400,9 @@ class AttachedJob:
         self._guards.record_pace(self.step, sync, self._limits.usd_per_second)
         if sync.failed_save:
             self._saver.abandon(sync.failed_save)
-        self._guards.promise(
-            self.step,
-            self._model,
-            has_optimizer=self._optimizer is not None or self._by_library,
-            source=self._source,
-            same_data=self._same_data,
-            resized=self._resized,
-        )
+        found = {"source": self._source, "same_data": self._same_data, "stray": self._strays.found}
+        has_optimizer = self._optimizer is not None or self._by_library
+        self._guards.promise(self.step, self._model, has_optimizer=has_optimizer, resized=self._resized, **found)
         try:
             bad = self._guards.judge(sync, self._synced_step, self._samples, self._saver.wait)
         except TrainingError as error:
@@ -556,10 +556,7 @@ class AttachedJob:
         self._end(Outcome.COMPLETED, "", self._digest())
 
     def _digest(self) -> str | None:
-        model = getattr(self._model, "module", self._model)
-        if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
-            model = nn.ModuleDict({name: getattr(one, "module", one) for name, one in model.items()})
-        return None if self._by_library else weights_sha256(model)
+        return None if self._by_library else script_sha256(self._model)
 
     def _end(self, outcome: Outcome, message: str, sha256: str | None = None) -> None:
         if self._gang.rank == 0:

@@ -13,13 +13,14 @@ import os
 import random
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ebbflow.training.checkpoint.state import SHARED_PREFIX, model_tensors
 from ebbflow.training.errors import AttachError
@@ -299,6 +300,52 @@ class BatchSource:
                 return self._iterate(loader)
         finally:
             object.__setattr__(loader, name, sampler)
+
+
+class StrayReads:
+    """Watch for a DataLoader from which the script draws batches itself, one after another in several steps.
+
+    A commit does not have its position, so that a resumed script draws its first batches once more.
+
+    Args:
+        saved: objects that are saved with the job. Loaders among them and in their attributes are no strays.
+        say: prints a warning.
+
+    Attributes:
+        step: number of the step in which the script's code runs; 0 while the job itself reads.
+        found: file and line that draw the batches; "" as long as there are none.
+    """
+
+    def __init__(self, saved: Iterable[Any], say: Callable[[str], None]) -> None:
+        held = [one for state in saved for one in (state, *getattr(state, "__dict__", {}).values())]
+        self._saved, self._say = [getattr(one, "dataset", one) for one in held], say
+        self.step, self.found = 0, ""
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        kind: Any = _BaseDataLoaderIter
+        draw = kind.__next__
+
+        def observe(batches: Any) -> Any:
+            self._observe(batches, sys._getframe(1))
+            return draw(batches)
+
+        kind.__next__ = observe
+        try:
+            yield
+        finally:
+            kind.__next__ = draw
+
+    def _observe(self, batches: Any, caller: FrameType) -> None:
+        if self.found or not self.step or not torch.is_grad_enabled():  # without gradients: an evaluation
+            return
+        first = vars(batches).setdefault("_ebbflow_first_step", self.step)
+        if first != self.step and not any(batches._dataset is one for one in self._saved):
+            self.found = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+            self._say(
+                f"{self.found} draws batches whose position is not saved, and begins anew after a resume; fix: "
+                "job.batches(loader, epochs=…), or one loader whose dataset has the samples of both"
+            )
 
 
 def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ebbflow.script_tracer import Tracer, TrainedWeights
 from ebbflow.training.attached_guards import describe_promise
 from ebbflow.training.attached_state import (
     BatchSource,
+    StrayReads,
     find_enumerate,
     find_frozen,
     join_state,
@@ -30,7 +31,7 @@ from ebbflow.training.errors import AttachError
 def test_a_promise_names_what_may_differ() -> None:
     def promise(loader: Any, **facts: Any) -> dict[str, Any]:
         source = None if loader is None else BatchSource(loader, 1, print)
-        common = {"has_optimizer": True, "same_data": "random states", "resized": ""}
+        common = {"has_optimizer": True, "same_data": "random states", "resized": "", "stray": ""}
         return describe_promise(torch.nn.Linear(2, 2), source=source, **(common | facts))
 
     assert promise(DataLoader(Noisy())) == {"level": "bit for bit", "same_data": "sampler", "reasons": []}
@@ -38,6 +39,8 @@ def test_a_promise_names_what_may_differ() -> None:
     assert promise(None, resized="2 ranks, then 1")["level"] == "within tolerance"
     stream = promise([1, 2])
     assert stream["level"] == "not exact" and not stream["same_data"] and "list has no sampler" in stream["reasons"][0]
+    stray = promise(None, stray="a.py:3")
+    assert stray["level"] == "not exact" and not stray["same_data"] and "a.py:3 draws" in stray["reasons"][0]
     assert promise(None, has_optimizer=False)["reasons"] == [
         "attach was given no optimizer, so that its state starts anew"
     ]
@@ -142,6 +145,23 @@ def test_a_loop_that_counts_its_batches_from_0_is_named() -> None:
         assert found.startswith("test_attached_state.py:") and found.endswith(": enumerate")
     for number, found in enumerate(batches(), Job.batch):
         assert number == 3 and not found
+
+
+def test_a_loader_that_a_script_reads_across_steps_is_named() -> None:
+    def read(*saved: Any, gradients: bool = True, steps: tuple[int, ...] = (4, 5)) -> str:
+        said: list[str] = []
+        strays, loader = StrayReads(saved, said.append), DataLoader(saved[0] if saved else Noisy(), batch_size=4)
+        with strays.watch(), torch.set_grad_enabled(gradients):
+            batches = iter(loader)
+            for step in steps:
+                strays.step = step
+                next(batches)
+        assert bool(said) == bool(strays.found)
+        return strays.found
+
+    assert read().startswith("test_attached_state.py:")
+    assert not read(gradients=False) and not read(steps=(4, 4)) and not read(steps=(0, 0)), "an evaluation, and the job"
+    assert not read(Counting()), "its position is saved with the job"
 
 
 def test_the_doctor_names_an_index_by_which_a_script_accumulates() -> None:
