@@ -14,12 +14,12 @@ import random
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ebbflow.training.checkpoint.state import SHARED_PREFIX, model_tensors
@@ -133,14 +133,67 @@ def random_numbers_of(seed: int) -> Iterator[None]:
             numpy.random.set_state(kept[2])
 
 
+_MOST_ITEMS, _MOST_OBJECTS = 64, 10_000  # of a list, and in all, in which random generators are looked for
+
+
+def find_generators(dataset: Any) -> list[Any]:
+    """Return the random generators of a dataset: in its attributes, such as transforms, and as globals of its code."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    common = [torch.default_generator, getattr(random, "_inst", None)]  # whose states are part of the commit
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+        common.append(numpy.random.mtrand._rand)
+    found, seen = [], {id(one) for one in common}
+
+    def search(one: Any, depth: int) -> None:
+        plain = one is None or isinstance(one, ModuleType | type | Tensor | str | bytes | int | float)
+        if plain or id(one) in seen or depth == 0 or len(seen) > _MOST_OBJECTS:
+            return
+        seen.add(id(one))
+        if isinstance(one, kinds):
+            found.append(one)
+            return
+        is_mapping = isinstance(one, Mapping)
+        inner = one if isinstance(one, list | tuple) else one.values() if is_mapping else _names_of(one)
+        for each in itertools.islice(inner, _MOST_ITEMS):
+            search(each, depth - 1)
+
+    search(dataset, 6)
+    return found
+
+
+def _names_of(one: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and the globals to which its methods for samples refer."""
+    yield from list(getattr(one, "__dict__", {}).values())
+    for name in ("__getitem__", "__getitems__", "__call__"):
+        method: Any = getattr(type(one), name, None)
+        if (code := getattr(method, "__code__", None)) is not None:
+            yield from (method.__globals__.get(other) for other in code.co_names)
+
+
+def _seed_generator(one: Any, seed: int) -> None:
+    if isinstance(one, torch.Generator):
+        one.manual_seed(seed)
+    elif (bits := getattr(one, "bit_generator", None)) is not None:  # numpy.random.Generator
+        bits.state = type(bits)(seed).state
+    else:
+        one.seed(seed % 2**32)
+
+
 class _SeededBatch(list):
-    """The indices of a batch, with the seed that a worker process sets before it loads the batch."""
+    """The indices of a batch, with the seed that is set before the batch is loaded."""
 
     seed = 0
 
 
 class _SeededDataset:
-    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no other batch."""
+    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no other batch.
+
+    Those of this process are part of the commit, so that only a worker process seeds more than the dataset's own.
+    """
+
+    _own: list[Any] | None = None  # found in the process that loads the batches
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -150,7 +203,11 @@ class _SeededDataset:
 
     def __getitems__(self, batch: list[Any]) -> list[Any]:
         if isinstance(batch, _SeededBatch):
-            seed_all(batch.seed)
+            if get_worker_info() is not None:
+                seed_all(batch.seed)
+            self._own = find_generators(self._dataset) if self._own is None else self._own
+            for one in self._own:
+                _seed_generator(one, batch.seed)
         whole = getattr(self._dataset, "__getitems__", None)
         return whole(list(batch)) if whole else [self._dataset[index] for index in batch]
 
@@ -166,8 +223,8 @@ class _SeededDataset:
 class _EpochOrder:
     """Batch sampler for one epoch of a loader, without the first `skip` batches."""
 
-    def __init__(self, sampler: Any, seed: int, skip: int, *, for_workers: bool) -> None:
-        self._sampler, self._seed, self._skip, self._for_workers = sampler, seed, skip, for_workers
+    def __init__(self, sampler: Any, seed: int, skip: int, *, seeded: bool) -> None:
+        self._sampler, self._seed, self._skip, self._seeds_batches = sampler, seed, skip, seeded
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -177,7 +234,7 @@ class _EpochOrder:
             order = iter(self._sampler)
             first = list(itertools.islice(order, self._skip, self._skip + 1))  # a sampler shuffles when it is asked
         batches = itertools.chain(first, order)
-        return self._seeded(batches) if self._for_workers else batches
+        return self._seeded(batches) if self._seeds_batches else batches
 
     def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
         for number, indices in enumerate(batches, start=self._skip):
@@ -286,12 +343,12 @@ class BatchSource:
     def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
         loader = self.loader
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"  # a loader without automatic batches
-        for_workers = loader.num_workers > 0 and name == "batch_sampler"
-        if for_workers and not self._wrapped:
+        needed = name == "batch_sampler" and (loader.num_workers > 0 or find_generators(loader.dataset))
+        if needed and not self._wrapped:
             object.__setattr__(loader, "dataset", _SeededDataset(loader.dataset))
             self._wrapped = True
         sampler = getattr(loader, name)
-        order = _EpochOrder(sampler, seed, skip, for_workers=for_workers)
+        order = _EpochOrder(sampler, seed, skip, seeded=self._wrapped)
         object.__setattr__(loader, name, order)  # DataLoader refuses to change it in the usual way
         if (workers := getattr(loader, "_iterator", None)) is not None:  # persistent ones keep the sampler
             workers._index_sampler = order

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -21,6 +23,7 @@ from ebbflow.training.attached_state import (
     StrayReads,
     find_enumerate,
     find_frozen,
+    find_generators,
     join_state,
     restore_frozen,
     split_state,
@@ -110,6 +113,36 @@ def test_a_loader_goes_on_at_any_batch(workers: int) -> None:
     assert indices == [batch[0] for batch in epochs[1][2:]]
     if workers:  # their random numbers depend on the batch alone; those of this process are part of the commit
         assert resumed == epochs[1][2:]
+
+
+GLOBAL = random.Random(7)
+
+
+class OwnGenerators(Noisy):
+    """A dataset whose random numbers come from generators in its transforms, as some augmentation libraries have."""
+
+    def __init__(self) -> None:
+        self.transforms = {"crop": [numpy.random.default_rng(3)], "flip": numpy.random.RandomState(4)}
+        self.generator, self.common = torch.Generator(), torch.default_generator
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        crop, flip = self.transforms["crop"][0], self.transforms["flip"]
+        noise = crop.random() + flip.rand() + GLOBAL.random() + float(torch.rand((), generator=self.generator))
+        return index, noise
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_generators_of_a_dataset_give_each_batch_the_same_numbers(workers: int) -> None:
+    def source() -> BatchSource:
+        return BatchSource(DataLoader(OwnGenerators(), batch_size=4, shuffle=True, num_workers=workers), 11, print)
+
+    own = torch.get_rng_state()
+    whole = source()
+    epochs = [read(whole, epoch, 0) for epoch in range(2)]
+    noise = [number for epoch in epochs for batch in epoch for number in batch[1]]
+    assert len(set(noise)) == 48 and len(find_generators(OwnGenerators())) == 4 and not find_generators(Noisy())
+    assert read(source(), 1, 2) == epochs[1][2:]
+    assert torch.equal(own, torch.get_rng_state())
 
 
 class Stream(IterableDataset[Any]):
