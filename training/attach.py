@@ -1,6 +1,7 @@
 """`ebbflow.attach`: commits, handling of notices, hang detection and a ledger for the user's own training loop."""
 
 import importlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -82,6 +83,11 @@ def _sharding_library(model: nn.Module) -> str:
 
 
 def _check_arguments(model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise AttachError(
+            "attach: a process that the script has started imports the script anew, as a loader's worker with spawn "
+            'does; fix: put the script\'s code under if __name__ == "__main__":'
+        )
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach: the model has type {type(model).__name__}; fix: pass the torch.nn.Module first")
     if optimizer is not None and not isinstance(optimizer, Optimizer):

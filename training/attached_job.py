@@ -31,6 +31,7 @@ from ebbflow.training.attached_guards import LoopWatch, ScriptGuards, describe_r
 from ebbflow.training.attached_state import (
     BatchSource,
     StrayReads,
+    change_iteration,
     count_samples,
     find_enumerate,
     find_frozen,
@@ -181,9 +182,10 @@ class AttachedJob:
             length = self._open_source(loader).length
             self._max_steps = count * (length or 0)
             iterate = type(loader).__iter__
-            own = {"__iter__": lambda loader: self._epoch(loader) if self._reads else iterate(loader)}
-            changed = type(type(loader).__name__, (type(loader),), own)
-            vars(object)["__class__"].__set__(loader, changed)  # accelerate's loaders refuse a plain assignment
+            try:
+                change_iteration(loader, lambda loader: self._epoch(loader) if self._reads else iterate(loader))
+            except AttachError as error:
+                refuse(error)
         with self._outermost_loop():
             while self.epoch < count:
                 self._reads = True

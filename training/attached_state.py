@@ -359,6 +359,18 @@ class BatchSource:
             object.__setattr__(loader, name, sampler)
 
 
+def change_iteration(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> None:
+    """Let each loop over `loader` call `iterate(loader)`. Raises AttachError for types such as list."""
+    try:
+        changed = type(type(loader).__name__, (type(loader),), {"__iter__": iterate})
+        vars(object)["__class__"].__set__(loader, changed)  # accelerate's loaders refuse a plain assignment
+    except TypeError as error:
+        raise AttachError(
+            f"job.epochs: the job cannot follow a loop over a {type(loader).__name__}; fix: loop over "
+            "job.batches(…) in it"
+        ) from error
+
+
 class StrayReads:
     """Watch for a DataLoader from which the script draws batches itself, one after another in several steps.
 

@@ -316,6 +316,7 @@ SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
             "the engine has no torch optimizer; fix: deepspeed.initialize(optimizer=",
             {},
         ),
+        ("list(ebbflow.attach(a).epochs(2, [1]))", "cannot follow a loop over a list; fix: loop over job.batches", {}),
         ("list(ebbflow.attach(a).batches([1]))", "without epochs; fix: give it epochs", {}),
     ],
 )
