@@ -8,6 +8,7 @@ Beside a torch for the CPU, PYTHONPATH=tests/support/cpu_torchvision lets the to
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 from dataclasses import replace
@@ -24,7 +25,8 @@ from ebbflow.training.workload import Cursor
 from ebbflow.training.workloads.examine import examine_script
 from ebbflow.training.workloads.loader import workload_context
 from tests.gang.test_hugging_face import TIED, random_model, settings_for
-from tests.support.attached_scripts import attached, events_of, finish, interrupt, start
+from tests.support import attached_scripts
+from tests.support.attached_scripts import ROOT, attached, events_of, finish, interrupt, output, start
 from tests.support.flow import FlowRunner
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
@@ -148,3 +150,36 @@ def test_an_image_model_of_timm_survives_and_begins_with_timms_weights(tmp_path:
     assert whole.exit_code == killed.exit_code == 0, whole.output + killed.output
     assert killed.report["interruptions"] == 1
     assert whole.report["weights_sha256"] == killed.report["weights_sha256"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_deepspeed_engine_that_is_killed_and_told_to_leave_ends_bit_equal(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    monkeypatch.setattr(attached_scripts, "_DEADLINE_SECONDS", 400)  # importing deepspeed alone takes up to 30 s
+    code = (ROOT / "docs" / "script-deepspeed.md").read_text().partition("```python\n")[2].partition("```")[0]
+    code = code.replace("init_distributed()", "init_distributed(dist_backend='gloo')")
+    # without the extension, which would be compiled at the first start
+    code = f"import time\nimport deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n{code}"
+    code = code.replace("job.log(loss=loss)", "job.log(loss=loss); time.sleep(0.05)")
+    code = code.replace('"stage": 2', f'"stage": {stage}') + (
+        "weights = list(engine.module.parameters())\n"
+        "with deepspeed.zero.GatheredParameters(weights):\n"
+        "    engine.global_rank or torch.save([one.detach().clone() for one in weights], 'final.pt')\n"
+    )
+    whole, stopped = tmp_path / "whole" / "train.py", tmp_path / "stopped" / "train.py"
+    for script in (whole, stopped):
+        script.parent.mkdir()
+        script.write_text(code)
+    undisturbed = start(whole, ranks=2, DS_ACCELERATOR="cpu")
+    for step, number, exit_code in ((5, signal.SIGKILL, -signal.SIGKILL), (15, signal.SIGTERM, 75)):
+        processes = start(stopped, ranks=2, DS_ACCELERATOR="cpu")
+        interrupt(processes, stopped, step, number)
+        finish(processes, stopped, exit_code)
+    finish(start(stopped, ranks=2, DS_ACCELERATOR="cpu"), stopped)
+    finish(undisturbed, whole)
+    ours, expected = (torch.load(script.parent / "final.pt") for script in (stopped, whole))
+    assert len(ours) == 4 and all(map(torch.equal, ours, expected))
+    assert output(stopped).count("goes on from step") == 2
