@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ebbflow.infra.checks.machine import usable_cores
 from ebbflow.infra.footprint import size_text
-from ebbflow.training.guards.memory import host_bytes_left
+from ebbflow.infra.process import host_bytes_left
 
 AHEAD = 2  # batches that each worker reads in advance
 _MOST = 8  # workers of one machine that the rule starts
