@@ -33,7 +33,7 @@ def convert_units(units: Iterable[tuple[str, nn.Module]], mode: str, device: tor
             f"fsdp.float8 on: {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, fp8 "
             "needs 8.9 (L4, L40S, H100 or later); fix: fsdp.float8 off"
         )
-    config, converted = Float8LinearConfig(emulate=mode == "emulate"), dict[int, str]()
+    config, converted = Float8LinearConfig(emulate=mode == "emulate", pad_inner_dim=True), dict[int, str]()
     for unit_name, unit in units:
         for name, layer in unit.named_modules(prefix=unit_name):
             if id(layer) in converted or _OUTPUTS & set(name.split(".")):

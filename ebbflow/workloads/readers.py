@@ -150,7 +150,8 @@ def locate(root: Path, given: str) -> str | Path:
 
 def _find_here(path: Path) -> list[DataFile]:
     if has_wildcard(path):
-        found = [one for one in map(Path, glob.glob(str(path), recursive=True)) if one.is_file()]
+        once = dict.fromkeys(glob.glob(str(path), recursive=True))  # a pattern with two ** gives files several times
+        found = [one for one in map(Path, once) if one.is_file()]
         named = [(one, one.name) for one in found]
     elif path.is_dir():
         found = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
@@ -171,17 +172,23 @@ def _find_in_bucket(uri: str) -> list[DataFile]:
     elif key and (one := Store.open(f"s3://{bucket}", create=False).head(folder)) is not None:
         return [DataFile(folder, parts[-1], one.size, bucket)]
     else:
-        found = store.list()
+        found = [one for one in store.list() if _fits(PurePosixPath(one.key).parts, ("**",))]
     return [DataFile(f"{folder}/{one.key}".lstrip("/"), one.key, one.size, bucket) for one in found]
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the parts of a path match those of a glob, in which `**` stands for any number of folders."""
+    """Return whether the parts of a path match those of a glob, in which `**` stands for any number of folders.
+
+    As on a disk, a wildcard matches no hidden file or folder.
+    """
     if not pattern:
         return not parts
     if pattern[0] == "**":
-        return any(_fits(parts[skipped:], pattern[1:] or ("*",)) for skipped in range(len(parts)))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
+        shown = next((at for at, part in enumerate(parts) if part.startswith(".")), len(parts) - 1)
+        return any(_fits(parts[skipped:], pattern[1:] or ("*",)) for skipped in range(shown + 1))
+    if not parts or parts[0].startswith(".") > pattern[0].startswith("."):
+        return False
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 class ImageFolder:

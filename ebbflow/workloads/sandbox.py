@@ -23,16 +23,24 @@ _CLONE, _CLONE3, _PRLIMIT, _CLONE_THREAD = 56, 435, 302, 0x10000
 _REFUSED = {
     "processes and programs": (57, 58, 59, 322, 101, 310, 311, 109, 112, 272, 308, 434, 438),
     "sockets, also through io_uring": (41, 425),
-    "signals": (62, 129, 200, 234, 297, 424),
+    "signals": (62, 129, 200, 297, 424),
     "shared memory, queues and keys that outlive the process": (29, 64, 68, 240, 248, 249, 250),
-    "modes, owners and attributes of files": (90, 91, 92, 93, 94, 188, 189, 190, 260, 268, 452),
-    "times of files": (132, 235, 261, 280),
-    "limits and priorities": (160, 141, 203),
+    "limits and priorities": (160, 141, 142, 144, 203, 251, 314),
     "the system": (155, 161, 164, 165, 166, 169, 170, 171, 175, 176, 227, 246, 298, 304, 313, 321, 323),
 }  # fmt: skip
+# System calls that succeed and do nothing, since copies of files need them: modes, owners, attributes and times.
+_IGNORED = (90, 91, 92, 93, 94, 188, 189, 190, 260, 268, 452, 132, 235, 261, 280)
+_TGKILL, _PATH_TRUNCATE = 234, 76
+# By these commands of fcntl and ioctl the kernel sends a signal for the program (F_SETOWN, F_SETSIG, F_SETOWN_EX;
+# FIOSETOWN, SIOCSPGRP).
+_COMMANDS = {72: (8, 10, 15), 16: (0x8901, 0x8902)}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # system calls on every architecture
 _EXECUTE, _WRITE, _READ, _LIST, _REFER, _TRUNCATE = 1, 2, 4, 8, 1 << 13, 1 << 14  # rights of Landlock
-_READABLE = ("/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
+_SCOPES = 3  # of Landlock from version 6: abstract sockets and signals of other processes
+_READABLE = (
+    "/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types",
+    "/dev/urandom",
+)  # fmt: skip
 _WRITABLE = ("/dev/null",)
 
 _PROCESSES = "starting processes and using the network"
@@ -58,6 +66,7 @@ def find_missing() -> list[str]:
     missing = [] if _landlock_version() else ["reading and writing files"]
     if not linux or platform.machine() != "x86_64" or _libc.prctl(21, 0, 0, 0, 0) < 0:  # PR_GET_SECCOMP
         missing.append(_PROCESSES)
+        missing += ["emptying files"] if 0 < _landlock_version() < 3 else []
     return missing
 
 
@@ -73,8 +82,9 @@ def restrict_files(folder: str) -> None:
     if not version:
         return
     every = (1 << 13) - 1 | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    handled = ctypes.c_uint64(every)
-    rules = _check(_libc.syscall(_LANDLOCK_CREATE, ctypes.byref(handled), ctypes.c_size_t(8), ctypes.c_uint32(0)))
+    handled = (ctypes.c_uint64 * 3)(every, 0, _SCOPES)  # files, network, scopes
+    size = ctypes.c_size_t(24 if version >= 6 else 8)
+    rules = _check(_libc.syscall(_LANDLOCK_CREATE, ctypes.byref(handled), size, ctypes.c_uint32(0)))
     rights = dict.fromkeys((*_READABLE, sys.prefix, sys.base_prefix), _EXECUTE | _READ | _LIST)
     rights |= dict.fromkeys(_WRITABLE, _READ | _WRITE) | {folder: every}
     for path, allowed in rights.items():
@@ -88,16 +98,27 @@ def restrict_files(folder: str) -> None:
 
 
 def restrict_system_calls() -> None:
-    """Refuse the system calls of `_REFUSED`, new processes, and changes of limits. Threads are allowed."""
+    """Refuse the system calls of `_REFUSED`, new processes, changes of limits, and signals to other processes.
+
+    Threads are allowed.
+    """
     if _PROCESSES in find_missing():
         return
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL)]
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), refuse]
     lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]  # the C library then uses clone
-    for number in (number for numbers in _REFUSED.values() for number in numbers):
+    refused = [number for numbers in _REFUSED.values() for number in numbers]
+    for number in refused if _landlock_version() >= 3 else [*refused, _PATH_TRUNCATE]:
         lines += [(_EQUAL, 0, 1, number), refuse]
+    for number in _IGNORED:
+        lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR)]
     allow = (_RETURN, 0, 0, _ALLOW)
+    for number, commands in _COMMANDS.items():
+        count = len(commands)
+        lines += [(_EQUAL, 0, count + 3, number), (_LOAD, 0, 0, 24)]
+        lines += [*((_EQUAL, count - at, 0, command) for at, command in enumerate(commands)), allow, refuse]
+    lines += [(_EQUAL, 0, 4, _TGKILL), (_LOAD, 0, 0, 16), (_EQUAL, 0, 1, os.getpid()), allow, refuse]
     lines += [(_EQUAL, 0, 4, _CLONE), (_LOAD, 0, 0, 16), (_HAS_BIT, 0, 1, _CLONE_THREAD), allow, refuse]
     lines += [(_EQUAL, 0, 5, _PRLIMIT), (_LOAD, 0, 0, 32), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 36), (_EQUAL, 1, 0, 0)]
     lines += [refuse, allow]  # prlimit without a new limit only reads

@@ -212,12 +212,20 @@ def test_rows_of_a_file_a_folder_and_a_glob_are_read_here_and_in_a_bucket(
     for part in range(3):
         write_rows(tmp_path / "many.v2" / f"sub {part % 2}" / f"{part}{suffix}", ROWS[3 * part : 3 * part + 3])
     (tmp_path / "many.v2" / "README.md").write_text("about the rows")
+    for hidden in (".cache/0", ".0"):
+        write_rows(tmp_path / "many.v2" / f"{hidden}{suffix or '.jsonl'}", ["hidden"])
     for path in tmp_path.rglob("*.*"):
         if path.is_file():
             Store.open(f"s3://{bucket}").put(f"in/{path.relative_to(tmp_path).as_posix()}", path.read_bytes())
     matched = "0/*.arrow" if not suffix else f"?{suffix}"
     for root in (str(tmp_path), f"s3://{bucket}/in"):
-        for name in (f"one{suffix}", "many.v2", f"many.v2/*/{matched}", f"many.v2/**/{matched}"):
+        for name in (
+            f"one{suffix}",
+            "many.v2",
+            f"many.v2/*/{matched}",
+            f"many.v2/**/{matched}",
+            f"many.v2/**/**/{matched}",
+        ):
             found = [placed.row["text"] for placed in read_rows(find_rows(f"{root}/{name}", TEXTS), "text")]
             wanted = ROWS[:3] if name.endswith("0/*.arrow") else ROWS
             assert sorted(found) == wanted, (root, name)

@@ -250,7 +250,7 @@ def test_a_unit_test_has_limits_of_time_and_memory() -> None:
 
 
 ATTACKS = """
-import ctypes, os, resource, signal, socket, subprocess, threading
+import ctypes, fcntl, os, resource, signal, socket, subprocess, threading
 from pathlib import Path
 
 Path("own").write_text("own")
@@ -268,11 +268,27 @@ attacks = {
     "signal": lambda: os.kill(os.getppid(), 0), "session": os.setsid, "limit": raise_limit,
     "read": lambda: open("/etc/passwd"), "read ours": lambda: open("SECRET"), "list": lambda: os.listdir("/"),
     "memory": lambda: open(f"/proc/{os.getppid()}/mem", "rb"), "write": lambda: open("/tmp/from-a-test", "w"),
-    "mode": lambda: os.chmod("SECRET", 0o777), "remove": lambda: os.unlink("SECRET"),
+    "remove": lambda: os.unlink("SECRET"), "empty": lambda: os.truncate("SECRET", 0),
+    "signal of a file": lambda: fcntl.fcntl(0, 8, os.getppid()), "which signal": lambda: fcntl.fcntl(0, 10, 9),
+    "signal of a terminal": lambda: fcntl.ioctl(0, 0x8901, os.getppid().to_bytes(4, "little")),
+    "schedule": lambda: os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0)),
 }
+os.chmod("SECRET", 0o777)  # does nothing
 passed = sorted(name for name, attack in attacks.items() if not refused(attack))
 thread = threading.Thread(target=passed.sort)
 thread.start(); thread.join(); resource.getrlimit(resource.RLIMIT_AS); socket.socketpair()
+"""
+HARMLESS = """
+import decimal, fcntl, mimetypes, numpy, os, shutil, signal, sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+assert sorted(os.listdir()) == ["completion.py", "test.py"] and numpy.arange(3).sum() == 3
+os.mkdir("folder"); open("folder/a.txt", "w").write("a")
+shutil.copytree("folder", "copy"); shutil.copy2("copy/a.txt", "b")
+assert open("b").read() == "a" and mimetypes.guess_type("a.txt")[0] == "text/plain"
+caught = []
+signal.signal(signal.SIGUSR1, lambda *given: caught.append(given)); signal.raise_signal(signal.SIGUSR1)
+assert caught and list(ThreadPoolExecutor(2).map(abs, [-1, 2])) == [1, 2] and fcntl.fcntl(0, fcntl.F_GETFD) >= 0
 """
 
 
@@ -281,12 +297,12 @@ def test_a_unit_test_cannot_harm_the_machine(tmp_path: Path, capfd: pytest.Captu
         pytest.skip(f"this machine cannot keep programs from {find_missing()}")
     secret = tmp_path / "answers"
     secret.write_text("42")
+    mode = secret.stat().st_mode
     prompt = Prompt("attack", {"test": "assert not passed, passed"})
     judge = reward_of("unit_test", seconds=4.0)
     assert judge(prompt, ATTACKS.replace("SECRET", str(secret))) == 1.0
-    assert secret.read_text() == "42" and capfd.readouterr().out == ""
-    kept = Prompt("import", {"test": "import decimal, sqlite3, numpy; assert numpy.arange(3).sum() == 3"})
-    assert judge(kept, "import os; assert sorted(os.listdir()) == ['completion.py', 'test.py']") == 1.0
+    assert secret.read_text() == "42" and secret.stat().st_mode == mode and capfd.readouterr().out == ""
+    assert judge(Prompt("sound", {"test": HARMLESS}), "") == 1.0
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: print('x' * 100_000)"
     begun = time.monotonic()
     assert reward_of("unit_test", seconds=1.0)(prompt, deaf) == 0.0 and time.monotonic() - begun < 30
