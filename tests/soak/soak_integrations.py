@@ -1,6 +1,6 @@
 """Libraries that are too large for CI, each with the real package.
 
-pip install -c constraints.txt datasets timm torchvision mosaicml-streaming torchtitan deepspeed
+pip install -c constraints.txt datasets timm torchvision mosaicml-streaming torchtitan deepspeed trl
 pytest tests/soak/soak_integrations.py
 
 Beside a torch for the CPU, PYTHONPATH=tests/support/cpu_torchvision lets the torchvision for CUDA be imported.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -182,4 +183,47 @@ def test_a_deepspeed_engine_that_is_killed_and_told_to_leave_ends_bit_equal(
     finish(undisturbed, whole)
     ours, expected = (torch.load(script.parent / "final.pt") for script in (stopped, whole))
     assert len(ours) == 4 and all(map(torch.equal, ours, expected))
+    assert output(stopped).count("goes on from step") == 2
+
+
+def test_trls_trainer_with_lora_that_is_killed_and_told_to_leave_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is not installed")
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    monkeypatch.setattr(attached_scripts, "_DEADLINE_SECONDS", 400)  # importing trl alone takes up to 30 s
+    rows = [f"Row {number}: {'wrath ' * (number % 7)}sing, goddess, {number * number}." for number in range(60)]
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator(
+        rows, trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    torch.manual_seed(1)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=0, **sizes))
+    code = (ROOT / "docs" / "script-peft.md").read_text().split("```python\n")[2].partition("```")[0]
+    slow = "import time\ntrainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.1))\n"
+    whole, stopped = tmp_path / "whole" / "train.py", tmp_path / "stopped" / "train.py"
+    for script in (whole, stopped):
+        tokenizer.save_pretrained(script.parent / "model")
+        model.save_pretrained(script.parent / "model")
+        (script.parent / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        script.write_text(code.replace("[])", "[], use_cpu=True)").replace("trainer.train(", f"{slow}trainer.train("))
+    own: Any = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    finish(start(whole, **own), whole)
+    for step, number, exit_code in ((5, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 75)):
+        processes = start(stopped, **own)
+        interrupt(processes, stopped, step, number)
+        finish(processes, stopped, exit_code)
+        shutil.rmtree(stopped.parent / "output")
+    finish(start(stopped, **own), stopped)
+    ours, expected = (load_file(script.parent / "adapter" / "adapter_model.safetensors") for script in (stopped, whole))
+    assert len(ours) == 8 and ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) and ours[name].any() for name in expected)
     assert output(stopped).count("goes on from step") == 2
