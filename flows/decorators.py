@@ -26,7 +26,6 @@ import metaflow
 from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
-from ebbflow.cost.catalogue import efa_interfaces
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.remote import CLOUD_VARIABLE
@@ -252,6 +251,8 @@ def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) 
 
 def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
     """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the values of @batch."""
+    from ebbflow.cost.catalogue import efa_interfaces  # the flow file, which every card refresh imports, imports this
+
     placement, batch = order.placement or {}, config["batch"]
     options = cli_args.command_options
     efa = efa_interfaces(placement["instance_type"], batch["efa_interfaces"]) if order.nodes > 1 else 0
