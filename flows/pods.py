@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ebbflow.cost.catalogue import efa_interfaces
 from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
@@ -94,6 +93,8 @@ def pod_markets() -> dict[str, QueueState]:
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
     """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing those of @kubernetes."""
     placement, options = order.placement or {}, cli_args.command_options
+    from ebbflow.cost.catalogue import efa_interfaces  # late, as in `decorators.apply_to_batch`
+
     efa = efa_interfaces(placement["instance_type"], config["batch"]["efa_interfaces"]) if order.nodes > 1 else 0
     own = KubernetesConfig.model_validate(config.get("kubernetes") or {})  # absent in the run of an older release
     options.update({
