@@ -30,6 +30,9 @@ _PER = "per "  # label of rates, which vary more than step times
 _MOST_SCALES = 8  # a log with more lines of rates is no comparison
 _NUMBERS = {"one": 1.0, "single": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "eight": 8.0}
 _APART = 2.0  # seconds between clocks that are worth a finding
+_SAME_STEPS = 0.9  # share of the steps that two ranks of one run have in common
+_ATTEMPT = re.compile(r"(?:attempt|generation|retry|restart|try|run)[-_. ]?\d+", re.IGNORECASE)
+_EVALUATION = re.compile(r"(?<![a-z])(?:eval|val(?:id)?(?![a-z])|validat|test)", re.IGNORECASE)
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
@@ -109,7 +112,9 @@ class Series:
             if (match := _MEASURED.search(low)) and len(self.scales) < _MOST_SCALES and (match := _WORKERS.search(low)):
                 workers = _NUMBERS.get(match[1]) or float(match[1])
                 self.scales.append((order, line, workers, float(match[2])))
-            if line.time and line.number < _MOST_POINTS and (match := _STEP.search(line.text)):
+            dated = line.time and line.number < _MOST_POINTS
+            # A separate evaluator follows the training at any distance.
+            if dated and (match := _STEP.search(line.text)) and not _EVALUATION.search(line.text):
                 self.moments[line.file, line.rank].setdefault(match[0].lower(), line)
             quoted = framed and line.number == framed + 1  # the frame's source line
             skeleton = "" if quoted or len(self.severe) >= _MOST_SEVERE else line.text[:200].translate(_NO_DIGITS)
@@ -252,15 +257,22 @@ def _clocks_apart(series: Series) -> list[tuple[int, LogText]]:
 
     Ranks wait for each other in each step, so their times differ by less than a step, unless their clocks differ.
     """
-    tracks = [moments for moments in series.moments.values() if len(moments) >= 5]
-    for other in tracks[1:]:
-        shared = [step for step in other if step in tracks[0]]
-        gaps = [(other[step].time or 0.0) - (tracks[0][step].time or 0.0) for step in shared]
-        if len(gaps) >= 5 and abs(gap := statistics.median(gaps)) > _APART:
-            times = [tracks[0][step].time or 0.0 for step in shared]
+    firsts: dict[tuple[str, ...], tuple[int | None, dict[str, LogText]]] = {}  # the first rank of each attempt
+    for (file, rank), other in series.moments.items():
+        if len(other) < 5 or _EVALUATION.search(file.rpartition("/")[2]):
+            continue
+        first_rank, base = firsts.setdefault(tuple(_ATTEMPT.findall(file)), (rank, other))
+        shared = [step for step in other if step in base]
+        same_rank = rank is not None and rank == first_rank  # of two attempts
+        if base is other or same_rank or len(shared) < max(5, _SAME_STEPS * max(len(base), len(other))):
+            continue
+        times = [base[step].time or 0.0 for step in shared]
+        gaps = [(other[step].time or 0.0) - time for step, time in zip(shared, times, strict=True)]
+        # An attempt that repeats the steps of another one begins after the end of it.
+        if _APART < abs(gap := statistics.median(gaps)) < max(times) - min(times):
             length = statistics.median(later - time for time, later in itertools.pairwise(times))
             if abs(gap) > 2 * length and max(abs(each - gap) for each in gaps) < max(1.0, length):
-                first, second = tracks[0][shared[0]], other[shared[0]]
+                first, second = base[shared[0]], other[shared[0]]
                 side = "ahead of" if gap > 0 else "behind"
                 text = f"{second.text}  [clock {abs(gap):,.1f} s {side} the line above, in {len(gaps)} steps]"
                 return [(first.number, first), (second.number, replace(second, text=text))]

@@ -135,12 +135,34 @@ def test_records_of_a_single_line_of_json_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("apart", "found"), [(73.0, True), (-8.0, True), (0.4, False)])
 def test_clocks_that_differ_are_found_in_the_times_of_equal_steps(apart: float, found: bool, tmp_path: Path) -> None:
     for node, late in ((0, 0.0), (1, apart)):
-        stamps = [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late)) for step in range(9)]
-        text = "\n".join(f"{stamp} step {step} loss 2.{9 - step}" for step, stamp in enumerate(stamps))
+        stamps = [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late)) for step in range(60)]
+        text = "\n".join(f"{stamp} step {step} loss 2.{99 - step}" for step, stamp in enumerate(stamps))
         (tmp_path / f"node-{node}.log").write_text(text)
     findings = diagnose_files(sorted(tmp_path.iterdir())).findings
     assert [each.rule.id for each in findings] == (["A32"] if found else [])
     assert not found or f"clock {abs(apart):.1f} s" in findings[0].evidence[1].text
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"attempt0.log": ("step", range(1, 21), 0), "attempt1.log": ("step", range(1, 21), 3600)},
+        {"attempt0.log": ("step", range(1, 61), 0), "attempt1.log": ("step", range(1, 61), 70)},
+        {"first.log": ("step", range(1, 61), 0), "second.log": ("step", range(41, 81), 90)},
+        {"first.log": ("step", range(1, 21), 0), "second.log": ("step", range(1, 21), 41)},
+        {"train.log": ("step", range(60), 0), "other.log": ("eval step", range(60), 30)},
+        {"train.log": ("step", range(60), 0), "evaluator.log": ("step", range(60), 30)},
+        {"train.log": ("step", range(60), 0), "other.log": ("step", range(0, 60, 5), 30)},
+    ],
+)
+def test_attempts_and_evaluators_have_no_clocks_that_differ(
+    files: dict[str, tuple[str, range, float]], tmp_path: Path
+) -> None:
+    for name, (label, steps, late) in files.items():
+        stamps = {step: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late)) for step in steps}
+        text = "\n".join(f"{stamp} {label} {step} loss 2.{99 - step}" for step, stamp in stamps.items())
+        (tmp_path / name).write_text(text)
+    assert not diagnose_files(sorted(tmp_path.iterdir())).findings
 
 
 def test_all_symptoms_of_the_guides_have_a_rule() -> None:
