@@ -25,6 +25,12 @@ _PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
 _FRAME = re.compile(r'File "[^"]+", line \d+')
 # A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have no other.
 _QUOTED_CODE = re.compile(r"  +(?!assert )\S")
+# The task, Batch job or pod that a line is about.
+_OBJECT = re.compile(
+    r"\[(\d+/\w+(?:/\d+)?)\b|(?<![\w-])([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}(?::\d+)?)"
+    r"|(?:\bpods?(?:/|=\"|[ :]+\"?(?=[\w.-]+/))|Successfully assigned )(?:[\w.-]+/)?([\w.-]+)"
+)
+_MOST_KEPT = 1000
 _DIGIT = re.compile(r"[\d.]")
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
@@ -54,6 +60,8 @@ class Seen:
     needed: bool = False
     verdict: bool = False  # whether agents or guards of a job of ours recorded it
     order: int = 0  # position among all candidate lines
+    # Lines with their order and object, of a rule that has `cleared`.
+    kept: list[tuple[LogText, int, str]] = field(default_factory=list)
 
     def add(self, line: LogText, order: int) -> None:
         """Record a matching line. A line that several expressions match counts once."""
@@ -63,11 +71,26 @@ class Seen:
         if self.first is None:
             self.first, self.order = line, order
         self.last = line
+        if self.rule.cleared and len(self.kept) < _MOST_KEPT:
+            self.kept.append((line, order, _object_of(line)))
         if len(self.lines) < 3:
             self.lines.append(line)
         new = line.rank not in self.ranks or "ast enqueued" in line.text  # which tells how far the rank has come
         if line.rank is not None and new and len(self.ranks) < 4096:
             self.ranks[line.rank] = line
+
+    def without(self, cleared: str) -> "Seen | None":
+        """Return the matches that are about another task, job or pod than `cleared`, or None if there are none."""
+        left = [(line, order) for line, order, name in self.kept if name not in ("", cleared)]
+        new = Seen(self.rule, hints=self.hints, strong=self.strong, needed=self.needed)
+        for line, order in left:
+            new.add(line, order)
+        return new if left else None
+
+
+def _object_of(line: LogText) -> str:
+    match = _OBJECT.search(line.text)
+    return match[match.lastindex or 0] if match else ""
 
 
 class Matcher:
@@ -144,7 +167,8 @@ class Matcher:
             for number, role, expression in self.match(line.text):
                 rule = self.rules[number]
                 if role == "cleared":
-                    seen.pop(rule.id, None)
+                    if (mine := seen.pop(rule.id, None)) and (rest := mine.without(_object_of(line))):
+                        seen[rule.id] = rest
                     continue
                 mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))
                 if role == "need":

@@ -209,6 +209,14 @@ def test_a_large_log_takes_little_processor_time_and_memory(tmp_path: Path) -> N
     assert time.process_time() - start < 5  # 10 MB; 100 MB took 4.9 s of processor time
 
 
+@pytest.mark.parametrize("part", ["1", "1.", "8 gpus ", "1 tokens/s", "8 x", "step 1 ", "loss "])
+def test_the_time_is_linear_in_the_length_of_a_line(part: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"loss tokens/s time throughput {part * (64000 // len(part))} it/s x")
+    began = time.process_time()
+    diagnose_files([tmp_path / "log"])
+    assert time.process_time() - began < 1.0
+
+
 def test_each_advised_command_of_ours_exists() -> None:
     advised = {word for rule in RULES for fix in rule.fix for word in re.findall(r"\bebbflow ([a-z]+)\b", fix)}
     assert advised and advised <= set(COMMANDS)
@@ -247,6 +255,11 @@ def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path)
     assert len(messages) == 8 and "the-shard" in messages[0][1]
     table = fit(messages)
     assert measure(table, messages)[2] == 1.0 and "storage" in render(table)
+
+
+_VLLM = "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput:"
+_RUNNABLE = [f"[7/train/{task} (pid 9)] [b] Task is starting (status RUNNABLE)" for task in range(8)]
+_UNSCHEDULED = "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 
 @pytest.mark.parametrize(
@@ -309,7 +322,15 @@ def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path)
         ),
         (['  File "/env/torch/utils/checkpoint.py", line 8, in forward'], None),
         ([f'{{"grad_norm": {norm}, "reward": 0.{step}}}' for step, norm in enumerate((0.3, 0.0, 0.0, 0.0))], "F05"),
-        ([f"epoch {at} train loss: 1.{9 - at} train accuracy: 0.5000" for at in range(6)], "F02"),
+        ([f"epoch {at} train loss: 0.69{at % 3} train accuracy: 0.5000" for at in range(12)], "F02"),
+        ([f"epoch {at} train loss: {1 / (at + 1):.4f} val acc: 0.88" for at in range(12)], None),
+        ([*["reward_acc: 0.0"] * 12, "Training completed"], None),
+        ([*["reward_acc: 0.0"] * 8], None),
+        (["train-worker-0   1/2   NotReady   0   5m"], None),
+        (["ip-10-0-0-1   NotReady   <none>   5m"], "B11"),
+        ([f"{_VLLM} {rate} tokens/s, Running: 1 reqs" for rate in ("1300.0", "1.2") * 5], None),
+        ([f"{_VLLM} 0.8 tokens/s, Running: 1 reqs"] * 2, "G12"),
+        ([f"{_VLLM} 1.2 tokens/s, Running: 8 reqs, Waiting: 0 reqs"] * 5, "G08"),
         ([f"Step: {at}, Time/step: {[44.2, 4.5][at % 2]}" for at in range(8)], "G02"),
         ([f"step {at}: loss 0.{9 - at} {[8.1, 2.0, 2.1, 2.0, 2.2, 2.1][at]}s/it" for at in range(6)], None),
         (["ValueError: Interpolation of the override is not allowed in this config node"], "A31"),
@@ -322,6 +343,11 @@ def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path)
         (["Total img/sec on 8 GPU(s): 1531.9", "Total img/sec on 16 GPU(s): 2946.9"], None),
         ([f"{at} [7/start] Task is starting (status RUNNABLE)" for at in range(4)], "N21"),
         ([f"{at} [7/start] Task is starting (status {'RUNNABLE' if at < 4 else 'RUNNING'})" for at in range(5)], None),
+        ([*_RUNNABLE, "[7/train/2 (pid 9)] [b] Task is starting (status RUNNING)"], "N21"),
+        ([*_RUNNABLE, *(line.replace("RUNNABLE", "RUNNING") for line in _RUNNABLE)], None),
+        ([_UNSCHEDULED, "Successfully assigned ml/worker-0 to n1"], "N02"),
+        ([_UNSCHEDULED, "Successfully assigned ml/worker-1 to n1"], None),
+        (["FailedScheduling 0/3 nodes are available", "Successfully assigned ml/worker-1 to n1"], None),
         (["step 1 loss 3.1", "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T10:10:02 ***"], None),
         (
             [*(f"step {at} loss 3.{at}" for at in range(12)), '  File "/env/torch/_inductor/graph.py", line 8, in run'],
