@@ -10,6 +10,7 @@ import random
 import string
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,10 @@ _plant("GitLab runner", "runner {}", "GR1348941" + _letters(20))
 _plant("Grafana", "grafana {}", "glsa_" + _letters(32) + "_1234abcd")
 _plant("Atlassian", "jira {}", "ATATT3xFfGF0" + _letters(60))
 _plant("Tailscale", "up {}", "tskey-auth-" + _letters(30))
+_plant("long password with spaces", 'client_secret: "{}"', " ".join(_letters(9) for _ in range(80)))
+_plant("password in the case of camels", "clientSecret: 'my {}'", "correct horse")
+_plant("password in triple quotes", 'secret = """{}"""', "correct horse")
+_plant("password with an @", "postgres://u:p@{}@h/db", "ss-" + _letters(6))
 
 
 @pytest.mark.parametrize("kind", SECRETS)
@@ -120,6 +125,41 @@ def test_a_planted_secret_is_removed(kind: str) -> None:
     text, removed = redact(f"before\n{line}\nafter")
     assert secret not in text and removed >= 1
     assert text.startswith("before\n") and text.endswith("\nafter"), "and nothing beside it"
+    assert redact(text) == (text, 0), "labels are no secrets"
+
+
+_LONG = (
+    "a",
+    "token",
+    "_",
+    "-",
+    "-a",
+    "--token",
+    "aA1+" * 16 + "\n",
+    "1",
+    "eyJhbGciOi-",
+    "curl ",
+    "a-",
+    "mysql -",
+    "name=token",
+)
+_LONG += (
+    "-----BEGIN PRIVATE KEY-----",
+    "sig ",
+    'secret="',
+    'secret = """ ',
+    "://a:b",
+    "password ",
+    "token ",
+    "docker login ",
+)
+
+
+@pytest.mark.parametrize("part", _LONG)
+def test_the_time_is_linear_in_the_length_of_a_text(part: str) -> None:
+    began = time.process_time()
+    redact(part * (65536 // len(part)))
+    assert time.process_time() - began < 1.0
 
 
 _VALUES = [base64.b64encode(_letters(12).encode()).decode() for _ in range(2)] + [_letters(12) for _ in range(3)]
