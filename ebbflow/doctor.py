@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ebbflow.script_copy import copy_folder
 from ebbflow.script_tracer import Record, run_traced
 
 _RUN_SECONDS = 180.0
@@ -32,6 +32,8 @@ _OUTPUT_LINES = 5
 _TORCHRUN = re.compile(r"RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|init_process_group|process group")
 _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
 _AVERAGES = ("dict", "list", "tuple")  # kinds of variables that the tracer takes for a copy of the weights
+_SCHEDULE = re.compile(r"\blr\b|learning_rate|param_groups|requires_grad|weight_decay")
+_SAVES = re.compile(r"save|dump|checkpoint|state", re.IGNORECASE)
 Found = tuple[str, str]  # kind of a lost state, and the variable that holds it
 
 
@@ -67,6 +69,12 @@ class _Run:
         saved = [line for line in every if "saved" in line]
         saved = [line for line in saved if line["by"] != "open"] or saved
         self.saves = sorted(line["saved"] for line in saved)
+        # Variables whose value is in all files that one line saves, in one place of each; None if no save was seen.
+        pairs: dict[str, list[set[tuple[str, str]]]] = {}
+        for line in saved:
+            if "numbers" in line:
+                pairs.setdefault(line["place"], []).append({(name, path) for name, path in line["numbers"]})
+        self.in_file = {pair for one in pairs.values() for pair in set.intersection(*one)} if pairs else None
         self.save_place = next((line["place"] for line in saved if line["place"]), "")
         self.load_place = next((line["loaded"] for line in every if line.get("loaded")), "")
         self.files = sorted({file for line in every for file in line.get("files", [])})
@@ -105,6 +113,8 @@ class _Examination:
             )
             return 1
         sources = {file: (self._script.parent / file).read_text() for file in dict.fromkeys([name, *whole.files])}
+        passing, deciding = find_passing(sources.values()), find_deciding(sources.values(), whole.in_file)
+        remarks: dict[str, None] = {}
         choose, found, points = random.Random(given.seed), dict[Found, set[int]](), []
         places = [whole.save_place, ""]
         for number in range(given.kills):
@@ -117,13 +127,16 @@ class _Examination:
             resumed = self._run(str(number), "resumed", whole.steps, seed=1)
             places[1] = places[1] or resumed.load_place
             compared = [
-                compare(one, other, kill, passing=find_passing(sources.values()))
-                for one, other in zip(whole.records, resumed.records, strict=True)
+                compare(one, other, kill, passing=passing, deciding=deciding, unlike=find_unlike(one, first))
+                for one, first, other in zip(whole.records, killed.records, resumed.records, strict=True)
             ]
             points.append(f"killed after step {kill}, went on from step {compared[0][0]}")
             for rank, (_, lost) in enumerate(compared):
-                for one in lost:
-                    found.setdefault(one, set()).add(rank)
+                for kind, variable in lost:
+                    if kind == "unused":
+                        remarks[variable] = None
+                    else:
+                        found.setdefault((kind, variable), set()).add(rank)
             if not all(resumed.records):
                 print(resumed.end)
         verdict = "does not resume exactly" if found else f"resumes exactly, bit for bit up to step {whole.steps}"
@@ -134,14 +147,17 @@ class _Examination:
         for (kind, variable), where in found.items():
             only = "" if 0 in where or kind == "start" else f" on rank {', '.join(map(str, sorted(where)))}"
             print("\n".join(explain(name, sources, kind, variable, *places, only=only)))
+        for variable in remarks:
+            if ("counter", variable) not in found:
+                place = _find_assignment(sources, _last_name(variable)) or name
+                print(f"  remark: not restored, and no weight depends on it in these steps: {variable} at {place}")
         return int(bool(found))
 
     def _run(self, folder: str, name: str, steps: int, *, kill: int = 0, seed: int = 0) -> _Run:
         """Run all ranks in one copy of the script's folder for `steps` steps, or kill them after the step `kill`."""
         copy = self._folder / folder
         if not copy.exists():
-            ignored = shutil.ignore_patterns(".git", "runs", ".venv", "__pycache__")
-            shutil.copytree(self._script.parent, copy, ignore=ignored, symlinks=True)
+            copy_folder(self._script.parent, copy)
         sys.stdout.flush()
         environments = _torchrun_environments(self._ranks) if self._ranks else [{}]
         traces = [self._folder / f"{folder}-{name}-{rank}.jsonl" for rank in range(len(environments))]
@@ -184,13 +200,26 @@ def _why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
     return ""
 
 
+def find_unlike(whole: list[Record], killed: list[Record]) -> frozenset[str]:
+    """Return the counters that differ between two equal starts, such as a time in microseconds."""
+    pairs = [(one["counters"], other["counters"]) for one, other in zip(whole, killed, strict=False)]
+    return frozenset(name for one, other in pairs for name in one.keys() & other.keys() if one[name] != other[name])
+
+
 def compare(
-    whole: list[Record], resumed: list[Record], kill: int, *, passing: frozenset[str] = frozenset()
+    whole: list[Record],
+    resumed: list[Record],
+    kill: int,
+    *,
+    passing: frozenset[str] = frozenset(),
+    deciding: frozenset[str] = frozenset(),
+    unlike: frozenset[str] = frozenset(),
 ) -> tuple[int, list[Found]]:
     """Return the step from which a resumed run continued, and the state that it had lost, as pairs (kind, variable).
 
     `whole` has the records of the uninterrupted run, `resumed` those of the resumed run, both of one rank. A run has
-    one record of the beginning of each step, and one of the run's end. `passing` are names from `find_passing`.
+    one record of the beginning of each step, and one of the run's end. `passing`, `deciding` and `unlike` are
+    names from the functions `find_...`. A lost count that decides nothing is "unused" if no weight differs.
     """
     if not resumed:
         return 0, [("start", "")]
@@ -199,14 +228,17 @@ def compare(
         return 0, [("weights", "")]
     if not (at := same[-1]):
         numbers = resumed[0]["counters"].items()
-        goes_on = any(name in _histories(whole) and value > whole[0]["counters"][name] for name, value in numbers)
+        goes_on = any(
+            name in _histories(whole) and name not in unlike and value > whole[0]["counters"][name]
+            for name, value in numbers
+        )
         return 0, [("weights" if goes_on else "start", "")]
     before, first = whole[at], resumed[0]
-    lost = _lost_counters(whole, at, first)
+    lost = [name for name in _lost_counters(whole, at, first) if name not in unlike]
     found = _lost_objects(whole, at, first)
     # A number that repeats another one, such as the steps since the start, needs no saving.
     kept = {tuple(values) for name, values in _histories(whole).items() if name not in lost}
-    for name, values in _histories(whole).items():
+    for name, values in sorted(_histories(whole).items(), key=lambda one: _last_name(one[0]) not in deciding):
         counts = name in lost and values == sorted(values) and tuple(values) not in kept
         if counts and _last_name(name) not in passing:
             kept.add(tuple(values))
@@ -214,7 +246,8 @@ def compare(
     found += [("buffers", "")] if before.get("buffers") != first.get("buffers") else []
     pairs = list(zip(whole[at:], resumed, strict=False))
     if all(one["params"] == other["params"] for one, other in pairs):
-        return at, found
+        unused = {name for kind, name in found if kind == "counter" and _last_name(name) not in deciding}
+        return at, [("unused", name) if name in unused else (kind, name) for kind, name in found]
     drawn = []
     if before.get("rng") != first.get("rng"):
         used = [name for name in before["rng"] if len({one["rng"].get(name) for one in whole[:-1]}) > 1]
@@ -270,6 +303,57 @@ def find_passing(sources: Iterable[str]) -> frozenset[str]:
         if isinstance(loop, ast.For) and "enumerate(" in ast.unparse(loop.iter):
             names |= {_last_name(ast.unparse(one)) for one in _targets(loop.target)[:1]}
     return frozenset(names)
+
+
+def find_deciding(sources: Iterable[str], in_file: set[tuple[str, str]] | None = None) -> frozenset[str]:
+    """Return the names of counts that a resume must restore even if the weights of the first steps do not show it.
+
+    These count a loop, are in the condition of a loop or of its end, set a learning rate, or are saved.
+
+    Args:
+        in_file: variables whose value each saved file has in one place, and this place; None if no save was seen.
+            Because small numbers can be equal by chance, the place must have the variable's name, or the script must
+            put the variable into a dict, list or tuple, or hand it to a function that saves.
+    """
+    names, put = set[str](), set[str]()
+    for node in [node for source in sources for node in ast.walk(ast.parse(source))]:
+        if isinstance(node, ast.While):
+            names |= _read(node.test)
+        if isinstance(node, ast.For) and not any(isinstance(one, ast.Sub) for one in ast.walk(node.iter)):
+            # Unlike the target of `range(total - done)`, which counts the steps of this start.
+            names |= _read(node.target) if isinstance(node.target, ast.Name | ast.Attribute) else set()
+        if isinstance(node, ast.For | ast.While):
+            within = [inner for part in node.body for inner in ast.walk(part) if isinstance(inner, ast.If)]
+            names |= {name for one in within if _ends_loop(one) for name in _read(one.test)}
+        if isinstance(node, ast.If | ast.IfExp) and _SCHEDULE.search(ast.unparse(node)):
+            names |= _read(node.test)
+        if isinstance(node, ast.Assign) and any(_SCHEDULE.search(ast.unparse(one)) for one in node.targets):
+            names |= _read(node.value)
+        if isinstance(node, ast.Dict | ast.List | ast.Tuple):
+            parts = node.values if isinstance(node, ast.Dict) else node.elts
+            put |= {name for part in parts for name in _read(part)}
+        if isinstance(node, ast.Call) and _SAVES.search(ast.unparse(node.func)):
+            put |= {name for part in [*node.args, *(one.value for one in node.keywords)] for name in _read(part)}
+    if in_file is None:
+        return frozenset(names | put)
+    saved = {(_last_name(name), place.rpartition("/")[2]) for name, place in in_file}
+    return frozenset(names | {name for name, key in saved if name == key or name in put})
+
+
+def _ends_loop(node: ast.If) -> bool:
+    ends = [inner for part in node.body for inner in ast.walk(part)]
+    calls = {ast.unparse(one.func) for one in ends if isinstance(one, ast.Call)}
+    return bool(calls & {"exit", "quit", "sys.exit"}) or any(isinstance(one, ast.Break | ast.Return) for one in ends)
+
+
+def _read(node: ast.AST) -> set[str]:
+    """Return the last names of the variables and attributes that an expression reads, without those of its texts."""
+    found = [node]
+    for one in found:
+        if not isinstance(one, ast.JoinedStr):
+            found += ast.iter_child_nodes(one)
+    attributes = {one.attr for one in found if isinstance(one, ast.Attribute)}
+    return attributes | {one.id for one in found if isinstance(one, ast.Name)}
 
 
 def _targets(target: ast.expr) -> list[ast.expr]:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ebbflow.infra.process import die_with_parent
+from ebbflow.script_copy import detach, detach_before
 
 _DEPTH = 3  # of members within members, such as `trainer.optimizers['body']`
 _MOST_MEMBERS = 64  # of a list or dict whose members are looked at
@@ -70,7 +71,7 @@ class Tracer:
     def __init__(self, traces: list[Path], rank: int, steps: int, folder: Path) -> None:
         self._trace = open(traces[rank], "w")  # noqa: SIM115
         self._traces, self._last, self._folder = traces, steps, f"{folder}{os.sep}"
-        self._step, self._record = 0, {}
+        self._copy, self._step, self._record = folder, 0, {}
         self._optimizer: Any = None
         self._model: Any = None
         self._saved = -1
@@ -87,8 +88,10 @@ class Tracer:
         register_module_forward_pre_hook(self._forward)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
-        torch.save = self._telling(torch.save, self._note_save)
-        torch.load = self._telling(torch.load, self._note_load)
+        torch.save, torch.load = self._saving(torch.save), self._loading(torch.load)
+        if importlib.util.find_spec("safetensors"):
+            safetensors: Any = importlib.import_module("safetensors.torch")
+            safetensors.save_file = self._detaching(safetensors.save_file)
         sys.addaudithook(self._on_open)
         if dist.is_available():
             join = dist.init_process_group
@@ -98,22 +101,48 @@ class Tracer:
 
             dist.init_process_group = dist.distributed_c10d.init_process_group = join_on_cpu
 
-    def _telling(self, call: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def _detaching(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that opens its file without an audit event. The file is its second argument."""
+
+        def detached(*given: Any, **options: Any) -> Any:
+            for path in (*given[1:2], options.get("f"), options.get("filename")):
+                detach(self._copy, path, emptied=True)
+            return call(*given, **options)
+
+        return detached
+
+    def _saving(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        save = self._detaching(call)
+
         def tell(*given: Any, **options: Any) -> Any:
-            result = call(*given, **options)
-            note()
+            result = save(*given, **options)
+            numbers = self._saved_numbers(given[0] if given else options.get("obj"))
+            self._write({"saved": self._step, "place": self._place(), "by": "save", "numbers": numbers})
             return result
 
         return tell
 
-    def _note_save(self) -> None:
-        self._write({"saved": self._step, "place": self._place(), "by": "save"})
+    def _loading(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*given: Any, **options: Any) -> Any:
+            result = call(*given, **options)
+            self._loaded = self._loaded or self._place()
+            return result
 
-    def _note_load(self) -> None:
-        self._loaded = self._loaded or self._place()
+        return tell
+
+    def _saved_numbers(self, saved: Any) -> list[tuple[str, str]]:
+        """Return the integer variables whose value is in what is saved, each with a place of this value."""
+        places = dict(_integers("", saved, _DEPTH))
+        counters: dict[str, int] = {}
+        for frame in self._frames():
+            for name, value in self.variables(frame):
+                if type(value) is int:
+                    counters.setdefault(name, value)
+        return [(name, path) for name, value in counters.items() for path, one in places.items() if one == value]
 
     def _on_open(self, event: str, given: tuple[Any, ...]) -> None:
         """Take a binary file that the script writes for a save, unless it calls `torch.save` somewhere."""
+        detach_before(self._copy, event, given)
         if event != "open" or "b" not in str(given[1]) or "r" in str(given[1]) or os.getpid() != self._process:
             return
         if os.path.abspath(str(given[0])).startswith(self._folder) and self._step:
@@ -223,6 +252,18 @@ class Tracer:
         own.touch()
         while not all(Path(f"{one}.ended").exists() for one in self._traces) and time.monotonic() < limit:
             time.sleep(0.01)
+
+
+def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
+    """Yield the integers of nested dicts and lists, each with its place, such as `state/step`."""
+    if type(value) is int:
+        yield path, value
+    elif depth and isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in list(pairs)[:_MOST_MEMBERS]:
+            yield from _integers(f"{path}/{key}", one, depth - 1)
+    elif depth and not callable(value) and type(value).__module__ == "__main__":
+        yield from _integers(path, getattr(value, "__dict__", None), depth)
 
 
 def _trained(optimizer: Any) -> list[Any]:

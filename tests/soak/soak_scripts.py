@@ -88,6 +88,22 @@ def test_a_trainer_commits_without_a_changed_line(name: str, tmp_path: Path) -> 
     assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+# Counts that nothing uses, planted into a sound script: before the loop, and in each of its steps.
+_UNUSED = """    import time
+    began, class_of = time.time(), type("Meter", (), {"__module__": __name__})
+    meter = class_of()
+    meter.n = meter.wall = seen_since_start = saves = last_log = 0
+"""
+_COUNTED = """            meter.n += 2
+            meter.wall = int((time.time() - began) * 1e6)
+            seen_since_start += 8
+            saves += 1 if global_step % 3 == 1 else 0
+            if global_step - last_log >= 2:
+                print(f"{seen_since_start} of {saves}", meter.n)
+                last_log = global_step
+"""
+
+
 def _doctor(script: Path, *words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "ebbflow", "doctor", script.name, "--kills", "1", "--", *words]
     done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=400,
@@ -138,4 +154,19 @@ def test_the_doctor_raises_no_false_alarm(name: str, tmp_path: Path) -> None:
     else:
         script = attached(tmp_path, name)
     code, text = _doctor(script)
-    assert code == 0 and "resumes exactly, bit for bit" in text, text
+    assert code == 0 and "resumes exactly, bit for bit" in text and "remark" not in text, text
+
+
+@pytest.mark.parametrize("bug", ["", "step"])
+def test_the_doctor_only_remarks_on_counts_that_nothing_uses(bug: str, tmp_path: Path) -> None:
+    text = (SCRIPTS / "resumable.py").read_text()
+    text = plant(text, bug) if bug else text
+    for before, new in (("    shuffle = torch.Generator()\n", _UNUSED), ("            global_step += 1\n", _COUNTED)):
+        assert text.count(before) == 1
+        text = text.replace(before, before + new)
+    (tmp_path / "train.py").write_text(text)
+    code, said = _doctor(tmp_path / "train.py")
+    assert code == bool(bug) and ("global_step: the count starts anew" in said) == bool(bug), said
+    remark = "remark: not restored, and no weight depends on it in these steps: "
+    assert f"{remark}seen_since_start at train.py:" in said and f"{remark}meter.n at train.py:" in said, said
+    assert "wall" not in said, said

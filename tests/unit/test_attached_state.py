@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import subprocess
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -15,7 +17,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ebbflow.doctor import compare, explain, find_passing
+from ebbflow.doctor import compare, explain, find_deciding, find_passing, find_unlike
+from ebbflow.script_copy import copy_folder
 from ebbflow.script_tracer import Tracer, TrainedWeights
 from ebbflow.training.attached_guards import describe_promise
 from ebbflow.training.attached_state import (
@@ -29,6 +32,7 @@ from ebbflow.training.attached_state import (
     split_state,
 )
 from ebbflow.training.errors import AttachError
+from tests.support.attached_scripts import ROOT
 
 
 def test_a_promise_names_what_may_differ() -> None:
@@ -258,7 +262,83 @@ def test_the_doctor_excuses_numbers_that_begin_anew_in_each_epoch_or_repeat_anot
 
     whole = [record(one, i=n, step=n, own=n) for n, one in enumerate("abcdef")]
     assert compare(whole, [record("d", i=0, step=3, own=0)], 4, passing=passing) == (3, [])
-    assert compare(whole, [record("d", i=0, step=0, own=0)], 4, passing=passing) == (3, [("counter", "step")])
+    lost = [record("d", i=0, step=0, own=0)]
+    assert compare(whole, lost, 4, passing=passing, deciding=frozenset({"step"})) == (3, [("counter", "step")])
+
+
+def test_the_doctor_only_remarks_on_counts_that_decide_nothing() -> None:
+    def run(weights: str, wall: int) -> list[dict[str, Any]]:
+        counts = [{"saves": n // 2, "m.n": 2 * n, "step": n, "wall": wall + n} for n in range(len(weights))]
+        rest = {"objects": {}, "rng": {}}
+        return [rest | {"params": one, "counters": own} for one, own in zip(weights, counts, strict=True)]
+
+    whole, resumed = run("abcdef", 1000), run("def", 9000)
+    unlike = find_unlike(whole, run("abcd", 1007))
+    assert unlike == {"wall"} and not find_unlike(whole, run("abcd", 1000))
+    decides = frozenset({"step"})
+    at, found = compare(whole, resumed, 4, deciding=decides, unlike=unlike)
+    assert at == 3 and set(found) == {("counter", "step"), ("unused", "saves"), ("unused", "m.n")}
+    at, found = compare(whole, run("dEF", 9000), 4, deciding=decides, unlike=unlike)
+    assert set(found) == {("counter", "step"), ("counter", "saves"), ("counter", "m.n")}, "one of them may explain it"
+    for one in whole + resumed:  # of two counts with the same values, the one that decides is named
+        one["counters"] = {"twin": one["counters"]["step"]} | one["counters"]
+    assert ("counter", "step") in compare(whole, resumed, 4, deciding=decides, unlike=unlike)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "deciding"),
+    [
+        ("while t.step < total:\n  t.step += 1\n  seen += 8", {"t", "step", "total"}),
+        ("for epoch in range(first, 5):\n  seen += 8\n  print(f'{seen}')", {"epoch"}),
+        ("for n in range(total - done):\n  seen += 8", set()),
+        ("while True:\n  step += 1\n  if step >= 9: break\n  if step - last > 2: last = step", {"step"}),
+        ("def tick(self):\n  if self.n % 2: return\n  print(self.n)", set()),
+        ("if step > 1000: group['lr'] = 0.1", {"step"}),
+        ("lr = schedule(step)", {"schedule", "step"}),
+        ("torch.save({'at': (step, 1), 'name': f'{saves}'}, f'{saves}.pt')", {"step"}),
+        ("trainer.save_to(path, at=step)\nlog(seen)", {"path", "step"}),
+    ],
+)
+def test_the_doctor_knows_the_counts_that_decide_something(text: str, deciding: set[str]) -> None:
+    assert find_deciding([text]) == deciding
+
+
+def test_the_doctor_looks_for_counts_in_the_saved_file() -> None:
+    text = "state = {'global': step}\nlog({'seen': seen})"
+    assert find_deciding([text]) == {"step", "seen"}, "no save was seen"
+    in_file = {("step", "/global"), ("saves", "/global"), ("t.epoch", "/epoch")}
+    assert find_deciding([text], in_file) == {"step", "epoch"}
+    assert find_deciding([text], set()) == set()
+
+
+def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) -> None:
+    folder, shared, copy = tmp_path / "own", tmp_path / "shared", tmp_path / "copies" / "0"
+    for new in (folder / "data", folder / "runs", shared):
+        new.mkdir(parents=True)
+    (shared / "x.txt").write_text("shared")
+    (folder / "train.py").write_text("text")
+    (folder / "latest").symlink_to("train.py")
+    (folder / "data" / "outer").symlink_to("../../shared")
+    for name in ("large.bin", "checkpoint.pt", "appended.bin", "removed.bin"):
+        with open(folder / "data" / name, "wb") as file:
+            file.truncate(9 << 20)
+    copy_folder(folder, copy)
+    data = copy / "data"
+    assert (copy / "train.py").read_text() == "text" and not (copy / "train.py").is_symlink()
+    assert (copy / "latest").readlink() == copy / "train.py" and not (copy / "runs").exists()
+    assert (data / "large.bin").readlink() == folder / "data" / "large.bin"
+    assert (data / "outer").readlink() == shared and (data / "outer" / "x.txt").read_text() == "shared"
+
+    code = "import os, torch, pathlib; from ebbflow.script_tracer import Tracer; folder = pathlib.Path.cwd()\n"
+    code += "Tracer([folder / 'trace'], 0, 1, folder).install(); torch.save(1, 'data/checkpoint.pt')\n"
+    code += "open('data/appended.bin', 'ab').write(b'x'); open('data/outer/x.txt', 'w').write('changed')\n"
+    code += "os.mkdir('data/outer/new'); os.remove('data/removed.bin'); open('train.py', 'a').write('more')\n"
+    subprocess.run([sys.executable, "-c", code], cwd=copy, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert (data / "appended.bin").stat().st_size == (9 << 20) + 1
+    assert (data / "outer" / "x.txt").read_text() == "changed" and (data / "outer" / "new").is_dir()
+    assert (data / "checkpoint.pt").stat().st_size < 9000 and not (data / "removed.bin").exists()
+    assert [one.name for one in shared.iterdir()] == ["x.txt"] and (shared / "x.txt").read_text() == "shared"
+    assert {one.stat().st_size for one in (folder / "data").iterdir() if one.is_file()} == {9 << 20}
 
 
 def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:

@@ -1,0 +1,95 @@
+"""Copies of a script's folder for `ebbflow doctor`. Large files are links to the originals until the script writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES = 8 << 20  # of a file that is copied
+_ALL_BYTES = 256 << 20
+_MOST_ENTRIES = 10_000  # of files in all; a folder that would exceed it becomes one link
+_LEFT_OUT = {".git", "runs", ".venv", "__pycache__"}
+_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+_WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder. What is large becomes an absolute link to the original, and so does each link.
+
+    Files of the upper folders are copied first, because the script and its modules are among them.
+    """
+    copied, count, folders = 0, 0, [(source, target)]
+    for folder, to in folders:
+        with os.scandir(folder) as found:
+            entries = sorted((one for one in found if one.name not in _LEFT_OUT), key=lambda one: one.name)
+        if folder != source and count + len(entries) > _MOST_ENTRIES:
+            to.symlink_to(folder)
+            continue
+        to.mkdir(parents=True)
+        count += len(entries)
+        for one in entries:
+            path, new = Path(one.path), to / one.name
+            if one.is_symlink():
+                new.symlink_to(_place_of(path, source, target))
+            elif one.is_dir():
+                folders.append((path, new))
+            elif one.is_file():
+                size = one.stat().st_size
+                if size <= _MOST_BYTES and copied + size <= _ALL_BYTES:
+                    shutil.copy2(path, new)
+                    copied += size
+                else:
+                    new.symlink_to(path)
+
+
+def _place_of(link: Path, source: Path, target: Path) -> Path:
+    """Return where the copy of a link points: into the copy if the original points into its own folder."""
+    place = Path(os.path.normpath(link.parent.resolve() / os.readlink(link)))
+    inside = place.is_relative_to(source) and not _LEFT_OUT & set(place.relative_to(source).parts)
+    return target / place.relative_to(source) if inside else place
+
+
+def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
+    """Replace links on the way to a path of the copy, so that a script that writes there keeps the originals intact.
+
+    Args:
+        emptied: the script is about to replace the content of the file, so that it need not be copied.
+    """
+    if not isinstance(path, str | bytes | os.PathLike):
+        return
+    full = Path(os.path.abspath(os.fsdecode(path)))
+    if not full.is_relative_to(copy):
+        return
+    place = copy
+    for part in full.relative_to(copy).parts:
+        place = place / part
+        if not place.is_symlink() or (original := place.resolve()).is_relative_to(copy):
+            continue
+        if original.is_dir():
+            place.unlink()
+            place.mkdir()
+            for one in original.iterdir():
+                (place / one.name).symlink_to(one)
+        elif original.is_file():
+            place.unlink()
+            if not emptied:
+                shutil.copy2(original, place)
+
+
+def detach_before(copy: Path, event: str, given: tuple[Any, ...]) -> None:
+    """Take an audit event, and detach what the script is about to write, or the folder that it is about to change.
+
+    A removed or replaced link leaves its original as it is. Only the folders above it are detached.
+    """
+    if event == "open":
+        path, mode, flags = given
+        if set(str(mode or "")) & set("wax+") or int(flags or 0) & _WRITING:
+            detach(copy, path, emptied="w" in str(mode or ""))
+    elif event in _CHANGES:
+        for path in given[: 2 if event in ("os.rename", "os.link", "os.symlink") else 1]:
+            if event == "os.truncate":
+                detach(copy, path)
+            elif isinstance(path, str | bytes | os.PathLike):
+                detach(copy, os.path.dirname(os.path.abspath(os.fsdecode(path))))
