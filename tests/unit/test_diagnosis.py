@@ -214,7 +214,7 @@ def test_the_time_is_linear_in_the_length_of_a_line(part: str, tmp_path: Path) -
     (tmp_path / "log").write_text(f"loss tokens/s time throughput {part * (64000 // len(part))} it/s x")
     began = time.process_time()
     diagnose_files([tmp_path / "log"])
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 3.0
 
 
 def test_each_advised_command_of_ours_exists() -> None:
