@@ -34,6 +34,7 @@ _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
 _AVERAGES = ("dict", "list", "tuple")  # kinds of variables that the tracer takes for a copy of the weights
 _SCHEDULE = re.compile(r"\blr\b|learning_rate|param_groups|requires_grad|weight_decay")
 _SAVES = re.compile(r"save|dump|checkpoint|state", re.IGNORECASE)
+_OTHER_FILES = re.compile(r"\b(json|pickle|yaml)\.dump$")  # the tracer sees only what torch.save is given
 Found = tuple[str, str]  # kind of a lost state, and the variable that holds it
 
 
@@ -332,6 +333,8 @@ def find_deciding(sources: Iterable[str], in_file: set[tuple[str, str]] | None =
         if isinstance(node, ast.Dict | ast.List | ast.Tuple):
             parts = node.values if isinstance(node, ast.Dict) else node.elts
             put |= {name for part in parts for name in _read(part)}
+        if isinstance(node, ast.Call) and _OTHER_FILES.search(ast.unparse(node.func)):
+            names |= {name for part in node.args[:1] for name in _read(part)}
         if isinstance(node, ast.Call) and _SAVES.search(ast.unparse(node.func)):
             put |= {name for part in [*node.args, *(one.value for one in node.keywords)] for name in _read(part)}
     if in_file is None:

@@ -309,6 +309,7 @@ def test_the_doctor_looks_for_counts_in_the_saved_file() -> None:
     in_file = {("step", "/global"), ("saves", "/global"), ("t.epoch", "/epoch")}
     assert find_deciding([text], in_file) == {"step", "epoch"}
     assert find_deciding([text], set()) == set()
+    assert find_deciding(["json.dump({'step': t.step}, file)\nlog(json.dumps({'seen': seen}))"], set()) == {"t", "step"}
 
 
 def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) -> None:
