@@ -514,6 +514,8 @@ def test_a_signature_that_only_some_ranks_refuse_is_an_error_that_names_them(
 ) -> None:
     rows = [{"kind": kind, "reason": "not signed", "host": f"h{rank}"} for rank, kind in enumerate(kinds)]
     monkeypatch.setattr(restoring, "_gather", lambda row, world_size: rows)
-    own = restoring._Reader(0, len(kinds), 0, lambda *_: pytest.fail("read again"), lambda *_: None)
+    own = restoring._Reader(
+        0, len(kinds), 0, lambda *_: pytest.fail("read again"), lambda *_: None, lambda: None, lambda stage: None
+    )
     verdict = restoring._agree_on_verdict(restoring._Verdict(kind=kinds[0]), "commits/x", own)
     assert verdict.kind == outcome and verdict.reason.startswith(named)
