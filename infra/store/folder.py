@@ -114,15 +114,15 @@ class FolderBackend:
             try:
                 while data:
                     data = data[os.write(descriptor, data) :]
-                refuse_if_abandoned(key)
-                if create:
-                    os.link(unfinished, path)
-                    unfinished.unlink()
-                else:
-                    os.replace(unfinished, path)  # before the sync, which then writes the name too, and once
-                os.fsync(descriptor)
+                os.fsync(descriptor)  # before the object has its name, so that a crash leaves the whole object or none
             finally:
                 os.close(descriptor)
+            refuse_if_abandoned(key)
+            if create:
+                os.link(unfinished, path)
+                unfinished.unlink()
+            else:
+                os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
@@ -198,15 +198,14 @@ class FolderBackend:
 
 def sync_folders(folder: Path, root: Path) -> None:
     """Sync `folder` and each folder above it up to `root`, so that a crash does not lose the name of a new file."""
-    while True:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for each in (folder, *folder.parents):
+        descriptor = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        if folder == root or folder == folder.parent:
+        if each == root:
             return
-        folder = folder.parent
 
 
 def _is_utf8(name: str) -> bool:

@@ -155,11 +155,17 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 
 
 def put_verified(store: Store, key: str, data: bytes) -> None:
-    """Put an object and read it back. A put that failed but did store the object is no error. Raises StoreError."""
+    """Put an object and read it back. Raises StoreError.
+
+    In a remote store, a put that failed but did store the object is no error. In a folder it is one, because its bytes
+    may be readable and not durable.
+    """
+    cause = None
     try:
         store.put(key, data)
-        cause = None
     except StoreError as error:
+        if store.local_path(key) is not None:
+            raise
         cause = error
     try:
         found = store.get(key)
