@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import resource
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagingArea
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.engine import train
-from ebbflow.training.errors import MicroBatchTooLarge, TrainingError
+from ebbflow.training.errors import DivergenceError, MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.guards.memory import is_out_of_memory
@@ -38,6 +40,7 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
+from ebbflow.training.step_sync import DeviceExchange, Row
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.worker import arrange_arithmetic, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
@@ -444,3 +447,77 @@ def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) ->
     with pytest.raises(TrainingError, match="other processes hold 68"):
         train(trainer)
     assert [name for name, _ in events if name == "guard"] == []
+
+
+ROW = Row(
+    step=5.0,
+    cursor=32.0,
+    loss_sum=0.0,
+    weight=3.0,
+    square_sum=0.0,
+    flops=1.0,
+    compute_seconds=0.5,
+    data_seconds=0.25,
+    stop=0.0,
+)
+OTHER = ROW._replace(loss_sum=4.0, weight=5.0, square_sum=7.0, stop=1.0)
+
+
+@pytest.fixture
+def late_sync(gpu: FakeGpu) -> DeviceExchange:
+    """The exchange of rank 0 with a rank whose row is always `OTHER`."""
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        other = GpuTensor(torch.tensor(OTHER, dtype=torch.float64), gpu)
+        other[0] = own[0]
+        return torch.stack([own, other])
+
+    return DeviceExchange(SimpleNamespace(world_size=2, device=CUDA, gather=gather))  # type: ignore[arg-type]
+
+
+def on_gpu(gpu: FakeGpu, value: float) -> torch.Tensor:
+    return GpuTensor(torch.tensor(value), gpu)
+
+
+def test_a_device_exchange_is_read_in_order_and_one_step_late(gpu: FakeGpu, late_sync: DeviceExchange) -> None:
+    def send(step: float) -> list[float]:
+        own = ROW._replace(step=step)
+        return [float(each.cpu()) for each in late_sync.send(own, on_gpu(gpu, 10.0 * step), on_gpu(gpu, 2.0 * step))]
+
+    assert late_sync.unread == 0
+    for step in (1.0, 2.0):
+        scale, norm = send(step)
+        assert scale == 2 / 8.0
+        assert norm == pytest.approx(2 / 8.0 * math.sqrt(2.0 * step + 7.0), rel=1e-15)
+    assert late_sync.unread == 2
+    for step in (1.0, 2.0, 3.0):
+        own = ROW._replace(step=step, loss_sum=10.0 * step, square_sum=2.0 * step)
+        assert late_sync.read().rows == [own, OTHER._replace(step=step)]
+        assert late_sync.unread == 1
+        send(step + 2)
+
+
+def test_a_device_exchange_checks_the_rows_that_it_reads(gpu: FakeGpu, late_sync: DeviceExchange) -> None:
+    late_sync.send(ROW._replace(cursor=0.0), on_gpu(gpu, 1.0), on_gpu(gpu, 1.0))
+    with pytest.raises(DivergenceError, match="ranks have gone apart"):
+        late_sync.read()
+
+
+def test_a_device_exchange_adds_up_the_own_time_of_whole_micro_batches(gpu: FakeGpu, late_sync: DeviceExchange) -> None:
+    def send(*, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            late_sync.begin_own()
+            late_sync.end_own()
+        late_sync.send(ROW, on_gpu(gpu, 1.0), on_gpu(gpu, 1.0))
+
+    gpu.milliseconds = 500.0
+    late_sync.end_own()  # of an evaluation, which has no begin
+    assert late_sync.own_seconds == 0.0
+    send(micro_batches=3)
+    late_sync.begin_own()  # a micro-batch whose backward pass does not end on this rank
+    send(micro_batches=1)
+    own_seconds = []
+    for _ in range(2):
+        late_sync.read()
+        own_seconds.append(late_sync.own_seconds)
+    assert own_seconds == [1.5, 0.5]

@@ -102,9 +102,9 @@ class Stream:
 class Event:
     """`count` operations of its stream come before it."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, gpu: FakeGpu, enable_timing: bool = False) -> None:
         self.gpu, self.stream, self.count = gpu, None, 0
-        self.marks = 0
+        self.marks, self.timed = 0, enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or self.gpu.current
@@ -129,6 +129,8 @@ class Event:
         self.reach()
 
     def elapsed_time(self, end: Event) -> float:
+        if not (self.timed and end.timed):
+            raise RuntimeError("both events must be created with enable_timing=True")
         return self.gpu.milliseconds
 
 
@@ -273,7 +275,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "default_stream": lambda device=None: gpu.main,
         "stream": on,
         "Stream": lambda *_, **__: Stream(gpu),
-        "Event": lambda *_, **__: Event(gpu),
+        "Event": lambda enable_timing=False, **__: Event(gpu, enable_timing),
         "cudart": lambda: runtime,
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: GIB,

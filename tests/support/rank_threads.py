@@ -1,0 +1,39 @@
+"""Gangs whose ranks are threads of one process, connected by the sockets of a real gang."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import combinations
+from typing import TypeVar
+
+from ebbflow.training.gang import Gang
+from ebbflow.training.peer_sockets import PeerSockets
+
+T = TypeVar("T")
+
+
+@contextmanager
+def connected_gangs(world_size: int) -> Iterator[list[Gang]]:
+    """Return a context with the gang of each rank."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for lower, higher in combinations(range(world_size), 2):
+            ends[lower][higher] = socket.create_connection(server.getsockname())
+            ends[higher][lower], _ = server.accept()
+    peers = [PeerSockets(rank, ends[rank], 20.0) for rank in range(world_size)]
+    try:
+        yield [Gang(rank=rank, world_size=world_size, peers=peers[rank]) for rank in range(world_size)]
+    finally:
+        for connections in peers:
+            connections.close()
+
+
+def call_on_ranks(world_size: int, work: Callable[[Gang], T]) -> list[T | Exception]:
+    """Call `work` on all ranks at once. Return what each rank returned or raised, in rank order."""
+    with connected_gangs(world_size) as gangs, ThreadPoolExecutor(world_size) as pool:
+        calls = [pool.submit(work, gang) for gang in gangs]
+        errors = [call.exception() for call in calls]
+        return [call.result() if error is None else error for call, error in zip(calls, errors, strict=True)]
