@@ -14,14 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebbflow.infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
+from ebbflow.infra.config.schema import ModelConfig, RunConfig, TrainingConfig
 from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.optimizer import (
     hidden_matrices,
-    learning_rate,
     make_optimizer,
     scale_and_clip,
     skip_if_non_finite,
@@ -161,14 +160,6 @@ def test_scaling_and_clipping_is_what_torch_does(limit: float | None) -> None:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
 
 
-def test_only_matrices_decay() -> None:
-    model = CausalLM(MODELS[0])
-    matrices, others = make_optimizer(model, TrainingConfig(weight_decay=0.3)).param_groups
-    assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
-    assert {parameter.ndim for parameter in matrices["params"]} == {2}
-    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
-
-
 def step_on_same_text(model: CausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
     text = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(seed))
     nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
@@ -216,22 +207,6 @@ def test_muon(config: ModelConfig, tmp_path: Path) -> None:
     step_on_same_text(ours, optimizer, 8)
     step_on_same_text(resumed, again, 8)
     assert weights_sha256(ours) == weights_sha256(resumed), "the skipped step left its momentum"
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("constant", {1: 0.1, 5: 0.5, 10: 1.0, 60: 1.0, 110: 1.0}),
-        ("linear_warmup", {1: 0.1, 5: 0.5, 10: 1.0, 60: 0.6, 110: 0.2}),
-        ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.2 + 0.8 * 0.853553, 60: 0.6, 110: 0.2}),
-        ("wsd", {1: 0.1, 10: 1.0, 88: 1.0, 99: 0.6, 110: 0.2}),
-    ],
-)
-def test_schedules(kind: str, expected: dict[int, float]) -> None:
-    scheduler = SchedulerConfig(type=kind, warmup_steps=10, final_ratio=0.2)
-    training = TrainingConfig(max_steps=110, learning_rate=4.0, scheduler=scheduler)
-    for step, share in expected.items():
-        assert learning_rate(training, step) == pytest.approx(4.0 * share, rel=1e-5)
 
 
 def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
