@@ -20,7 +20,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.launch import workers as workers_module
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
-from ebbflow.training.launch.messages import GangSpec, GenerationStart, WorkerSpec, end_from_failures
+from ebbflow.training.launch.messages import SPEC_VARIABLE, GangSpec, GenerationStart, WorkerSpec, end_from_failures
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 from tests.support.flow import wait_until
@@ -255,9 +255,16 @@ def test_ranks_get_segments_that_grow_unless_the_user_has_settings(
     if own:
         monkeypatch.setenv(own, "max_split_size_mb:64")
     group = WorkerGroup(range(1), 1, tmp_path, spec, ("127.0.0.1", 1))
+    environment = Path(f"/proc/{group.workers[0].process.pid}/environ")
+
+    def read_own_environment() -> list[str]:
+        """The file is empty until the kernel has finished the exec, which Popen does not wait for."""
+        lines = environment.read_text().split("\0")
+        return lines if any(line.startswith(f"{SPEC_VARIABLE}=") for line in lines) else []
+
     try:
-        content = Path(f"/proc/{group.workers[0].process.pid}/environ").read_bytes().split(b"\0")
+        lines = wait_until("the rank's environment", read_own_environment, timeout=60, pause=0.01)
     finally:
-        group.end(range(1))
-    found = [line.decode() for line in content if b"ALLOC_CONF=" in line]
+        group.end(range(1), grace_seconds=0.0)
+    found = [line for line in lines if "ALLOC_CONF=" in line]
     assert found == [f"{own}=max_split_size_mb:64" if own else "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
