@@ -13,7 +13,7 @@ PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
+.PHONY: help run check test lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -44,6 +44,9 @@ coverage: $(VENV)/dev.stamp  ## run all tests and say which share of the product
 	$(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
+
+mutants: $(VENV)/dev.stamp  ## change lines of decisive code and say which changes no test notices (ARGS="--seed 3 --count 200")
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 compat: $(VENV)/dev.stamp  ## a short job on the oldest and the newest supported torch and Python that can be had
 	$(BIN)/python -m tests.compat $(ARGS)

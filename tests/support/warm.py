@@ -146,6 +146,10 @@ def _become(request: dict[str, Any]) -> NoReturn:
     os.environ.update(request["environment"])
     searched = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in searched if folder and folder not in sys.path]
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        from tests.mutants.contexts import adopt_context
+
+        adopt_context(os.environ)
     program, code = request["program"], 1
     sys.argv = [program, *request["words"]]
     try:
