@@ -15,6 +15,8 @@ import csv
 import gzip
 import json
 import re
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -109,7 +111,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in reader:
                 if row:
                     yield f"{path}:{reader.line_num}", dict(zip(names, row, strict=False))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
 
 
@@ -188,7 +190,7 @@ def _read_text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
     if value is None or value != value:  # pandas has NaN for an empty cell, which differs from itself
         return ""
-    return value.isoformat() if isinstance(value, datetime) else str(value).strip()
+    return str(value).strip()
 
 
 def _kind(product: str, usage_type: str, instance: bool) -> str:
@@ -213,7 +215,7 @@ def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
         for text in (column, column.replace("'", '"')):
             with contextlib.suppress(ValueError, RecursionError):
                 return tags | {normalise_tag(key): str(value) for key, value in json.loads(text).items()}
-    elif column.startswith("["):  # pandas reads a map as a list of pairs
+    else:  # pandas reads a map as a list of pairs
         tags |= {normalise_tag(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
     return tags
 
@@ -241,7 +243,7 @@ class RepeatFilter:
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, ...], tuple[Decimal, Decimal]] = {}
-        self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
+        self._alike: dict[tuple[Any, ...], Counter[int]] = {}
 
     def is_repeat(self, line: BillLine) -> bool:
         """Return whether the line repeats an earlier line, as defined in the module's docstring.
@@ -262,6 +264,6 @@ class RepeatFilter:
                 )
             return True
         self._by_id[name] = line.amount, line.usd
-        times = self._alike.setdefault((*use, line.amount, line.usd), {})
-        times[line.delivery] = times.get(line.delivery, 0) + 1
+        times = self._alike.setdefault((*use, line.amount, line.usd), Counter())
+        times[line.delivery] += 1
         return times[line.delivery] <= max((n for file, n in times.items() if file != line.delivery), default=0)
