@@ -129,9 +129,13 @@ class GenerationRecords:
         self._ids: dict[int, list[str]] = {}
         first = max(0, near - _BEFORE)
         self._list(first, None)
-        if first and max(self._ids, default=0) < near:
+        if first and self.newest < near:
             self._list(0, None)
-        self.newest = max(self._ids, default=0)
+
+    @property
+    def newest(self) -> int:
+        """The highest number; 0 if there is none."""
+        return max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
         """Return the ids recorded under a generation number: usually one, none, or two if two launchers opened it."""
@@ -147,7 +151,7 @@ class GenerationRecords:
                 number, _, generation_id = meta.key.rsplit("/", 1)[-1].removesuffix(".json").partition("-")
                 if number.isdigit() and generation_id:
                     found[int(number)].append(generation_id)
-            if last is not None and max(found, default=0) > last:
+            if last is not None and any(number > last for number in found):
                 break
         self._ids |= {number: ids for number, ids in found.items() if last is None or number <= last}
 
@@ -421,7 +425,7 @@ def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
 
 
 def _warn(text: str) -> None:
-    print(f"checkpoint: WARNING: {text}", file=sys.stderr, flush=True)
+    print(f"checkpoint: WARNING: {text}", file=sys.stderr)
 
 
 def _names_below(job_store: Store, prefix: str) -> set[str]:
