@@ -155,19 +155,19 @@ def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> d
 
     All ranks of a node have the same share of the node's cost. With a constant price, a rank's dollars are proportional
     to its seconds. If the price changed, each recorded span of the rank's time is charged at its own mean price. Time
-    between the recorded spans is charged at the mean price of these gaps.
+    between the recorded spans is charged at the mean price of these gaps. If only time of a class without seconds has a
+    price above zero, the dollars are divided by seconds as well.
     """
     start = start_micros(node)
     share = curve.cost(start, start + rank.paid) / len(node.ranks)
     if rank.paid <= 0:
         return {}
-    if curve.is_constant(start, start + rank.paid):
-        return {kind: share * spent / rank.paid for kind, spent in rank.classes.items()}
-    weights = _weigh_classes(rank, curve, start)
-    whole = sum(weights.values())
-    if not whole:  # the price was zero all the time
-        return dict.fromkeys(rank.classes, Decimal(0))
-    return {kind: share * weight / whole for kind, weight in weights.items()}
+    if not curve.is_constant(start, start + rank.paid):
+        weights = _weigh_classes(rank, curve, start)
+        whole = sum(weights.values())
+        if whole:
+            return {kind: share * weight / whole for kind, weight in weights.items()}
+    return {kind: share * spent / rank.paid for kind, spent in rank.classes.items()}
 
 
 def start_micros(node: NodeTime) -> int:
@@ -195,11 +195,15 @@ def _find_gaps(rank: RankTime) -> Iterator[Span]:
     """Yield one span of unattributed time for each interval that none of the rank's spans covers."""
     reached = 0
     for span in sorted(rank.spans, key=lambda span: span.start):
-        if span.start > reached:
-            yield Span(reached, span.start, {LedgerClass.UNATTRIBUTED: span.start - reached})
+        yield _make_gap(reached, span.start)
         reached = max(reached, span.end)
-    if reached < rank.paid:
-        yield Span(reached, rank.paid, {LedgerClass.UNATTRIBUTED: rank.paid - reached})
+    yield _make_gap(reached, rank.paid)
+
+
+def _make_gap(start: int, end: int) -> Span:
+    """Make a span of unattributed time, which is empty if `end` is not after `start`."""
+    duration = max(0, end - start)
+    return Span(start, start + duration, {LedgerClass.UNATTRIBUTED: duration})
 
 
 def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:

@@ -243,15 +243,13 @@ def _find_node_extras(
         return ExtraTime(node=node, ledger_class=kind, start=start, seconds=micros / MICRO)
 
     stay = job.stay(mine[0].node)
-    left = stay.micros - sum(node.paid_micros for node in mine)
+    left = max(0, stay.micros - sum(node.paid_micros for node in mine))
     found = []
     for before, after in pairwise(mine):
         pause = min(left, round((after.start - before.end) * MICRO))
         if pause > 0:
             found.append(extra(before, LedgerClass.IDLE, before.ended_wall, pause))
             left -= pause
-    if left <= 0:
-        return found
     first, last = mine[0], mine[-1]
     lead = min(left, max(0, round((first.started_wall - stay.started) * MICRO)))
     if lead:

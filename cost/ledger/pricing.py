@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
@@ -37,31 +37,42 @@ class PriceCurve:
 
     def price_at(self, unix_time: float) -> Decimal:
         """Return the dollars per hour at a Unix time in seconds. A change applies from its own time on."""
-        index = bisect_right(self.changes, round(unix_time * MICRO), key=lambda change: change[0])
-        return self.changes[index - 1][1] if index else self.first
+        return self._price_at(round(unix_time * MICRO))
 
     def cost(self, start: int, end: int) -> Decimal:
-        """Return the dollars for one node from `start` to `end` (Unix microseconds): the price integrated over time."""
-        if end <= start:
-            return Decimal(0)
-        total, at, price = Decimal(0), start, self.first
-        for moment, usd in self.changes:
-            if moment >= end:
-                break
-            if moment > at:
-                total += price * (moment - at)
-                at = moment
+        """Return the dollars for one node from `start` to `end` (Unix microseconds): the price integrated over time.
+
+        Zero if `end` is before `start`.
+        """
+        total = Decimal(0)
+        at = start
+        price = self._price_at(start)
+        for moment, usd in self._changes_within(start, end):
+            total += price * (moment - at)
+            at = moment
             price = usd
-        return (total + price * (end - at)) / (3600 * MICRO)
+        return (total + price * max(0, end - at)) / (3600 * MICRO)
 
     def bounds(self, start: float, end: float) -> tuple[Decimal, Decimal]:
         """Return the lowest and the highest price from `start` to `end` (Unix seconds)."""
-        prices = [self.price_at(start), *(usd for at, usd in self.changes if start * MICRO < at < end * MICRO)]
+        within = self._changes_within(round(start * MICRO), round(end * MICRO))
+        prices = [self.price_at(start), *(usd for _, usd in within)]
         return min(prices), max(prices)
 
     def is_constant(self, start: int, end: int) -> bool:
         """Return whether the price is the same at all times from `start` to `end` (Unix microseconds)."""
-        return {usd for at, usd in self.changes if start < at < end} <= {self.price_at(start / MICRO)}
+        price = self._price_at(start)
+        return all(usd == price for _, usd in self._changes_within(start, end))
+
+    def _price_at(self, micros: int) -> Decimal:
+        index = bisect_right(self.changes, micros, key=_time_of_change)
+        return self.changes[index - 1][1] if index else self.first
+
+    def _changes_within(self, start: int, end: int) -> tuple[tuple[int, Decimal], ...]:
+        """Return the changes after `start` and before `end` (Unix microseconds)."""
+        after = bisect_right(self.changes, start, key=_time_of_change)
+        before = bisect_left(self.changes, end, key=_time_of_change)
+        return self.changes[after:before]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +179,10 @@ class Pricing:
             if self.history.get(actual):
                 return actual
         return planned
+
+
+def _time_of_change(change: tuple[int, Decimal]) -> int:
+    return change[0]
 
 
 def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str) -> PoolName:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ebbflow.cost.ledger.timeline import NodeTime
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     COMMIT,
@@ -39,6 +40,22 @@ def event(name: str, t: float, *, generation: int = 0, node: int = 0, rank: int 
         t_wall=WALL + t,
         t_mono=t,
         data=data,
+    )
+
+
+def paid_node(
+    start: float, seconds: float, *, generation: int = 1, node: int = 0, ranks: int = 1, **machine: object
+) -> NodeTime:
+    """A node that is paid from `start` for `seconds`, without events. machine: what it knows of its machine."""
+    return NodeTime(
+        generation=generation,
+        node=node,
+        started_wall=WALL + start,
+        start=start,
+        end=start + seconds,
+        measured=True,
+        ranks=list(range(ranks)),
+        machine=dict(machine),
     )
 
 
