@@ -9,7 +9,6 @@ import pytest
 
 from ebbflow.training.launch.blame import LoneCall, blame, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import (
-    WorkerFailure,
     find_furthest_behind,
     find_mismatch,
     parse_faulthandler,
@@ -18,22 +17,10 @@ from ebbflow.training.launch.evidence import (
 )
 from ebbflow.training.launch.heartbeat import DurationHistogram, HangLimits, HeartbeatReading, PhaseThresholds
 from ebbflow.training.launch.messages import end_from_failures
+from tests.support.rank_evidence import calls, failed, hung
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
-
-
-def failed(rank: int, **known: Any) -> WorkerFailure:
-    return WorkerFailure(rank=rank, **{"message": "it failed", "timestamp": 100.0 + rank, **known})
-
-
-def hung(rank: int, *, waiting: bool = True, **known: Any) -> WorkerFailure:
-    where = "training/gang.py:40 in gather" if waiting else "user/data.py:7 in read"
-    return failed(rank, **{"hung": True, "certainty": "slow", "waiting": waiting, "where": where, **known})
-
-
-def calls(*operations: str, start: int = 1) -> list[list]:
-    return [["0", number, operation] for number, operation in enumerate(operations, start)]
 
 
 echo, killed = failed(0, message=LOST, cascade=True), failed(2, killed_by="SIGKILL")

@@ -38,9 +38,12 @@ from ebbflow.training.launch.heartbeat import PHASES
 
 DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"
+_RECORDERS_DIFFER = "flight recorders differ"
 _CALLED_ALONE = "it waits in a collective that the other ranks did not call"
+_CALLED_ELSEWHERE = "its collective was called from another place than the others'"
 HANG = "hang"
 _first = attrgetter("timestamp")
+_MOST_UNUSUAL_FIRST = (True, None, False)  # results of `is_unusual_call`
 _LONE_CALL_SECONDS = 2.0  # the ranks report the positions of one dump within less
 _STALL_SECONDS = 1.0  # without CPU time
 _KILL_SECONDS = 1.0  # an exception counts as the cause of a kill only if it is more than this earlier
@@ -71,9 +74,7 @@ class Culprit:
     def details(self) -> dict:
         """Return the fields for the event FAULT_DETECTED: all non-empty fields except `message` and `failure`."""
         return {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in ("message", "failure") and value not in ("", None)
+            name: value for name, value in asdict(self).items() if name not in ("message", "failure") and value != ""
         }
 
 
@@ -89,7 +90,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     if (mismatch := detect_mismatch(evidence)) is not None:
         odd = next(one for one in _latest(evidence) if one.rank == mismatch.ranks[0])
         message = f"{mismatch} ({odd.where})" if odd.where else str(mismatch)
-        return _culprit(odd, "flight recorders differ", evidence, message=message, certainty=PROVEN)
+        return _culprit(odd, _RECORDERS_DIFFER, evidence, message=message, certainty=PROVEN)
     for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
             sizes = any(has_other_size(one.message) for one in evidence)
@@ -104,7 +105,7 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
 
     A mismatch proves that the gang has failed.
     """
-    latest = [one for one in _latest(evidence) if one.calls]
+    latest = _latest(evidence)
     return find_mismatch({one.rank: one.calls for one in latest}, {one.rank: one.where for one in latest})
 
 
@@ -179,7 +180,7 @@ def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
 
 
 def _device_behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    ranks = {one.rank: one for one in _latest(evidence) if one.calls and not one.left}
+    ranks = {one.rank: one for one in _latest(evidence) if not one.left}
     late = [ranks[rank] for rank in find_device_behind({rank: one.calls for rank, one in ranks.items()})]
     if not late:
         return None
@@ -222,25 +223,24 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | 
         return None
 
     def order(one: WorkerFailure) -> tuple[int, int, bool, float]:
-        unusual = is_unusual_call(one.calls)
-        surprise = 0 if unusual else 1 if unusual is None else 2
+        surprise = _MOST_UNUSUAL_FIRST.index(is_unusual_call(one.calls))
         return surprise, places[one.where], is_engine_location(one.where), one.timestamp
 
-    return min(broken, key=order), "its collective was called from another place than the others'"
+    return min(broken, key=order), _CALLED_ELSEWHERE
 
 
 def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
     ranks = [one for one in _latest(evidence) if not one.left]
-    behind = find_furthest_behind({one.rank: one.calls for one in ranks if one.calls})
+    behind = find_furthest_behind({one.rank: one.calls for one in ranks})
     if behind:
         late = [one for one in ranks if one.rank in behind]
         ahead = [one for one in ranks if one.rank not in behind and one.calls]
         if _called_alone(ahead, late):
             return min(ahead, key=_first), _CALLED_ALONE
         return min(late, key=_first), "it has called the fewest collectives"
-    hung = [one for one in ranks if one.hung or (one.witness and not one.cascade)]
-    if len({_place(one) for one in hung}) > 1:
-        return min(hung, key=_place_and_time), "it is furthest behind"
+    alive = [one for one in ranks if not one.cascade]
+    if len({_place(one) for one in alive}) > 1:
+        return min(alive, key=_place_and_time), "it is furthest behind"
     return None
 
 
@@ -298,7 +298,7 @@ def _culprit(
 
 
 def _kind(one: WorkerFailure, because: str) -> str:
-    if because in ("flight recorders differ", _CALLED_ALONE) or (one.cascade and "another place" in because):
+    if because in (_RECORDERS_DIFFER, _CALLED_ALONE, _CALLED_ELSEWHERE):
         return DIFFERENT_CALLS
     if one.left:
         return LEFT_EARLY

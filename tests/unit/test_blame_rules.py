@@ -1,0 +1,525 @@
+"""Each rule of blame: the term that decides it, both sides of each comparison, and the order of the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ebbflow.training.launch.blame import LoneCall, blame, detect_stall, settle_seconds
+from ebbflow.training.launch.evidence import WorkerFailure
+from tests.support.rank_evidence import EXCHANGE_PLACE, USER_PLACE, calls, failed, hung, seen
+
+Evidence = Sequence[WorkerFailure]
+
+FAULT, FIRST, STOPPED = "a GPU of its node has a hardware fault", "it ended first", "its process is stopped"
+DIFFER, OUTSIDE = "flight recorders differ", "it stands outside of any collective"
+DEVICE = "its GPU has not started a collective in which the others' GPUs wait"
+LEFT, ELSEWHERE = "it left while the others went on", "its collective was called from another place than the others'"
+ALONE, FEWEST = "it waits in a collective that the other ranks did not call", "it has called the fewest collectives"
+FURTHEST, ALIKE, NONE_STANDS_OUT = "it is furthest behind", "all ranks wait alike", "no rank stands out"
+
+SYNC, ENGINE, USER = (
+    "training/step_sync.py:155 in exchange",
+    "training/engine.py:73 in forward_backward",
+    "user/loss.py:9 in log",
+)
+STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
+HABIT = calls(*"gggggggggg")  # its last call has followed the one before it already
+FIRST_TIME = calls(*"gggggggggu")
+
+
+def late(rank: int, **known: Any) -> WorkerFailure:
+    return hung(rank, **{"where": SYNC, "step": 9, "calls": calls(*"gg"), **known})
+
+
+def ahead(rank: int, **known: Any) -> WorkerFailure:
+    return hung(rank, **{"where": USER, "step": 9, "calls": calls(*"ggu"), **known})
+
+
+def broken(rank: int, **known: Any) -> WorkerFailure:
+    return failed(rank, **{"cascade": True, **known})
+
+
+def on_device(rank: int, state: str, **known: Any) -> WorkerFailure:
+    return hung(rank, **{"where": SYNC, "calls": calls(*"ggg", state=state), **known})
+
+
+CASES: dict[str, tuple[Evidence, int, str]] = {
+    "the first GPU fault, though another rank died before": (
+        [failed(0, killed_by="SIGKILL"), failed(1, gpu_fault="Xid 79"), failed(2, gpu_fault="Xid 79")],
+        1,
+        FAULT,
+    ),
+    "a GPU fault of a rank that goes on": ([failed(0), seen(1, gpu_fault="Xid 79")], 0, FIRST),
+    "a rank that died before a stopped one": ([failed(1), hung(0, stopped=True)], 1, FIRST),
+    "a kill less than a second after an exception": (
+        [failed(0, error="OSError", timestamp=100.0), failed(1, killed_by="SIGKILL", timestamp=100.99)],
+        1,
+        FIRST,
+    ),
+    "a kill more than a second after an exception": (
+        [failed(0, error="OSError", timestamp=100.0), failed(1, killed_by="SIGKILL", timestamp=101.01)],
+        0,
+        FIRST,
+    ),
+    "the earlier of two kills": (
+        [failed(0, killed_by="SIGKILL", timestamp=100.5), failed(1, killed_by="SIGSEGV", timestamp=100.4)],
+        1,
+        FIRST,
+    ),
+    "a lost node after an abort and an exception": (
+        [failed(0), failed(1, killed_by="SIGABRT"), failed(2, killed_by="node 1")],
+        2,
+        FIRST,
+    ),
+    "an exception after an abort": ([failed(0, killed_by="SIGABRT"), failed(1, timestamp=200.0)], 1, FIRST),
+    "a hang before a death": ([hung(0), failed(1)], 1, FIRST),
+    "a cascade before a death": ([broken(0), failed(1)], 1, FIRST),
+    "the first of two stopped ranks": ([hung(0), hung(2, stopped=True), hung(1, stopped=True)], 1, STOPPED),
+    "a stopped rank although recorders differ": (
+        [hung(0, calls=calls("a")), hung(1, calls=calls("b"), stopped=True)],
+        1,
+        STOPPED,
+    ),
+    "the first of two odd ranks": (
+        [hung(rank, calls=calls("b" if rank in (1, 3) else "a")) for rank in range(5)],
+        1,
+        DIFFER,
+    ),
+    "recorders that differ although a rank is outside": (
+        [hung(0, calls=calls("a")), hung(1, calls=calls("a"), waiting=False), hung(2, calls=calls("b"))],
+        2,
+        DIFFER,
+    ),
+    "the device that is behind, although a host is outside": (
+        [on_device(0, "started"), on_device(1, "scheduled"), hung(2, waiting=False)],
+        1,
+        DEVICE,
+    ),
+    "the device that is furthest behind by step": (
+        [on_device(0, "started"), on_device(1, "scheduled", step=2), on_device(2, "scheduled", step=1)],
+        2,
+        DEVICE,
+    ),
+    "a rank that left with a device behind": (
+        [on_device(0, "started"), failed(1, left=True, witness=True, calls=calls(*"ggg", state="scheduled"))],
+        1,
+        LEFT,
+    ),
+    "the rank outside that is furthest behind by step": (
+        [hung(0), hung(1, waiting=False, step=3), hung(2, waiting=False, step=2)],
+        2,
+        OUTSIDE,
+    ),
+    "the rank outside that is furthest behind by phase": (
+        [hung(0), hung(1, waiting=False, phase="forward"), hung(2, waiting=False, phase="data")],
+        2,
+        OUTSIDE,
+    ),
+    "the rank outside that made no progress first": (
+        [hung(0), hung(2, waiting=False), hung(1, waiting=False)],
+        1,
+        OUTSIDE,
+    ),
+    "a single rank outside": ([hung(0, waiting=False)], 0, OUTSIDE),
+    "a rank outside in the step and phase of one that waits": (
+        [hung(0, step=3, phase="data"), hung(1, waiting=False, step=3, phase="data")],
+        1,
+        OUTSIDE,
+    ),
+    "ranks outside at different places": (
+        [hung(0, waiting=False, step=4), hung(1, waiting=False, step=3)],
+        1,
+        OUTSIDE,
+    ),
+    "ranks outside at the same place": ([hung(0, waiting=False), hung(1, waiting=False)], 0, NONE_STANDS_OUT),
+    "a host whose device has calls in its queue is not outside": (
+        [hung(0), hung(1, waiting=False, calls=calls(*"gg", state="started"))],
+        0,
+        ALIKE,
+    ),
+    "a host whose device has completed its calls is outside": (
+        [hung(0), hung(1, waiting=False, calls=calls(*"gg", state="completed"))],
+        1,
+        OUTSIDE,
+    ),
+    "a rank that lost its peer is not outside": ([broken(0, where=USER), hung(1), hung(2)], 0, NONE_STANDS_OUT),
+    "a rank that left is not outside": (
+        [hung(0), failed(1, left=True, witness=True, where=USER)],
+        1,
+        LEFT,
+    ),
+    "a rank whose place is unknown is not outside": (
+        [hung(0, waiting=False, where=""), hung(1), hung(2)],
+        0,
+        NONE_STANDS_OUT,
+    ),
+    "the one that left in the earlier step": (
+        [failed(0, left=True, witness=True, step=9), failed(1, left=True, witness=True, step=8), broken(2)],
+        1,
+        LEFT,
+    ),
+    "one that left, although calls were broken at two places": (
+        [failed(0, left=True, witness=True), broken(1, where=USER), broken(2, where=ENGINE)],
+        0,
+        LEFT,
+    ),
+    "an unusual call at a place where more ranks broke": (
+        [broken(0, where=ENGINE, calls=FIRST_TIME), broken(1, where=ENGINE), broken(2, where=USER)],
+        0,
+        ELSEWHERE,
+    ),
+    "too few calls at a place where more ranks broke than of a usual call": (
+        [broken(0, where=ENGINE), broken(1, where=ENGINE), broken(2, where=USER, calls=HABIT)],
+        0,
+        ELSEWHERE,
+    ),
+    "the place where fewer ranks broke, though it is the engine's": (
+        [broken(0, where=USER), broken(1, where=USER), broken(2, where=ENGINE)],
+        2,
+        ELSEWHERE,
+    ),
+    "a place outside of the engine, though its rank broke later": (
+        [broken(0, where=ENGINE), broken(1, where=USER)],
+        1,
+        ELSEWHERE,
+    ),
+    "the call that broke first": ([broken(1, where="user/b.py:1 in b"), broken(0, where=USER)], 0, ELSEWHERE),
+    "calls that broke at one place": ([broken(0, where=USER), broken(1, where=USER)], 0, NONE_STANDS_OUT),
+    "one call that broke, and one without a place": ([broken(0), broken(1, where=USER)], 0, NONE_STANDS_OUT),
+    "one call that broke, and one that hangs at another place": ([broken(0, where=USER), hung(1)], 0, NONE_STANDS_OUT),
+    "calls that broke at two places, although one rank has called less": (
+        [broken(0, where=USER, calls=calls(*STEP)), broken(1, where=ENGINE, calls=calls(*STEP, "x"))],
+        0,
+        ELSEWHERE,
+    ),
+    "the first of two ranks that called less": (
+        [hung(0, calls=calls(*STEP)), hung(2, calls=calls(*STEP[:1])), hung(1, calls=calls(*STEP[:1]))],
+        1,
+        FEWEST,
+    ),
+    "a rank that called less, though it is a step further": (
+        [hung(0, calls=calls(*STEP), step=4), hung(1, calls=calls(*STEP[:1]), step=5)],
+        1,
+        FEWEST,
+    ),
+    "a rank that left has called less": (
+        [hung(0, calls=calls(*STEP)), failed(1, left=True, witness=True, calls=calls(*STEP[:1]))],
+        1,
+        LEFT,
+    ),
+    "a rank without records is not ahead": (
+        [hung(0, where=USER, step=9), ahead(1), late(2)],
+        1,
+        ALONE,
+    ),
+    "the first of two that called alone": ([ahead(1), ahead(0), late(2), late(3)], 0, ALONE),
+    "more ranks ahead than late": ([ahead(0), ahead(1), late(2)], 2, FEWEST),
+    "as many ahead as late, one of them by habit": (
+        [
+            ahead(0, calls=HABIT),
+            ahead(1, calls=calls(*"gggggggggu", group="1")),
+            late(2, calls=HABIT[:-1]),
+            late(3, calls=calls(*"ggggggggg", group="1")),
+        ],
+        2,
+        FEWEST,
+    ),
+    "late ranks of which one is outside of the engine": ([ahead(0), late(1), late(2, where=USER)], 1, FEWEST),
+    "late ranks of which one waits for its device": (
+        [ahead(0), late(1, waiting=False, calls=calls(*"gg", state="scheduled")), late(2)],
+        1,
+        FEWEST,
+    ),
+    "ranks ahead of which one is in the engine": ([ahead(0), ahead(1, where=ENGINE), late(2), late(3)], 2, FEWEST),
+    "ranks ahead in the same step": ([ahead(0, step=9), late(1, step=9)], 0, ALONE),
+    "ranks ahead of which one is a step further": (
+        [ahead(0, step=9), ahead(1, step=10), late(2, step=9), late(3, step=11)],
+        2,
+        FEWEST,
+    ),
+    "ranks of which each is behind in one group": (
+        [
+            late(0, calls=[["a", 1, "g"], ["b", 2, "g"]]),
+            late(1, calls=[["a", 2, "g"], ["b", 1, "g"]]),
+        ],
+        0,
+        FEWEST,
+    ),
+    "the earlier phase of two that wait": ([hung(0, phase="backward"), hung(1, phase="forward")], 1, FURTHEST),
+    "a position in an earlier step": ([hung(0, step=5), seen(1, step=4)], 1, FURTHEST),
+    "a rank that lost its peer in an earlier step": ([hung(0, step=5), broken(1, step=4)], 0, NONE_STANDS_OUT),
+    "an unknown phase is before all but the first": (
+        [hung(0, phase="restore"), hung(1, phase="of user code")],
+        1,
+        FURTHEST,
+    ),
+    "an unknown phase is as early as the first": ([hung(0, phase="of user code"), hung(1, phase="init")], 0, ALIKE),
+    "the first of those that wait alike": ([hung(1), hung(0), seen(2, timestamp=1.0)], 0, ALIKE),
+    "ranks that wait alike before any has failed": ([seen(1), seen(0)], 0, ALIKE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blame_names_the_rank_by_the_rule_that_decides(name: str) -> None:
+    evidence, rank, because = CASES[name]
+    for order in (evidence, evidence[::-1]):
+        culprit = blame(order)
+        assert (culprit.rank, culprit.because) == (rank, because)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "certainty"),
+    [
+        ([hung(0, calls=calls("a")), hung(1, calls=calls("b"))], "proven"),
+        ([hung(0, stopped=True, certainty="proven"), hung(1)], "proven"),
+        ([hung(0, waiting=False), hung(1)], "slow"),
+        ([seen(0, waiting=False), seen(1)], "slow"),
+        ([broken(0, where=USER), broken(1, where=ENGINE)], "slow"),
+        ([broken(0, where=USER), broken(1, where=ENGINE, message="op.preamble.length <= op.nbytes")], "proven"),
+        ([ahead(0), late(1)], "proven"),
+        ([seen(0, where=USER, calls=calls(*"ggu")), seen(1, where=SYNC, calls=calls(*"gg"))], "proven"),
+        ([ahead(0), late(1, where=ENGINE)], "slow"),  # in a backward pass, healthy ranks wait
+        ([ahead(0), late(1), late(2, where="", waiting=False, calls=())], "slow"),  # a rank without a stack may go on
+        ([ahead(0), late(1, calls=calls(*"gg", state="scheduled"))], "slow"),  # a device may be slow
+        ([hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))], "slow"),  # all wait, but a peer may still come
+        ([failed(0), hung(1)], "proven"),
+        ([hung(0), hung(1)], "slow"),
+        ([seen(0), seen(1)], "slow"),
+    ],
+)
+def test_blame_is_certain_only_of_what_cannot_go_on(evidence: Evidence, certainty: str) -> None:
+    assert [blame(order).certainty for order in (evidence, evidence[::-1])] == [certainty, certainty]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "message"),
+    [
+        ([failed(0, message="ValueError: x"), broken(1)], "ValueError: x"),
+        ([hung(0, message="no progress for 9 s", waiting=False), hung(1)], "no progress for 9 s"),
+        ([seen(0, message="at step 3 in data", waiting=False), seen(1)], "no progress at step 3 in data"),
+        ([failed(0, left=True, witness=True, message="left after step 3"), hung(1)], "left after step 3"),
+        (
+            [hung(0, calls=calls("a"), where=ENGINE), hung(1, calls=calls("b"), where=USER)],
+            f"collective 1 of group 0 is b on rank 1 and a on rank 0 ({USER})",
+        ),
+        (
+            [hung(0, calls=calls("a"), where=ENGINE), hung(1, calls=calls("b"), where="")],
+            "collective 1 of group 0 is b on rank 1 and a on rank 0",
+        ),
+        ([hung(0, message="slow")], "slow"),
+        ([hung(0, message="slow", waiting=False), hung(1, waiting=False)], "slow"),
+        (
+            [hung(0, message="slow"), hung(1)],
+            "slow; all ranks wait alike and no process has ended: check the network and the storage for a hang",
+        ),
+        (
+            [broken(0, message="closed"), hung(1)],
+            "closed; no rank stands out and no process has ended: check the network and the storage for a hang",
+        ),
+        (
+            [hung(0, message="slow"), hung(1, waiting=False, where="")],
+            "slow; no rank stands out and no process has ended: check the network and the storage for a hang",
+        ),
+    ],
+)
+def test_the_culprits_message_has_what_its_rule_adds(evidence: Evidence, message: str) -> None:
+    assert [blame(order).message for order in (evidence, evidence[::-1])] == [message, message]
+
+
+FROM_NEWEST = "from the newest commit"
+NEWEST = f"restart {FROM_NEWEST}"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "kind", "action"),
+    [
+        (
+            [failed(0, killed_by="node 1")],
+            "killed by node 1",
+            "a new attempt on another machine, from the newest commit",
+        ),
+        ([failed(0, gpu_fault="Xid 79")], "GPU fault", "a new attempt on another machine, from the newest commit"),
+        (
+            [failed(0, killed_by="SIGKILL", memory_kill=True)],
+            "killed for memory",
+            f"{NEWEST}; if it comes again: more gradient_accumulation_steps, fewer loader workers",
+        ),
+        (
+            [failed(0, killed_by="SIGBUS")],
+            "killed by SIGBUS",
+            f"{NEWEST}; SIGBUS is often a full /dev/shm: give the container more shared memory",
+        ),
+        ([failed(0, killed_by="SIGKILL")], "killed by SIGKILL", NEWEST),
+        ([hung(0, stopped=True)], "stopped", f"continue and end the stopped process, {NEWEST}"),
+        (
+            [hung(0, calls=calls("a")), hung(1, calls=calls("a")), hung(2, calls=calls("b"), where=USER)],
+            "different collectives",
+            f"every rank must call the same collectives in the same order: correct the code at {USER}",
+        ),
+        (
+            [failed(0, left=True, witness=True), broken(1)],
+            "left early",
+            "every rank must call the same collectives in the same order: correct the code at it",
+        ),
+        (
+            [hung(0, waiting=False)],
+            "hang",
+            f"end it and {NEWEST}; if it comes again: look at {USER_PLACE}, stacks are in the dump",
+        ),
+        ([hung(0, where="")], "hang", f"end it and {NEWEST}; if it comes again: stacks are in the dump"),
+        (
+            [failed(0, error="ValueError")],
+            "ValueError",
+            f"{NEWEST}; the same exception three times without a new commit ends the job",
+        ),
+    ],
+)
+def test_the_culprits_kind_decides_what_to_do_next(evidence: Evidence, kind: str, action: str) -> None:
+    culprit = blame(evidence)
+    assert (culprit.kind, culprit.next_action) == (kind, action)
+
+
+def test_a_culprit_has_the_evidence_of_its_rank() -> None:
+    cause = failed(
+        3,
+        node=1,
+        message="killed by SIGSEGV",
+        killed_by="SIGSEGV",
+        step=7,
+        phase="data",
+        where=USER,
+        dump="dump-1/3.txt",
+    )
+    others = [broken(4), seen(4), hung(1), failed(0, left=True, witness=True)]
+    culprit = blame([*others, cause])
+    assert culprit.failure == cause and culprit.message == "killed by SIGSEGV"
+    assert culprit.details() == {
+        "rank": 3,
+        "node": 1,
+        "kind": "killed by SIGSEGV",
+        "because": FIRST,
+        "where": USER,
+        "step": 7,
+        "phase": "data",
+        "certainty": "proven",
+        "fingerprint": f"killed by SIGSEGV at {USER}",
+        "cascades": [1, 4],
+        "next_action": NEWEST,
+        "dump": "dump-1/3.txt",
+    }
+    unknown = blame([failed(0, killed_by="SIGSEGV")])
+    assert unknown.fingerprint == "killed by SIGSEGV"
+    assert sorted(unknown.details()) == [
+        "because",
+        "cascades",
+        "certainty",
+        "fingerprint",
+        "kind",
+        "next_action",
+        "node",
+        "rank",
+        "step",
+    ]
+
+
+def test_a_failure_without_place_or_calls_has_those_of_the_ranks_last_position() -> None:
+    position = seen(0, where=USER, calls=FIRST_TIME)
+    lost = broken(0)
+    others = [broken(1, where=ENGINE, calls=HABIT), broken(2, where=ENGINE, calls=HABIT)]
+    differing = [hung(1, calls=calls("a")), hung(2, calls=calls("a"))]
+    for order in ([position, lost], [lost, position]):
+        culprit = blame([*order, *differing])
+        assert (culprit.rank, culprit.because) == (0, DIFFER)
+        assert culprit.where == USER
+    own = hung(0, where=EXCHANGE_PLACE, calls=calls("b"))
+    culprit = blame([own, position, *differing])
+    assert (culprit.because, culprit.where, culprit.failure.calls) == (DIFFER, EXCHANGE_PLACE, calls("b"))
+    assert blame([lost, *others]).because == NONE_STANDS_OUT
+
+
+def test_a_lone_call_lasts_when_two_seconds_have_not_changed_it() -> None:
+    alone = [ahead(0), late(1), late(2)]
+    lone = LoneCall()
+    assert not lone.lasts(alone, 100.0)
+    assert not lone.lasts(alone, 101.99)
+    assert lone.lasts(alone, 102.0)
+    assert lone.lasts(alone[::-1], 103.0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [ahead(0, where="user/loss.py:10 in log"), late(1), late(2)],
+        [ahead(0, calls=calls(*"ggv")), late(1), late(2)],
+        [late(0), ahead(1), late(2)],
+        [ahead(0), late(1)],
+    ],
+)
+def test_a_lone_call_that_moves_does_not_last(changed: Evidence) -> None:
+    lone = LoneCall()
+    lone.lasts([ahead(0), late(1), late(2)], 100.0)
+    assert not lone.lasts(changed, 103.0)
+    assert not lone.lasts(changed, 104.9)
+    assert lone.lasts(changed, 105.0)
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        [hung(0, calls=calls(*"gg")), hung(1, calls=calls(*"gg"))],  # all wait, none of them alone
+        [ahead(0), late(1, where=ENGINE)],  # alone, but one is in a backward pass
+        [ahead(0), late(1), late(2, where="", waiting=False, calls=())],
+    ],
+)
+def test_ranks_that_may_go_on_are_no_lone_call(healthy: Evidence) -> None:
+    lone = LoneCall()
+    assert [lone.lasts(healthy, seconds) for seconds in (100.0, 103.0, 200.0)] == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "rank"),
+    [
+        ([seen(0), seen(1, waiting=False, idle_seconds=1.0)], 1),
+        ([seen(0, waiting=False, calls=calls("g", state="started")), seen(1, waiting=False, idle_seconds=9.0)], 1),
+        ([seen(0), seen(1, waiting=False, idle_seconds=0.99)], None),
+        ([seen(1, waiting=False, idle_seconds=9.0)], None),
+        ([seen(0), seen(1, waiting=False, step=1), seen(2, waiting=False, idle_seconds=9.0)], None),
+        ([seen(0, calls=calls("a")), seen(1, calls=calls("b"), where=USER, idle_seconds=9.0)], None),
+        ([seen(0), failed(1, left=True, witness=True, idle_seconds=9.0)], None),
+    ],
+)
+def test_a_stall_is_one_idle_rank_for_which_all_others_wait(evidence: Evidence, rank: int | None) -> None:
+    culprit = detect_stall(evidence)
+    assert (None if culprit is None else culprit.rank) == rank
+
+
+ABORTED = broken(0, killed_by="SIGABRT")
+
+
+@pytest.mark.parametrize(
+    ("failures", "seconds"),
+    [
+        ([failed(0, killed_by="SIGKILL")], 0.3),
+        ([failed(0, killed_by="SIGKILL"), hung(1)], 0.3),
+        ([broken(0), failed(1, killed_by="SIGKILL")], 0.3),
+        ([ABORTED, failed(1)], 0.3),
+        ([ABORTED], 1.0),
+        ([ABORTED, hung(1)], 1.0),
+        ([hung(0, stopped=True)], 1.0),
+        ([hung(0, stopped=True), broken(1)], 1.0),
+        ([failed(0)], 0.5),
+        ([failed(0), hung(1)], 0.5),
+        ([failed(0), broken(1)], 0.5),
+        ([], 1.0),
+        ([broken(0)], 3.0),
+        ([broken(0), hung(1)], 1.5),
+        ([hung(0)], 1.5),
+    ],
+)
+def test_evidence_settles_after_the_time_that_its_kind_takes(failures: Evidence, seconds: float) -> None:
+    assert settle_seconds(failures) == seconds
+    all_heard = 0.2 if seconds == 1.5 else seconds
+    assert settle_seconds(failures, all_heard=True) == all_heard

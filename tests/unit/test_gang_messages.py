@@ -1,0 +1,496 @@
+"""Messages between launchers, agents and ranks: the results of generations, the orders, and what nodes compare."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ebbflow.infra.events import EndReason
+from ebbflow.infra.terms import Fallback, Terms
+from ebbflow.training.launch import messages
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.messages import (
+    CAUSES,
+    SPEC_VARIABLE,
+    GangOutcome,
+    GangSpec,
+    GenerationEnd,
+    GenerationStart,
+    OrderRecord,
+    RankOrder,
+    WorkerSpec,
+    describe_node,
+    end_for_left_out_node,
+    end_from_failures,
+    end_from_results,
+    end_from_stop_request,
+    end_if_unaffordable,
+    find_differences,
+)
+from tests.support.rank_evidence import calls, failed, hung, seen
+
+ONE_NODE: dict[str, Any] = {
+    "job": "job",
+    "run": "17",
+    "attempt": 3,
+    "config": {},
+    "store_uri": "store",
+    "prepared": {},
+}
+LAUNCHED: dict[str, Any] = {**ONE_NODE, "main_address": "127.0.0.1", "log_folder": "logs"}
+START = GenerationStart(
+    generation=4,
+    generation_id="x",
+    candidates=[],
+    rendezvous_port=1,
+    terms=None,
+    rehearse=None,
+    hosts=["a", "b", "a"],
+    nodes=[0, 2, 3],
+)
+
+
+def test_a_gangs_spec_gives_each_node_its_ranks_and_the_gang_its_name() -> None:
+    spec = GangSpec(**LAUNCHED, node=2, nodes=4, processes_per_node=3)
+    assert (spec.world_size, spec.ranks) == (12, range(6, 9))
+    assert spec.token == "job/17/3/4x3"
+    assert (spec.terms, spec.promised_gpus, spec.rehearse, spec.candidate_ports) == (None, 0, None, [])
+
+
+@pytest.mark.parametrize(
+    ("floor_seconds", "silence_seconds"), [(3.0, 4.0), (4.5, 4.5), (19.5, 19.5), (60.0, 20.0), (None, 20.0)]
+)
+def test_a_node_is_lost_after_the_hang_floor_within_four_to_twenty_seconds(
+    floor_seconds: float | None, silence_seconds: float
+) -> None:
+    config = {} if floor_seconds is None else {"survival": {"hang_floor_seconds": floor_seconds}}
+    spec = GangSpec(**{**LAUNCHED, "config": config}, node=0, nodes=1, processes_per_node=1)
+    assert spec.silence_seconds == silence_seconds
+
+
+def test_a_rank_reads_its_spec_from_the_file_that_the_agent_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SPEC_VARIABLE, raising=False)
+    assert WorkerSpec.from_environment() is None
+    spec = WorkerSpec(**ONE_NODE, node=1, generation=2, generation_id="x", candidates=["commits/1"])
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(asdict(spec)))
+    monkeypatch.setenv(SPEC_VARIABLE, str(path))
+    assert WorkerSpec.from_environment() == spec
+    assert (spec.rehearse, spec.overrides, spec.colocated_ranks, spec.agent_pid) == (None, {}, 1, None)
+
+
+class Clock:
+    """The clock that orders are written by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 1000.0
+        monkeypatch.setattr(
+            messages, "time", SimpleNamespace(monotonic_ns=lambda: int(self.seconds * 1e9), time=time.time)
+        )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def leave(seconds: float, *, cause: str = CAUSES[2], node: int = 1) -> RankOrder:
+    return RankOrder(seconds=seconds, cause=cause, node=node)
+
+
+SAVE = leave(math.inf)
+
+
+def test_an_order_record_without_orders_asks_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "control"
+    record = OrderRecord.create(path)
+    assert path.stat().st_size == 40
+    assert (record.leave_at, record.saves, record.cause, record.ending) == (math.inf, 0, "", False)
+
+
+def test_a_rank_reads_what_the_agent_writes(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "control"
+    record = OrderRecord.create(path)
+    rank = OrderRecord(path)
+    record.write(SAVE)
+    record.write(SAVE)
+    assert (rank.saves, rank.leave_at, rank.cause) == (2, math.inf, "")
+    record.write(leave(7.0))
+    assert (rank.saves, rank.leave_at, rank.cause) == (2, 1007.0, "spot interruption notice to node 1")
+    assert not rank.ending
+    record.announce_end()
+    assert rank.ending and (rank.saves, rank.leave_at) == (2, 1007.0)
+
+
+def test_of_several_orders_to_exit_the_earliest_deadline_and_the_first_cause_count(
+    tmp_path: Path, clock: Clock
+) -> None:
+    record = OrderRecord.create(tmp_path / "control")
+    record.write(leave(50.0, cause=CAUSES[4], node=3))
+    clock.seconds += 10.0
+    record.write(leave(40.5))
+    assert (record.leave_at, record.cause) == (1050.0, "rehearsed notice to node 3")
+    record.write(leave(39.5))
+    assert (record.leave_at, record.cause) == (1049.5, "rehearsed notice to node 3")
+
+
+@pytest.mark.parametrize(("seconds", "leave_at"), [(-3.0, 1000.0), (0.0, 1000.0), (0.5, 1000.5)])
+def test_an_order_whose_time_has_passed_is_due_now(
+    seconds: float, leave_at: float, tmp_path: Path, clock: Clock
+) -> None:
+    record = OrderRecord.create(tmp_path / "control")
+    record.write(leave(seconds))
+    assert record.leave_at == leave_at
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        ("SIGTERM", "SIGTERM"),
+        ("spot interruption notice", "spot interruption notice to node 1"),
+        ("Metaflow's notice of a spot interruption", "Metaflow's notice of a spot interruption to node 1"),
+        ("rehearsed notice", "rehearsed notice to node 1"),
+        ("rebalance recommendation", "rebalance recommendation to node 1"),
+        ("a lost node is back", "a lost node is back"),
+        ("", " to node 1"),
+    ],
+)
+def test_an_order_to_exit_keeps_its_cause(cause: str, text: str, tmp_path: Path) -> None:
+    record = OrderRecord.create(tmp_path / "control")
+    record.write(leave(9.0, cause=cause))
+    assert record.cause == text
+
+
+@pytest.mark.parametrize("order", [leave(7.5), leave(0.0), SAVE])
+def test_an_order_survives_json(order: RankOrder) -> None:
+    document = json.loads(json.dumps(order.to_json(), allow_nan=False))
+    assert RankOrder.from_json(document) == order
+    assert order.leave == (order is not SAVE) == (document["seconds"] is not None)
+
+
+def test_a_node_shares_its_host_with_as_many_nodes_as_name_it() -> None:
+    assert [START.colocated_nodes(place) for place in range(3)] == [2, 1, 2]
+    assert (START.overrides, START.node_0) == ({}, {})
+
+
+SETTINGS: dict[str, Any] = {
+    "model": {"hidden_size": 32},
+    "training": {"seed": 1},
+    "data": {"path": "text"},
+    "parallel": {"mode": "ddp"},
+    "workload": "language",
+    "workload_options": {"rank": 8},
+}
+
+
+def spec_with(config: Mapping[str, Any]) -> GangSpec:
+    return GangSpec(**{**LAUNCHED, "config": dict(config)}, node=1, nodes=2, processes_per_node=1)
+
+
+def test_a_node_describes_the_settings_that_decide_what_a_step_computes() -> None:
+    described = describe_node(spec_with({**SETTINGS, "store": "elsewhere"}))
+    assert described["settings"] == {
+        "model.hidden_size": 32,
+        "training.seed": 1,
+        "data.path": "text",
+        "parallel.mode": "ddp",
+        "workload": "language",
+        "workload_options.rank": 8,
+    }
+    assert described["versions"]["torch"]
+    assert describe_node(spec_with({}))["settings"] == dict.fromkeys(SETTINGS)
+
+
+def test_a_differing_setting_keeps_a_node_from_starting_whatever_else_differs() -> None:
+    spec = spec_with(SETTINGS)
+    own = describe_node(spec)
+    settings = own["settings"] | {"training.seed": 2}
+    assert find_differences(spec, own | {"settings": settings}) == (["training.seed 1 (node 0: 2)"], True)
+    versions = own["versions"] | {"numpy": "0"}
+    texts, fatal = find_differences(spec, {"settings": settings, "versions": versions})
+    assert fatal and texts == ["training.seed 1 (node 0: 2)", f"numpy {own['versions']['numpy']} (node 0: 0)"]
+
+
+@pytest.mark.parametrize(("package", "fatal"), [("python", True), ("torch", True), ("numpy", False)])
+def test_only_another_python_or_torch_keeps_a_node_from_starting(package: str, fatal: bool) -> None:
+    spec = spec_with(SETTINGS)
+    versions = describe_node(spec)["versions"]
+    found = find_differences(spec, {"versions": versions | {package: "0"}})
+    assert found == ([f"{package} {versions[package]} (node 0: 0)"], fatal)
+
+
+def test_a_package_of_one_node_alone_is_a_difference() -> None:
+    spec = spec_with(SETTINGS)
+    versions = describe_node(spec)["versions"]
+    assert find_differences(spec, {"versions": versions | {"apex": "1"}}) == (["apex None (node 0: 1)"], False)
+    without = {package: version for package, version in versions.items() if package != "torch"}
+    assert find_differences(spec, {"versions": without}) == ([f"torch {versions['torch']} (node 0: None)"], True)
+
+
+def test_a_generations_end_survives_a_message() -> None:
+    outcome = GangOutcome(outcome="completed", step=9, generation=2, weights_sha256="ab")
+    for end in (GenerationEnd(outcome=outcome, reason="completed"), GenerationEnd(culprit="rank 1: it failed")):
+        message = json.loads(json.dumps(asdict(end)))
+        assert GenerationEnd.from_message(message) == replace(end, ranks=[], at=[], left_out=[])
+
+
+def test_a_generations_end_is_curable_and_final_unless_it_says_otherwise() -> None:
+    end = GenerationEnd()
+    assert (end.curable, end.again, end.user_code, end.failed_as, end.generation) == (True, False, False, "failed", 0)
+    assert (GangOutcome("completed", 1, 1).goes_on, GangOutcome("completed", 1, 1).message) == (False, "")
+
+
+def test_a_stop_before_the_start_is_an_interruption() -> None:
+    assert end_from_stop_request("SIGTERM") == GenerationEnd(
+        culprit="asked to stop (SIGTERM) before the gang could continue; the last commit is kept",
+        reason="agent_stopped",
+        failed_as="interrupted",
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "step", "message"),
+    [
+        (
+            GenerationEnd(outcome=GangOutcome("interrupted", step=7, generation=2), details={"step": 5}),
+            "spot interruption notice",
+            7,
+            "asked to leave (spot interruption notice); the others go on",
+        ),
+        (
+            GenerationEnd(culprit="rank 2:\n  UnreliableReader: x", details={"step": 5}),
+            "",
+            5,
+            "left out: rank 2: UnreliableReader: x; the others go on",
+        ),
+        (GenerationEnd(culprit="x" * 301), "", 0, f"left out: {'x' * 300}; the others go on"),
+    ],
+)
+def test_a_node_that_is_left_out_ends_while_the_others_go_on(
+    end: GenerationEnd, cause: str, step: int, message: str
+) -> None:
+    outcome = GangOutcome("interrupted", step=step, generation=0, message=message, goes_on=True)
+    assert end_for_left_out_node(end, cause) == GenerationEnd(outcome=outcome, reason="agent_stopped")
+
+
+DEADLOCK = "Expected to have finished reduction in the prior iteration"  # a rule of `diagnose` calls it incurable
+USER, ENGINE = "user/loss.py:9 in log", "training/engine.py:73 in forward_backward"
+
+
+def lost_peer(rank: int, **known: Any) -> WorkerFailure:
+    return failed(rank, **{"cascade": True, "message": "Connection closed by peer", **known})
+
+
+# For each failure: reason, again, curable, user_code, failed_as.
+ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] = {
+    "an exception": ([failed(1, error="ValueError")], ("rank_failed", True, True, True, "failed")),
+    "an exit without an error": ([failed(1)], ("rank_failed", True, True, True, "failed")),
+    "an exception of ours": (
+        [failed(1, error="CheckpointError")],
+        ("rank_failed", True, True, True, "failed"),
+    ),
+    "a mistake in the configuration": ([failed(1, error="DataError")], ("rank_failed", False, False, True, "config")),
+    "a newer generation": ([failed(1, error="GenerationSuperseded")], ("superseded", False, False, False, "failed")),
+    "nothing to restore": ([failed(1, error="NothingToRestore")], ("store", False, False, False, "no_restore")),
+    "a reader that cannot be trusted": ([failed(1, error="UnreliableReader")], ("store", True, True, False, "failed")),
+    "a start that was wanted": ([failed(1, error="Rewind")], ("rewind", True, True, False, "failed")),
+    "an agent's own failure": ([failed(1, error="AgentFailure")], ("agent_failed", True, True, True, "failed")),
+    "a lost node": ([failed(1, killed_by="node 1")], ("node_lost", False, True, False, "failed")),
+    "a kill": ([failed(1, killed_by="SIGKILL")], ("rank_killed", True, True, False, "failed")),
+    "a hang": ([hung(1, waiting=False), hung(0)], ("hang", True, True, False, "failed")),
+    "a stopped rank": ([hung(1, stopped=True), hung(0)], ("hang", True, True, False, "failed")),
+    "positions without a failure": ([seen(1, waiting=False), seen(0)], ("hang", True, True, False, "failed")),
+    "a broken GPU": (
+        [failed(1, error="RuntimeError", gpu_fault="Xid 79")],
+        ("rank_failed", True, True, False, "failed"),
+    ),
+    "a network that broke": ([lost_peer(1), lost_peer(0)], ("rank_failed", True, True, False, "failed")),
+    "calls that broke at different places": (
+        [lost_peer(1, where=USER), lost_peer(0, where=ENGINE)],
+        ("rank_failed", True, True, True, "failed"),
+    ),
+    "calls of which gloo saw other sizes": (
+        [lost_peer(1, where=USER), lost_peer(0, where=ENGINE, message="op.preamble.length <= op.nbytes")],
+        ("rank_failed", False, False, True, "failed"),
+    ),
+    "recorders that differ": (
+        [hung(0, calls=calls("a")), hung(2, calls=calls("a")), hung(1, calls=calls("b"))],
+        ("rank_failed", False, False, True, "failed"),
+    ),
+    "a rank that completed fewer steps": (
+        [failed(1, left=True, witness=True, message="left after step 19: completed"), lost_peer(0)],
+        ("rank_failed", False, False, True, "failed"),
+    ),
+    "a rank that was interrupted first": (
+        [failed(1, left=True, witness=True, message="left after step 19: interrupted"), lost_peer(0)],
+        ("rank_failed", True, True, True, "failed"),
+    ),
+    "an exception whose text ends like a result": (
+        [failed(1, error="ValueError", message="ValueError: completed")],
+        ("rank_failed", True, True, True, "failed"),
+    ),
+    "an exception that comes again in each start": (
+        [failed(1, error="RuntimeError", message=DEADLOCK)],
+        ("rank_failed", False, False, True, "failed"),
+    ),
+    "a text that comes again, of no exception": (
+        [failed(1, message=DEADLOCK)],
+        ("rank_failed", True, True, True, "failed"),
+    ),
+    "a text that comes again, of a lost peer": (
+        [lost_peer(1, error="RuntimeError", message=DEADLOCK)],
+        ("rank_failed", True, True, False, "failed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_failed_generation_ends_as_its_culprit_demands(name: str) -> None:
+    evidence, expected = ENDS[name]
+    end = end_from_failures(evidence)
+    assert (str(end.reason), end.again, end.curable, end.user_code, end.failed_as) == expected
+    assert (end.outcome, end.left_out, end.generation) == (None, (), 0)
+
+
+@pytest.mark.parametrize(
+    "sign",
+    ["Timeout", "timed out", "Connection", "socket", "HTTP", "NCCL", "gloo", "DistBackendError", "OSError", "IOError"],
+)
+def test_an_error_of_a_network_or_file_is_tried_again_whatever_else_it_says(sign: str) -> None:
+    assert end_from_failures([failed(0, error="RuntimeError", message=f"{DEADLOCK}: {sign}")]).again
+
+
+def test_a_failed_generations_end_has_the_culprits_evidence() -> None:
+    cause = failed(3, error="ValueError", message="ValueError: x", where=USER, step=7)
+    before = (time.time(), time.monotonic())
+    end = end_from_failures([cause, hung(5, stopped=True), hung(4, stopped=True), lost_peer(1)])
+    after = (time.time(), time.monotonic())
+    assert (end.culprit, end.error, end.ranks) == ("rank 3: ValueError: x", "ValueError", [3, 4, 5])
+    assert (end.fingerprint, end.details["step"]) == (f"ValueError at {USER}", 7)
+    assert before[0] <= end.at[0] <= after[0] and before[1] <= end.at[1] <= after[1]
+    lost = end_from_failures([failed(1, killed_by="node 1", message="node 1 (b) was lost: silent for 20 s")])
+    assert (lost.culprit, lost.ranks) == ("node 1 (b) was lost: silent for 20 s", [1])
+
+
+@pytest.mark.parametrize(
+    ("failure", "fingerprint"),
+    [
+        (failed(0, killed_by="node 1"), ""),
+        (failed(0, error="Rewind"), ""),
+        (failed(0, error="MicroBatchTooLarge"), ""),
+        (failed(0, error="ValueError", gpu_fault="Xid 79"), ""),
+        (failed(0, error="ValueError"), "ValueError"),
+        (hung(0, stopped=True, where=""), "stopped in step 7"),
+        (hung(0, where=""), "hang"),
+        (failed(0, killed_by="SIGKILL"), "killed by SIGKILL in step 7"),
+        (failed(0, killed_by="SIGTERM"), "killed by SIGTERM in step 7"),
+        (failed(0, killed_by="SIGINT"), "killed by SIGINT in step 7"),
+        (failed(0, killed_by="SIGHUP"), "killed by SIGHUP in step 7"),
+        (failed(0, killed_by="SIGSEGV"), "killed by SIGSEGV"),
+        (failed(0, killed_by="SIGKILL", memory_kill=True), "killed for memory"),
+    ],
+)
+def test_a_fingerprint_is_of_the_program_and_names_the_step_of_a_signal_from_outside(
+    failure: WorkerFailure, fingerprint: str
+) -> None:
+    assert end_from_failures([replace(failure, step=7)]).fingerprint == fingerprint
+
+
+def result(outcome: str = "completed", step: int = 9, **known: Any) -> dict[str, Any]:
+    return {"outcome": outcome, "step": step, **known}
+
+
+def test_results_that_agree_are_the_gangs_outcome() -> None:
+    finished = {
+        1: {2: result(weights_sha256="ab"), 3: result(weights_sha256="ab")},
+        0: {1: result(weights_sha256="ab"), 0: result(weights_sha256="ab", message="done")},
+    }
+    outcome = GangOutcome("completed", step=9, generation=4, weights_sha256="ab", message="done")
+    assert end_from_results(finished, 4) == GenerationEnd(outcome=outcome, reason="completed")
+    bare = end_from_results({0: {0: result("interrupted")}}, 4)
+    assert bare == GenerationEnd(outcome=GangOutcome("interrupted", step=9, generation=4), reason="interrupted")
+
+
+@pytest.mark.parametrize(
+    ("other", "again"),
+    [
+        (result(step=8, weights_sha256="ab"), False),
+        (result("interrupted", weights_sha256="ab"), False),
+        (result(weights_sha256="cd"), True),
+    ],
+)
+def test_ranks_that_end_unlike_are_a_failure_that_only_unequal_weights_may_not_repeat(
+    other: dict[str, Any], again: bool
+) -> None:
+    first = result(weights_sha256="ab")
+    end = end_from_results({1: {2: other}, 0: {1: first, 0: first}}, 4)
+    unlike = "ranks did not end alike"
+    culprit = f"{unlike}: rank 0 {tuple(first.values())}, rank 2 {tuple(other.values())}"
+    assert end == GenerationEnd(
+        culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike, again=again, curable=again
+    )
+
+
+RESERVE = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01)
+
+
+def terms(**known: Any) -> dict[str, Any]:
+    return Terms(usd_per_rank_second=1e-4, **known).to_json()
+
+
+SPENT = terms(budget_usd=10.0, spent_usd=9.5, reserve_usd=0.5)
+# With a restart, 100 steps need $1 + 100 × $0.01 + $0.50 = $2.50 on demand, so $7.60 of $10 are too much.
+NEARLY_SPENT = terms(budget_usd=10.0, spent_usd=7.6, fallback=RESERVE)
+
+
+@pytest.mark.parametrize(
+    ("affordable", "restart"),
+    [
+        (None, True),
+        (terms(), True),
+        (terms(budget_usd=10.0, spent_usd=9.49, reserve_usd=0.5), True),
+        (NEARLY_SPENT, False),
+        (terms(budget_usd=10.0, spent_usd=7.4, fallback=RESERVE), True),
+    ],
+)
+def test_ranks_start_while_money_is_left(affordable: dict[str, Any] | None, restart: bool) -> None:
+    start = replace(START, terms=affordable)
+    assert end_if_unaffordable(start, 20, max_steps=120, restart=restart) is None
+
+
+@pytest.mark.parametrize(
+    ("unaffordable", "restart", "outcome", "words"),
+    [
+        (SPENT, False, "budget", "budget: $9.5000 of $10.0000 is spent"),
+        (SPENT | {"fallback": asdict(RESERVE)}, True, "budget", "budget: $9.5000 of $10.0000 is spent"),
+        (NEARLY_SPENT, True, "interrupted", "leaves Spot for on-demand: $7.6000 of $10.0000 is spent"),
+    ],
+)
+def test_ranks_do_not_start_without_money(
+    unaffordable: dict[str, Any], restart: bool, outcome: str, words: str
+) -> None:
+    ended = end_if_unaffordable(replace(START, terms=unaffordable), 20, max_steps=120, restart=restart)
+    assert ended is not None and ended.message.startswith(words)
+    assert replace(ended, message="") == GangOutcome(outcome, step=20, generation=4)
+
+
+def test_a_restart_must_leave_time_to_finish_by_the_deadline_on_demand() -> None:
+    """A restart and 100 steps need 1800 + 100 × 10 + 300 = 3100 s."""
+
+    def start_with(seconds: float) -> GangOutcome | None:
+        start = replace(START, terms=terms(deadline_utc=time.time() + seconds, fallback=RESERVE))
+        return end_if_unaffordable(start, 20, max_steps=120, restart=True)
+
+    assert start_with(3130.0) is None
+    ended = start_with(3070.0)
+    assert ended is not None and ended.outcome == "interrupted"
