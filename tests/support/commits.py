@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from obstore.store import MemoryStore
@@ -19,7 +20,10 @@ from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 class RecordingStore(Store):
     """A store in memory that records its requests, and lists `page_size` objects in each page.
 
-    before_put: called with the key before each put; it may raise, or do what another process does meanwhile.
+    Attributes:
+        now: The store's clock, by which it dates what is put.
+        before_put: Called with the key before each put. It may raise, or do what another process does meanwhile.
+        before_get, before_delete: The same for the other requests.
     """
 
     def __init__(self, *, page_size: int = 1000) -> None:
@@ -29,17 +33,23 @@ class RecordingStore(Store):
         self.pages_read = Counter[str]()  # by prefix
         self.got: list[str] = []
         self.put_keys: list[str] = []
+        self.tags: dict[str, Any] = {}  # of the last put, by key
         self.deleted: list[str] = []
+        self.now = 1000.0
+        self.dates: dict[str, float] = {}
         self.before_put: Callable[[str], object] = lambda key: None
+        self.before_get: Callable[[str], object] = lambda key: None
+        self.before_delete: Callable[[str], object] = lambda key: None
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         self.listings.append((prefix, after))
-        found = [meta for page in super().pages(prefix, after=after) for meta in page]
+        found = [self._dated(meta) for page in super().pages(prefix, after=after) for meta in page]
         for start in range(0, max(1, len(found)), self.page_size):
             self.pages_read[prefix] += 1
             yield found[start : start + self.page_size]
 
     def get(self, key: str) -> bytes:
+        self.before_get(key)
         self.got.append(key)
         assert len(self.got) < 10_000, "the store is read without end"
         return super().get(key)
@@ -47,15 +57,25 @@ class RecordingStore(Store):
     def put(self, key: str, data: bytes, **options: Any) -> None:
         self.before_put(key)
         self.put_keys.append(key)
+        self.tags[key] = options.get("tags")
+        self.dates[key] = self.now
         super().put(key, data, **options)
 
+    def head(self, key: str) -> ObjectMeta | None:
+        meta = super().head(key)
+        return meta and self._dated(meta)
+
     def delete(self, key: str) -> None:
+        self.before_delete(key)
         self.deleted.append(key)
         super().delete(key)
 
     def forget(self) -> None:
         for requests in (self.listings, self.pages_read, self.got, self.put_keys, self.deleted):
             requests.clear()
+
+    def _dated(self, meta: ObjectMeta) -> ObjectMeta:
+        return replace(meta, modified=self.dates[meta.key])
 
 
 def put_generation(

@@ -125,12 +125,10 @@ def _beyond_cap(
     places = {commit.sha256: number for number, commit in enumerate(expendable)}
     dropped: set[str] = set()
     for number, commit in enumerate(expendable):
-        if total <= policy.max_total_bytes:
-            break
-        if commit.pinned or commit is commits[0] or places[commit.sha256] != number:
-            continue
-        dropped.add(commit.sha256)
-        total -= commit.size
+        may_go = not commit.pinned and commit is not commits[0] and places[commit.sha256] == number
+        if may_go and total > policy.max_total_bytes:
+            dropped.add(commit.sha256)
+            total -= commit.size
     return dropped
 
 
@@ -394,7 +392,7 @@ class Retention:
         reasons = choose_commits(whole, policy)
         if full:  # a stricter size cap leaves room for two commits like the newest
             total = sum(commit.size for commit in whole if commit.sha256 in reasons)
-            policy = replace(policy, max_total_bytes=max(total - 2 * whole[0].size, 0))
+            policy = replace(policy, max_total_bytes=total - 2 * whole[0].size)
             reasons = choose_commits(whole, policy)
         needed = {found: reasons[sha256] for found, sha256 in first.items() if sha256 in reasons}
         keep = {ref: needed[save[ref]] for ref in reachable if save[ref] in needed}
@@ -402,10 +400,10 @@ class Retention:
         delete: dict[CommitRef, str | None] = {}
         counted, sound = 0, {kept.sha256 for kept in whole}
         for ref in reachable:
-            known = ref in keep or save[ref] in first
-            counted += known and ref.sha256 in sound
-            torn = not known and counted >= oldest_needed and ref.sha256 not in pinned  # and enough are newer
-            if (known and ref not in keep) or torn:
+            is_whole = save[ref] in first
+            counted += ref.sha256 in sound
+            torn = not is_whole and counted >= oldest_needed and ref.sha256 not in pinned  # and enough are newer
+            if (is_whole and ref not in keep) or torn:
                 found = save[ref]
                 delete[ref] = found and found[0]
         for ref in self._stale(store, traced):
