@@ -192,19 +192,23 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
         estimated = frozenset() if node.measured else frozenset({tail_class})
         whole = {tail_class: paid}
         return RankTime(rank=rank, paid=paid, classes=whole, estimated=estimated, spans=(Span(0, paid, whole),))
-    spans = []
+    started = _paid_micros_at(_find_first_start(clocks), node)
+    reached = _paid_micros_at(clocks[-1].t_mono, node)
+    spans = [Span(0, started, {LedgerClass.STARTUP: started})]
     for event in clocks:
         seconds = {kind: _micros(value) for kind, value in _clip_seconds(event, node, generation).items()}
-        end = min(_micros(event.t_mono - node.start), paid)
+        end = _paid_micros_at(event.t_mono, node)
         spans.append(Span(max(0, end - sum(seconds.values())), end, seconds))
-    before = max(0, _micros(_find_first_start(clocks) - node.start))
-    after = node.end - clocks[-1].t_mono
-    spans.insert(0, Span(0, before, {LedgerClass.STARTUP: before}))
-    spans.append(Span(min(paid, paid - _micros(after)), paid, {tail_class: max(0, _micros(after))}))
+    spans.append(Span(reached, paid, {tail_class: paid - reached}))
     classes = sum_by_key(pair for span in spans for pair in span.classes.items())
     _balance(classes, paid, f"generation {node.generation}, node {node.node}, rank {rank}")
-    estimated = frozenset() if node.measured or after <= 0 else frozenset({tail_class})
+    estimated = frozenset() if node.measured or reached == paid else frozenset({tail_class})
     return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))
+
+
+def _paid_micros_at(t_mono: float, node: NodeTime) -> int:
+    """Return the microseconds for which the node was paid until a moment of its monotonic clock."""
+    return min(node.paid_micros, max(0, _micros(t_mono - node.start)))
 
 
 def _classify_end(generation: RecordedGeneration, planned: LedgerClass) -> LedgerClass:

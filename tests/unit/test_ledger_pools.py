@@ -122,7 +122,7 @@ PLANNED = "g5.xlarge spot in use1-az1"
         # The planned type and market: another zone has its own quote, if the plan has one.
         ({}, [AZ1, AZ2], 1, PLANNED, "planned"),
         ({"zone_id": "use1-az1"}, [AZ1, AZ2], 1, PLANNED, "planned"),
-        ({"zone_id": "use1-az2"}, NO_AZ2 + [AZ2], 6, "g5.xlarge spot in use1-az2", "quote of 6; of"),
+        ({"zone_id": "use1-az2"}, [*NO_AZ2, AZ2], 6, "g5.xlarge spot in use1-az2", "quote of 6; of"),
         ({"zone": "us-east-1c"}, [candidate("6", zone="us-east-1c")], 1, PLANNED, "planned"),
         (
             {"zone_id": "use1-az2"},
