@@ -73,7 +73,8 @@ class Drain:
         self._watcher = NoticeWatcher(
             [MetadataSource(), MetaflowSource(Path(self._config.notice_file)), RehearsalSource(self.rehearsal_path)]
         )
-        self._signalled_at: float | None = None
+        self._signalled_at: float | None = None  # time.monotonic() of the first signal
+        self._signal_taken = False  # whether the signal has become a notice
         self._sources_reported = False
         self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
         # Notices that this node received before its ranks start. The ranks start only after these have expired.
@@ -236,8 +237,9 @@ class Drain:
 
     def _receive(self) -> None:
         news = self._watcher.new_notices()
-        if self._signalled_at is not None and self._signalled_at >= 0:
-            at, self._signalled_at = self._signalled_at, -1.0
+        at = self._signalled_at
+        if at is not None and not self._signal_taken:
+            self._signal_taken = True
             news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
         for notice in news:
             self._unsent.append(notice)
