@@ -37,7 +37,7 @@ from ebbflow.infra.untrusted_text import one_line
 JOB_TAG = "ebbflow-job"
 UNEXPLAINED = "unexplained"
 # Ledger and bill agree if at most this share of the bill is unexplained.
-AGREED_SHARE = Decimal("0.01")
+AGREED_SHARE = 0.01
 SCHEMA = 1
 _WIDTH = 100
 
@@ -122,7 +122,7 @@ class Reconciliation:
     @property
     def agrees(self) -> bool:
         share = self.unexplained_share
-        return share is not None and Decimal(share) <= AGREED_SHARE and not self.findings and not self.unknown
+        return share is not None and share <= AGREED_SHARE and not self.findings and not self.unknown
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values. Dollars are decimal strings, which are exact."""
@@ -171,7 +171,6 @@ def reconcile(
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     ledger = fold(ordered)
     plan = next((event.data for event in ordered if event.name == PLAN and event.data.get("chosen")), None)
-    shared = {bill.node.instance_id for bill in ledger.nodes if any(number > 1 for _, number in bill.sharers)}
     found = Reconciliation(
         job=ordered[0].job if ordered else "",
         job_tag=job_tag,
@@ -180,7 +179,7 @@ def reconcile(
         simulated=ledger.price_kind == SIMULATED,
         metered=meter_instances(ledger.nodes),
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],
-        shared=sorted(instance_id for instance_id in shared if instance_id),
+        shared=sorted({str(bill.node.instance_id) for bill in ledger.nodes if bill.sharers}),
     )
     types = {str(bill.node.machine.get("instance_type") or "") for bill in ledger.nodes}
     types |= {bill.price.pool.instance_type for bill in ledger.unreported if bill.price.pool}
@@ -290,12 +289,14 @@ def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[Hour
         missing += hour.missing_seconds
         missing_usd += hour.own_usd - own_rate * to_decimal(both)
         beyond = {**hour.explained, UNEXPLAINED: hour.rest_seconds}
+        unmetered = to_decimal(sum(beyond.values()))
         left = billed.usd - rate * to_decimal(both)
         for cause, spent in beyond.items():
             seconds[cause] = seconds.get(cause, 0.0) + spent
-            usd[cause] = usd.get(cause, Decimal(0)) + left * to_decimal(spent) / max(
-                to_decimal(sum(beyond.values())), Decimal("1e-6")
-            )
+            if unmetered:
+                usd[cause] = usd.get(cause, Decimal(0)) + left * to_decimal(spent) / unmetered
+        if not billed.seconds:  # dollars without seconds, such as a fee
+            usd[UNEXPLAINED] = usd.get(UNEXPLAINED, Decimal(0)) + billed.usd
     contradiction = next((kind for kind, _ in _find_contradictions(metered, found.billed[metered.instance_id])), None)
     cause = "price" if contradiction is None else f"other {contradiction}"
     own, paid = metered.usd, found.billed[metered.instance_id]
@@ -398,7 +399,7 @@ def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None
         low, high = metered.price_bounds(hour.start - metered.offset, hour.end - metered.offset)
         beyond = to_decimal(billed.seconds - hour.own_seconds) / 3600
         least, most = sorted(hour.own_usd + beyond * usd for usd in (low, high))
-        slack = AGREED_SHARE * billed.usd + (high - low) * to_decimal(CLOCKS_APART_SECONDS) / 3600
+        slack = to_decimal(AGREED_SHARE) * billed.usd + (high - low) * to_decimal(CLOCKS_APART_SECONDS) / 3600
         if billed.seconds and max(least - billed.usd, billed.usd - most) > slack:
             wrong.append((hour, least, most))
     if not wrong:
@@ -436,9 +437,7 @@ def _render_lines(found: Reconciliation) -> Iterator[str]:
         yield f"    {cause:<18} {dollars(sum(parts, Decimal(0))):>12}  ({instances})"
     share = found.unexplained_share
     if share is not None:
-        limit = (
-            f"{'within' if Decimal(share) <= AGREED_SHARE else 'more than'} {format_percent(float(AGREED_SHARE), 0)}"
-        )
+        limit = f"{'within' if share <= AGREED_SHARE else 'more than'} {format_percent(AGREED_SHARE, 0)}"
         yield f"  unexplained: {format_percent(share, 2)} of the bill, {limit}"
     for part in found.parts:
         yield f"  · {part.instance_id}: {part.cause} {dollars(part.usd)}: {part.words}"

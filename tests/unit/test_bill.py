@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ebbflow.cost.bill import BillLine, RepeatFilter, normalise_tag, read_bill
 from ebbflow.cost.errors import BillError
+from tests.support.records import is_frozen, takes_names_only
 
 START = datetime(2026, 11, 20, 10, tzinfo=UTC).timestamp()
 ROW = {
@@ -414,3 +415,7 @@ def test_a_bill_may_have_a_tag_as_json_of_any_type(read: Callable[..., BillLine]
         "owner": "None",
         "on": "True",
     }
+
+
+def test_a_bill_line_takes_names_only_and_is_frozen() -> None:
+    assert takes_names_only(BillLine) and is_frozen(BillLine)

@@ -22,6 +22,7 @@ from ebbflow.cost.bill_matching import (
 )
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.ledger.pricing import PriceCurve
+from tests.support.records import is_frozen, takes_names_only
 from tests.support.timelines import WALL, GangLog, plan_event
 
 HOUR = 3600.0
@@ -510,3 +511,17 @@ def test_seconds_become_decimals_of_a_microsecond() -> None:
     assert to_decimal(0.1 + 0.2) == Decimal("0.3")
     assert to_decimal(1.0000004) == 1
     assert to_decimal(1.0000006) == Decimal("1.000001")
+
+
+@pytest.mark.parametrize(
+    ("record", "frozen"),
+    [
+        (PaidPiece, True),
+        (HourMatch, True),
+        (MeteredInstance, False),
+        (BilledHour, False),
+        (BilledInstance, False),
+    ],
+)
+def test_a_record_of_a_match_takes_names_only(record: type, frozen: bool) -> None:
+    assert takes_names_only(record) and is_frozen(record) is frozen
