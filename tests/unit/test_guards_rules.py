@@ -15,21 +15,24 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ebbflow.infra import process
-from ebbflow.infra.config.schema import GuardsConfig, RunConfig
+from ebbflow.infra.config.schema import GuardsConfig
 from ebbflow.infra.layout import commit_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import FROM_SCRATCH, open_generation, reachable_commits, record_permits
 from ebbflow.training.checkpoint.lineage import NO_PARENT
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
-from ebbflow.training.errors import CorruptCommit, NothingToRestore
+from ebbflow.training.errors import NothingToRestore
 from ebbflow.training.guards.guards import (
     Action,
+    Judgement,
     LossGuard,
+    LossScale,
     RobustWindow,
-    apply_overrides,
     find_divergent_ranks,
     weights_checksum,
 )
@@ -37,8 +40,9 @@ from ebbflow.training.guards.memory import (
     MemoryGrowthMonitor,
     is_out_of_memory,
 )
-from ebbflow.training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
+from ebbflow.training.guards.overrides import record_rewind, rewind_parent
 from ebbflow.training.launch.watch import resident_bytes
+from tests.support.rank_threads import call_in_process_group
 
 
 def test_the_window_is_median_and_mad_of_the_last_values() -> None:
@@ -60,6 +64,25 @@ def test_the_window_is_median_and_mad_of_the_last_values() -> None:
 def test_equal_values_make_no_spike_of_the_next_rounding() -> None:
     window = RobustWindow(10, [2.0] * 10)
     assert window.z_score(2.0001) < 1 < 8 < window.z_score(2.1)
+
+
+@pytest.mark.parametrize(
+    ("known", "value", "score"),
+    [
+        ([], 9.0, 0.0),
+        ([1.0, 2.0, 3.0, 4.0], 99.0, 0.0),  # less than half of the window
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 7.0, 4.0 / 1.4826),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 3.5, 0.5 / 1.4826),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 3.0, 0.0),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 1.0, 0.0),
+        ([-2.0] * 5, -1.0, 1.0 / 0.002),  # a thousandth of the median
+        ([0.0] * 5, 3e-12, 3.0),
+    ],
+)
+def test_the_score_of_a_value_is_its_robust_distance_above_the_median(
+    known: list[float], value: float, score: float
+) -> None:
+    assert RobustWindow(10, known).z_score(value) == pytest.approx(score, rel=1e-12)
 
 
 def judged(guard: LossGuard, losses: list[float]) -> list[str]:
@@ -92,6 +115,65 @@ def test_a_spike_is_left_out_and_not_remembered_and_a_fall_is_no_spike() -> None
     assert LossGuard(GuardsConfig()).judge(loss=1e9, gradient_norm=1.0, non_finite="").action is Action.STEP
 
 
+def test_a_spike_is_larger_than_its_limit() -> None:
+    losses = [1.0, 2.0, 3.0, 4.0, 5.0]
+    limit = RobustWindow(10, losses).z_score(9.0)
+    for spike_z, action in ((limit, Action.STEP), (math.nextafter(limit, 0.0), Action.SKIP)):
+        guard = LossGuard(GuardsConfig(spike="skip", spike_window_steps=10, spike_z=spike_z))
+        assert judged(guard, losses) == ["step"] * 5
+        assert guard.judge(loss=9.0, gradient_norm=1.0, non_finite="").action is action
+
+
+def test_the_reason_of_a_spike_has_its_figures() -> None:
+    guard = LossGuard(GuardsConfig(spike="skip", spike_window_steps=10, skips_in_a_row=1))
+    for step in (1.0, 2.0, 3.0, 4.0, 5.0):
+        guard.judge(loss=step, gradient_norm=2 * step, non_finite="")
+    known = guard.to_json()
+    reason = "loss 17.83 is 10.0 robust deviations (limit 8) above the median 3 of 5 steps"
+    judgement = guard.judge(loss=3.0 + 10 * 1.4826, gradient_norm=99.0, non_finite="")
+    assert judgement == Judgement(Action.SKIP, reason, finite=True)
+    judgement = guard.judge(loss=3.0, gradient_norm=6.0 + 100 * 2 * 1.4826, non_finite="")
+    reason = "gradient norm 302.5 is 100.0 robust deviations (limit 8) above the median 6 of 5 steps"
+    assert judgement == Judgement(Action.REWIND, f"{reason}, after 1 skipped steps in a row", finite=True)
+    assert guard.to_json() == known | {"skipped_in_a_row": 1}
+    assert guard.judge(loss=3.0, gradient_norm=6.0, non_finite="") == Judgement(Action.STEP)
+    assert guard.to_json()["gradient_norms"][-1] == 6.0 and guard.skipped_in_a_row == 0
+
+
+def test_a_guard_without_spikes_remembers_no_losses() -> None:
+    guard = LossGuard(GuardsConfig())
+    judged(guard, [1.0, 2.0])
+    assert guard.to_json() == {"losses": [], "gradient_norms": [], "skipped_in_a_row": 0}
+
+
+def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_at_an_overflow() -> None:
+    scale = LossScale()
+    assert scale.to_json() == {"value": 16.0, "good_steps": 0}
+    for good_steps in (*range(1, 2000), 0):
+        assert scale.update(overflow=False) == "" and scale.to_json()["good_steps"] == good_steps
+        assert scale.value == (16.0 if good_steps else 32.0)
+    scale.restore({"value": 32.0, "good_steps": 1999})
+    assert scale.update(overflow=True) == "float16 overflow in gradients; loss scale 32 → 16"
+    assert scale.to_json() == {"value": 16.0, "good_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("value", "overflow", "expected"),
+    [
+        (2.0**-14, True, 2.0**-14),
+        (2.0**-13, True, 2.0**-14),
+        (2.0**23, False, 2.0**24),
+        (2.0**24, False, 2.0**24),
+        (1.5 * 2.0**23, False, 2.0**24),
+    ],
+)
+def test_the_loss_scale_stays_between_its_limits(value: float, overflow: bool, expected: float) -> None:
+    scale = LossScale()
+    scale.restore({"value": value, "good_steps": 1999})
+    assert bool(scale.update(overflow=overflow)) is (value > expected)
+    assert scale.to_json() == {"value": expected, "good_steps": 0}
+
+
 def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> None:
     drawn = random.Random(3)
     losses = [drawn.choice([drawn.gauss(3.0, 0.2), math.nan, 9.0]) for _ in range(300)]
@@ -114,6 +196,12 @@ def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> No
         ([5, 6], 2, [0, 1], False),
         ([1, 2, 1, 2, 1, 3], 3, [5], True),  # two ranks hold a copy: only every second rank is compared
         ([1, 2, 3, 4], 1, [], True),
+        ([5, 5, 6, 6], 4, [0, 1, 2, 3], False),
+        ([5, 6, 7], 3, [0, 1, 2], False),
+        ([5, 6, 5, 5, 6], 5, [1, 4], True),
+        ([1, 9, 7, 2, 1, 2], 3, [1, 2], True),
+        ([1, 9, 2, 9, 3, 8], 3, [0, 2, 4, 5], False),
+        ([9, 1, 9, 2, 8, 3], 3, [1, 3, 4, 5], False),
     ],
 )
 def test_the_odd_rank_is_named_by_majority(sums: list[int], copies: int, odd: list[int], certain: bool) -> None:
@@ -133,6 +221,42 @@ def test_every_single_changed_bit_changes_the_sum() -> None:
                 assert weights_checksum(model) != before
                 bits[place] ^= 1 << bit
     assert weights_checksum(model) == before
+
+
+def test_the_checksum_of_weights_is_a_sum_of_bits_modulo_a_prime() -> None:
+    """In each tensor, the bits are added as integers of 4, 2 or 1 bytes."""
+    module = nn.Module()
+    values = [
+        (np.array([[1.5, -2.0]]), np.int32),
+        (np.array([[0.5, -3.0], [7.0, 1.0]], dtype=np.float32), np.int32),
+        (np.array([[1.0, -1.0, 0.25]], dtype=np.float16), np.int16),
+        (np.array([[3, 250]], dtype=np.uint8), np.uint8),
+        (np.zeros((0, 3), dtype=np.float32), np.int32),
+    ]
+    expected = 0
+    for number, (value, kind) in enumerate(values):
+        transposed = torch.from_numpy(value).T  # is not contiguous
+        module.register_parameter(f"p{number}", nn.Parameter(transposed, requires_grad=False))
+        if value.size:
+            expected = (expected * 1_000_003 + int(value.view(kind).sum(dtype=np.int64))) % (2**47 - 115)
+    assert weights_checksum(module) == expected + 1
+    assert weights_checksum(nn.Module()) == 1
+
+
+def test_the_checksum_of_a_shard_is_that_of_its_own_values() -> None:
+    weight = torch.arange(15.0).view(5, 3)
+
+    def shard_sum(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2,))
+        module = nn.Module()
+        sharded = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(sharded))
+        return weights_checksum(module)
+
+    parts = [nn.Linear(3, rows, bias=False) for rows in (3, 2)]
+    for part, value in zip(parts, weight.split(3), strict=True):
+        part.weight.data = value
+    assert call_in_process_group(2, shard_sum) == [weights_checksum(part) for part in parts]
 
 
 def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
@@ -215,31 +339,6 @@ def test_an_allocation_that_fails_is_out_of_memory() -> None:
     assert is_out_of_memory(real.value)
 
 
-def test_orders_hold_for_every_later_start_and_a_rewind_for_the_next_alone(tmp_path: Path) -> None:
-    store = Store.open(str(tmp_path))
-    assert read_overrides(store) == Overrides() and rewind_parent(store) is None
-    first = open_generation(store, run="run", attempt=0)
-    for rank in (0, 1):
-        record_split(store, generation=first.number, rank=rank, accumulation=4)
-    record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=80, sound=True)
-    ordered = Overrides(gradient_accumulation_steps=4, first_sample=80, rewinds=1)
-    assert read_overrides(store) == ordered == Overrides.from_json({**ordered.to_json(), "of_others": 1})
-    assert rewind_parent(store) is None, "there is no commit to go back to"
-    second = open_generation(store, run="run", attempt=1)
-    record_rewind(store, generation=second.number, rank=0, limit=3, first_sample=0, sound=False)
-    assert read_overrides(store) == ordered, "unequal weights are no rewind of the data"
-
-
-def test_an_order_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    store = Store.open(str(tmp_path))
-    record_split(store, generation=1, rank=0, accumulation=4)
-    [meta] = store.list("overrides")
-    store.put(meta.key, store.get(meta.key)[:20])
-    with pytest.raises(CorruptCommit, match=r"overrides/.*split.*: is no record .*fix: ") as raised:
-        read_overrides(store)
-    assert not raised.value.curable, "asking again does not mend it, and a node that waits is paid for"
-
-
 def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     first = open_generation(store, run="run", attempt=0)
@@ -264,10 +363,3 @@ def test_commits_whose_weights_may_differ_are_left_and_not_quarantined(tmp_path:
     assert (parent := rewind_parent(store)) == NO_PARENT
     assert open_generation(store, run="run", attempt=1, parent=parent).parent is None
     assert store.list("quarantine") == [] and reachable_commits(store) == []
-
-
-def test_a_job_is_never_given_fewer_micro_batches_than_it_asks_for() -> None:
-    config = RunConfig(training={"batch_size": 48, "gradient_accumulation_steps": 8})
-    for ordered, taken in ((None, 8), (4, 8), (24, 24)):
-        found = apply_overrides(config, Overrides(gradient_accumulation_steps=ordered))
-        assert found.training.gradient_accumulation_steps == taken
