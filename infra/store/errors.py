@@ -98,7 +98,7 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
         fix = f"AWS_REGION={region}" if region else f"AWS_REGION (aws s3api get-bucket-location --bucket {bucket})"
         return StoreMisconfigured, f"bucket {bucket!r} is in another region; fix: set {fix}"
     if code in _FULL_CODES or status in (413, 507):
-        answer = " ".join(filter(None, [f"HTTP {status}", code]))
+        answer = _status_and_code(status, code)
         return StoreFull, f"no space: the store is full ({answer}); fix: delete old jobs, or raise the quota"
     if code in _REFUSALS or code == "AccessDenied" or status in (401, 403):
         return StoreForbidden, _refusal(operation, bucket, code)
@@ -116,7 +116,7 @@ def _refusal(operation: str, bucket: str, code: str) -> str:
 def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
     host = _found(r"(https?://[^/\s\"?]+)", text) or "the store"
     if status == 429 or status >= 500:
-        answer = " ".join(filter(None, [f"HTTP {status}", code]))
+        answer = _status_and_code(status, code)
         tries = _found(r"after (\d+) retries", text)
         after = f" after {tries} retries" if tries else ""
         words = f"{host} has an internal error{after} ({answer}); fix: try again later, or ask the store's operator"
@@ -137,6 +137,11 @@ def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
     else:
         return StoreError, _first_sentence(text)
     return StoreUnavailable, words
+
+
+def _status_and_code(status: int, code: str) -> str:
+    words = [f"HTTP {status}" if status else "", code]
+    return " ".join(filter(None, words))
 
 
 def _first_sentence(text: str) -> str:

@@ -22,7 +22,6 @@ T = TypeVar("T")
 # Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore in older stores.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
-_LONGEST_PATH = 4096
 
 
 class HangGuard:
@@ -86,7 +85,7 @@ os.register_at_fork(after_in_child=HANG_GUARD.__init__)  # a forked child has no
 
 def open_regular(path: Path | str) -> int:
     """Open a regular file for reading and return the descriptor. Raise StoreError for other files, such as a FIFO."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise StoreError(f"{path}: not a regular file; fix: remove it")
@@ -108,7 +107,7 @@ class FolderBackend:
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}#{os.getpid()}{threading.get_ident()}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         descriptor = os.open(unfinished, flags, 0o600 if private else 0o666)
         try:
             try:
@@ -156,9 +155,10 @@ class FolderBackend:
         listing.
         """
         try:
-            return [found for found in self._walk(prefix) if found[0] > after]
-        except FileNotFoundError:
-            return [found for found in self._walk(prefix) if found[0] > after] if self._path(prefix).exists() else []
+            found = [*self._walk(prefix)]
+        except FileNotFoundError:  # a folder was deleted meanwhile
+            found = [*self._walk(prefix)]
+        return [entry for entry in found if entry[0] > after]
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int, float]]:
         top = self._path(prefix)
@@ -184,8 +184,7 @@ class FolderBackend:
                             continue
                         raise
                     if stat.S_ISDIR(found.st_mode):
-                        if len(key) < _LONGEST_PATH:
-                            pending.append((entry.path, key, above | {identity}))
+                        pending.append((entry.path, key, above | {identity}))
                     elif stat.S_ISREG(found.st_mode):
                         yield key, found.st_size, found.st_mtime
 
@@ -199,7 +198,7 @@ class FolderBackend:
 def sync_folders(folder: Path, root: Path) -> None:
     """Sync `folder` and each folder above it up to `root`, so that a crash does not lose the name of a new file."""
     for each in (folder, *folder.parents):
-        descriptor = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(each, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
