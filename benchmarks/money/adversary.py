@@ -1,12 +1,33 @@
-"""Admitted jobs on the virtual AWS Batch under an adversary that watches the job and strikes where it hurts most."""
+"""Admitted jobs on the virtual AWS Batch under an adversary that watches the job and strikes where it hurts most.
+
+`adversarial_job` draws a job and an adversary. `tight_job` needs no luck: it gives a job the tightest limit with which
+the rule still admits it or still starts it on Spot, and plays the worst course against it. The job then ends exactly at
+its limit, so a reserve that is too small by any term breaks the limit.
+"""
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Run, VirtualBatch, planned
+from benchmarks.money.virtual_batch import (
+    BEGAN_UTC,
+    BOTH,
+    HOUR,
+    Adversary,
+    Run,
+    Strike,
+    VirtualBatch,
+    planned,
+    shipped_catalogue,
+)
+from ebbflow.cost.capacity import AttemptHistory, choose_placement
+from ebbflow.cost.errors import PlacementError
+from ebbflow.cost.plan.guarantee import DECIDE_HOURS
 from ebbflow.cost.plan.plan import make_plan
+from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.config.schema import RunConfig
 
 
@@ -18,6 +39,7 @@ class Verdict:
     over_usd: float
     over_minutes: float
     strikes: int
+    moves: int = 0  # attempts on Spot that left for on-demand
 
 
 class Watcher:
@@ -28,15 +50,13 @@ class Watcher:
         self._patience_hours = draw.choice([0.0, 0.0, 0.3, 1.5])
         self._kind = draw.choice(["fail", "reclaim", "both"])
         self._before_commit = draw.random() < 0.7
-        self.strikes = 0
 
-    def __call__(self, run: Run) -> str:
+    def __call__(self, run: Run) -> Strike | None:
         if (run.now - run.started) / HOUR < self._patience_hours or run.restarts > 40:
-            return ""
+            return None
         if self._before_commit and run.uncommitted_hours < 0.9 * self._interval_hours:
-            return ""
-        self.strikes += 1
-        return self._draw.choice(["fail", "reclaim"]) if self._kind == "both" else self._kind
+            return None
+        return Strike(self._draw.choice(["fail", "reclaim"]) if self._kind == "both" else self._kind)
 
 
 def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
@@ -60,15 +80,137 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     length = draw.choice([1, 3, 20, 60])
     up = [up for _ in range(400) for up in [bool(draw.getrandbits(1))] * length]
     skew = draw.choice([0.0, -1800.0])
-    watcher = Watcher(draw, usual.case.interval_hours)
-    course = VirtualBatch(
+    batch = VirtualBatch(
         up if draw.random() < 0.5 else [True],
         seed=seed,
-        adversary=watcher,
+        adversary=Watcher(draw, usual.case.interval_hours),
         slowest=True,
         clock=lambda second: second + (skew if second > HOUR else 0.0),
-    ).run(config)
-    end = float("inf") if course.finished is None else course.finished / HOUR
-    over = max(0.0, course.usd - limits["budget_usd"])
-    late = max(0.0, end - limits["deadline_hours"])
-    return Verdict(late, over, 60 * over / usual.gang_usd_per_hour, watcher.strikes)
+    )
+    return _judge(batch, config, usual.gang_usd_per_hour)
+
+
+def _judge(batch: VirtualBatch, config: RunConfig, usd_per_hour: float) -> Verdict:
+    course = batch.run(config)
+    end = math.inf if course.finished is None else course.finished / HOUR
+    late = 0.0 if config.cost.deadline_hours is None else max(0.0, end - config.cost.deadline_hours)
+    over = 0.0 if config.cost.budget_usd is None else max(0.0, course.usd - config.cost.budget_usd)
+    return Verdict(late, over, 60 * over / usd_per_hour, course.strikes, course.moves)
+
+
+@dataclass
+class FailOnce:
+    """An adversary that fails the ranks once: at their first step, or just before their first commit."""
+
+    before_commit: bool
+    hang_seconds: float
+    struck: bool = False
+
+    def __call__(self, run: Run) -> Strike | None:
+        if self.struck:
+            return None
+        self.struck = True
+        lost_seconds = run.interval_hours * HOUR + self.hang_seconds if self.before_commit else 0.0
+        return Strike("fail", lost_seconds)
+
+
+@dataclass
+class LastMoment:
+    """An adversary that stalls the ranks until the reserve alone is left, and then strikes with the most to lose.
+
+    kind: "reclaim" (the ranks hang when a commit is all but durable, and the machine is lost), "leave" (the attempt has
+    to leave of itself) or "fail" (the ranks fail as late as they may start again, and then "leave").
+    """
+
+    kind: str
+    hang_seconds: float
+
+    def __call__(self, run: Run) -> Strike | None:
+        if self.kind == "fail":
+            self.kind = "leave"
+            return Strike("fail", _longest(run.restarts_after))
+        stall = _longest(run.stays_after)
+        if self.kind == "leave":
+            return Strike("stall", stall + 0.01)
+        return Strike("reclaim", stall + run.interval_hours * HOUR + self.hang_seconds)
+
+
+def _longest(allowed: Callable[[float], bool]) -> float:
+    """Return the most seconds that are allowed; 0 if none are."""
+    return _bisect(lambda seconds: not allowed(seconds), 0.0, 30 * 24 * HOUR, 1e-3)[0]
+
+
+def _bisect(enough: Callable[[float], bool], low: float, high: float, width: float) -> tuple[float, float]:
+    """Narrow an interval until it is at most `width` long. `enough` is false at its lower and true at its upper end."""
+    while high - low > width:
+        middle = (low + high) / 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class TightCase:
+    """A course of a job whose deadline or budget is as tight as the rule allows.
+
+    Attributes:
+        limit: "deadline_hours" or "budget_usd", of which the tightest is sought. The other one is ample.
+        adversary: Function that makes the adversary from `survival.hang_floor_seconds`; None if no strike is needed.
+        queues: The queues.
+        admission: Whether the limit is the tightest that is admitted. Otherwise the first attempt must be on Spot.
+        late_containers: As of `VirtualBatch`. Otherwise Spot capacity comes a second before the first wait ends.
+    """
+
+    limit: str
+    adversary: Callable[[float], Adversary] | None = None
+    queues: Mapping[str, QueueState] = field(default_factory=lambda: BOTH)
+    admission: bool = False
+    late_containers: bool = False
+
+    def tightest(self, config: RunConfig) -> float:
+        """Return the tightest limit, a bit more than which is needed."""
+        width = 1 / HOUR if self.limit == "deadline_hours" else 1e-4
+        most = getattr(config.cost, self.limit)
+        return _bisect(lambda limit: self._suffices(_with_limit(config, self.limit, limit)), 0.0, most, width)[1]
+
+    def _suffices(self, config: RunConfig) -> bool:
+        if self.admission:
+            plan = make_plan(config, now_utc=BEGAN_UTC, catalogue=shipped_catalogue(), queues=self.queues)
+            return plan.refusal is None
+        try:
+            first = choose_placement(
+                config,
+                plan=planned(config, BEGAN_UTC),
+                history=AttemptHistory(),
+                queues=self.queues,
+                now_utc=BEGAN_UTC,
+                catalogue=shipped_catalogue(),
+            )
+        except PlacementError:
+            return False
+        return first.market == "spot" and first.fallback is not None
+
+
+def _with_limit(config: RunConfig, name: str, limit: float) -> RunConfig:
+    return config.changed("cost", **{name: limit})
+
+
+def tight_job(config: RunConfig, case: TightCase) -> Verdict:
+    """Run a job of ample limits on Spot, with the limit of the case as tight as the rule allows."""
+    tight = _with_limit(config, case.limit, case.tightest(config))
+    wait_seconds = DECIDE_HOURS * HOUR - 1.0
+    by_deadline = case.limit == "deadline_hours"
+    batch = VirtualBatch(
+        [not by_deadline or case.late_containers, True],
+        gap_seconds=wait_seconds,
+        step_seconds=10.0,
+        adversary=None if case.adversary is None else case.adversary(config.survival.hang_floor_seconds),
+        slowest=True,
+        late_containers=case.late_containers,
+        first_second=wait_seconds if case.admission else 0.0,
+        queues=case.queues,
+    )
+    usual = next(one for one in planned(config, BEGAN_UTC).ranked if one.market == "on_demand")
+    return _judge(batch, tight, usual.gang_usd_per_hour)

@@ -8,18 +8,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placement, read_attempts, with_placement
+from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.candidates import JobProgress
-from ebbflow.cost.plan.forecast import ForecastInputs
+from ebbflow.cost.plan.guarantee import busy_hours, start_hours
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_ATTEMPT, PLACED, Event
-from ebbflow.infra.terms import Fallback, Terms
+from ebbflow.infra.terms import Fallback
 
 HOUR = 3600.0
 BEGAN_UTC = 1_800_000_000.0  # of every job
@@ -38,6 +40,9 @@ def queues(*states: QueueState) -> dict[str, QueueState]:
 BOTH = queues(queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
 
 
+shipped_catalogue = cache(load_catalogue)
+
+
 def planned(
     config: RunConfig,
     now_utc: float,
@@ -49,7 +54,7 @@ def planned(
     """Plan the rest of a job that began at `BEGAN_UTC`, at the static table's prices unless others are given."""
     done = round(config.training.max_steps * share_done)
     progress = JobProgress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
-    return make_plan(config, now_utc=now_utc, progress=progress, prices=prices)
+    return make_plan(config, now_utc=now_utc, catalogue=shipped_catalogue(), progress=progress, prices=prices)
 
 
 def attempt(cause: Cause, stopped: float, started: float | None, job_id: str = "", *, nodes: int = 1) -> BatchAttempt:
@@ -101,7 +106,14 @@ def placed_now(
     """Place the next attempt at second `at` of the job, and record it."""
     plan = planned(config, BEGAN_UTC + at, share_done=share_done, spent_usd=spent_usd)
     history = read_attempts(log.events)
-    placement = choose_placement(config, plan=plan, history=history, queues=where or BOTH, now_utc=BEGAN_UTC + at)
+    placement = choose_placement(
+        config,
+        plan=plan,
+        history=history,
+        queues=where or BOTH,
+        now_utc=BEGAN_UTC + at,
+        catalogue=shipped_catalogue(),
+    )
     log.placed(placement, at + 0.01)
     return placement
 
@@ -112,6 +124,8 @@ class Course:
 
     finished: float | None = None
     usd: float = 0.0
+    moves: int = 0  # attempts on Spot that left it for on-demand, or for a reservation
+    strikes: int = 0  # of the adversary
     decisions: list[tuple[float, Placement, float]] = field(default_factory=list)
     spent_before: list[float] = field(default_factory=list)
     log: JobLog = field(default_factory=JobLog)
@@ -128,13 +142,26 @@ class Run:
     placement: Placement
     started: float
     now: float
-    kept_hours: float
     uncommitted_hours: float
+    interval_hours: float  # work between two commits
     restarts: int
+    stays_after: Callable[[float], bool]  # whether the attempt may stay after so many more seconds without a step
+    restarts_after: Callable[[float], bool]  # whether its ranks may start again if they fail after so many seconds
 
 
-Adversary = Callable[[Run], str]
-"""Called at each step of an attempt on Spot. It answers "", "fail" (ranks start again) or "reclaim"."""
+@dataclass(frozen=True)
+class Strike:
+    """An adversary's strike on an attempt on Spot: its ranks stall for `seconds`, then `kind` happens.
+
+    kind: "stall" (they go on), "fail" (they start again from the last commit) or "reclaim" (the machine is lost).
+    """
+
+    kind: str
+    seconds: float = 0.0
+
+
+Adversary = Callable[[Run], Strike | None]
+"""Called at each step of an attempt on Spot."""
 
 
 @dataclass
@@ -148,7 +175,9 @@ class VirtualBatch:
         up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.
         step_seconds: Time between two questions within an attempt.
         adversary: None reclaims an attempt only when capacity ends.
-        slowest: On-demand starts take the whole stated limit.
+        slowest: All takes as long as it may: starts on demand, the last save of each attempt, failures on demand.
+        late_containers: Containers on Spot are made a second before the last moment that the placement allows.
+        first_second: Time between the admission of the job and its first placement.
         clock: Returns the launcher's clock, given the true second.
         queues, prices: The queues, and the prices of the plans.
         capacity: Like `up`, by name of a queue; `up` holds for the other Spot queues.
@@ -160,6 +189,8 @@ class VirtualBatch:
     step_seconds: float = 60.0
     adversary: Adversary | None = None
     slowest: bool = False
+    late_containers: bool = False
+    first_second: float = 0.0
     clock: Callable[[float], float] = float
     queues: Mapping[str, QueueState] = field(default_factory=lambda: BOTH)
     prices: PriceSource | None = None
@@ -177,94 +208,157 @@ class VirtualBatch:
 
     def run(self, config: RunConfig) -> Course:
         """Place, run, lose and place again until the job is done or ten times its deadline has passed."""
-        course, draw, now, done = Course(), random.Random(self.seed), 0.0, 0.0
+        course = Course()
+        draw = random.Random(self.seed)
+        now = self.first_second
+        share_done = 0.0
         whole = planned(config, BEGAN_UTC, prices=self.prices).ranked[0].case.work_hours
         limit = 10 * (config.cost.deadline_hours or 1000.0) * HOUR
         while now < limit and course.finished is None:
             # Each decision is made by a new process, which knows only what is in the store.
             course.log.events = [Event.from_json(one.to_json()) for one in course.log.events]
-            share = min(1.0, done / whole)
             history = read_attempts(course.log.events)
             believed = history.latest_utc(BEGAN_UTC + self.clock(now))
-            plan = planned(config, believed, share_done=share, spent_usd=course.usd, prices=self.prices)
-            placement = choose_placement(config, plan=plan, history=history, queues=self.queues, now_utc=believed)
+            plan = planned(config, believed, share_done=share_done, spent_usd=course.usd, prices=self.prices)
+            placement = choose_placement(
+                config,
+                plan=plan,
+                history=history,
+                queues=self.queues,
+                now_utc=believed,
+                catalogue=shipped_catalogue(),
+            )
             course.log.placed(placement, now + 0.01)
             course.spent_before.append(course.usd)
-            course.decisions.append((now, placement, whole - done))
-            terms = replace(
-                with_placement(plan, placement).terms(spent_usd=course.usd),
-                fallback=placement.fallback and Fallback(**placement.fallback),
-            )
-            pool = with_placement(plan, placement).ranked[0]
-            price = pool.gang_usd_per_hour + pool.transfer_usd / pool.paid_hours
-            now, done = self._attempt(placement, course, draw, now, done, whole, pool.case, terms, plan.steps, price)
+            course.decisions.append((now, placement, (1 - share_done) * whole))
+            attempt = _Attempt(self, course, with_placement(plan, placement), placement, now)
+            now, kept_share = attempt.run(draw)
+            share_done += kept_share * (1 - share_done)
         return course
 
-    def _attempt(
-        self,
-        placement: Placement,
-        course: Course,
-        draw: random.Random,
-        now: float,
-        done: float,
-        whole: float,
-        case: ForecastInputs,
-        terms: Terms,
-        steps: int,
-        price: float,
-    ) -> tuple[float, float]:
-        waits, spot = placement.runnable_seconds, placement.market == "spot"
-        begins = case.wait_hours * HOUR  # of a reservation
-        delay = waits if self.slowest else begins + draw.uniform(0, waits - begins)
-        start = self.next_change(now, True, placement.queue) if spot else now + delay
-        job = f"job-{now}"
-        if start > now + waits:
-            course.log.told("never_started", placement, now + waits, started=None, job_id=job)
-            return now + waits, done
-        startup = max(case.fixed_lost_hours, case.start_hours)
-        lost = self.next_change(start, False, placement.queue) if spot else float("inf")
-        if not spot:
-            end = start + (startup + whole - done) * HOUR
-            course.usd += (end - start) / HOUR * price
-            course.log.told("ended", placement, end, started=start, job_id=job)
-            course.finished = end
-            return end, whole
-        at, trained, commit, restarts = start + startup * HOUR, 0.0, 0.0, 0
-        spent, left = course.usd, whole - done
 
-        def ended(cause: Cause, end: float, kept: float) -> tuple[float, float]:
-            course.usd = spent + (end - start) / HOUR * price
-            course.log.told(cause, placement, end, started=start, job_id=job)
-            return end, done + kept
+class _Attempt:
+    """One attempt of a job. Times in seconds from the job's beginning, work in hours of the attempt's pool."""
 
+    def __init__(self, batch: VirtualBatch, course: Course, plan: Plan, placement: Placement, placed: float) -> None:
+        self._batch = batch
+        self._course = course
+        self._placement = placement
+        self._placed = placed
+        self._pool = plan.ranked[0]
+        self._steps = plan.steps
+        fallback = placement.fallback and Fallback(**placement.fallback)
+        self._terms = replace(plan.terms(spent_usd=course.usd), fallback=fallback)
+        self._usd_per_hour = self._pool.gang_usd_per_hour + self._pool.transfer_usd / self._pool.paid_hours
+        self._save_seconds = plan.reserve_seconds if batch.slowest else 0.0
+        self._work = self._pool.case.work_hours
+        self._spent_before = course.usd
+        # On Spot: the start of the container, the time now, the work that is done and committed, and the restarts.
+        self._start = placed
+        self._at = placed
+        self._trained = 0.0
+        self._committed = 0.0
+        self._restarts = 0
+
+    def run(self, draw: random.Random) -> tuple[float, float]:
+        """Run the attempt. Return the second of its end, and the share of the remaining work that it did."""
+        waits = self._placement.runnable_seconds
+        if self._placement.market != "spot":
+            begins = self._pool.case.wait_hours * HOUR  # of a reservation
+            delay = waits if self._batch.slowest else begins + draw.uniform(0, waits - begins)
+            return self._run_on_demand(self._placed + delay)
+        start = self._batch.next_change(self._placed, True, self._placement.queue)
+        if start > self._placed + waits:
+            return self._end("never_started", self._placed + waits, None, 0.0)
+        if self._batch.late_containers and self._placement.start_by_utc is not None:
+            start = self._placement.start_by_utc - BEGAN_UTC - 1.0
+        return self._run_on_spot(start)
+
+    def _run_on_demand(self, start: float) -> tuple[float, float]:
+        hours = start_hours(self._pool) + self._work
+        if self._batch.slowest:
+            hours = busy_hours(self._pool)
+            self._course.usd += self._pool.storage_usd
+        end = start + hours * HOUR + self._save_seconds
+        self._course.usd += (end - start) / HOUR * self._usd_per_hour
+        self._course.finished = end
+        return self._end("ended", end, start, self._work)
+
+    def _end(self, cause: Cause, end: float, start: float | None, kept: float) -> tuple[float, float]:
+        self._course.log.told(cause, self._placement, end, started=start, job_id=f"job-{self._placed}")
+        return end, kept / self._work if self._work else 1.0
+
+    def _end_on_spot(self, cause: Cause, end: float, kept: float) -> tuple[float, float]:
+        self._course.usd = self._usd_at(end)
+        return self._end(cause, end, self._start, kept)
+
+    def _usd_at(self, second: float) -> float:
+        return self._spent_before + (second - self._start) / HOUR * self._usd_per_hour
+
+    def stays_after(self, seconds: float) -> bool:
+        """Return whether the attempt may stay after so many more seconds without a step."""
+        return self._why_leave(seconds, self._trained, restart=False) == ""
+
+    def restarts_after(self, seconds: float) -> bool:
+        """Return whether the ranks may start again if they fail after so many more seconds."""
+        return self._why_leave(seconds, self._committed, restart=True) == ""
+
+    def _why_leave(self, seconds: float, work: float, *, restart: bool) -> str:
+        second = self._at + seconds
+        steps = round((self._work - work) / self._work * self._steps)
+        spent = self._usd_at(second)
+        return self._terms.why_leave(steps, spent_usd=spent, now_utc=BEGAN_UTC + second, restart=restart)
+
+    def _run_on_spot(self, start: float) -> tuple[float, float]:
+        adversary = self._batch.adversary
+        interval = self._pool.case.interval_hours
+        startup_seconds = start_hours(self._pool) * HOUR
+        lost = self._batch.next_change(start, False, self._placement.queue)
+        self._start = start
+        self._at = start + startup_seconds
         while True:
-            if lost <= at:
+            if lost <= self._at:
                 # Half a commit interval is redone in the mean; with an adversary, all since the last commit.
-                kept = commit if self.adversary else max(0.0, trained - case.interval_hours / 2)
-                return ended("reclaimed", lost, kept)
-            if trained >= left:
-                course.finished = at
-                return ended("ended", at, left)
-            remaining = round((left - trained) / left * steps)
-            paid, utc = spent + (at - start) / HOUR * price, BEGAN_UTC + at
-            if terms.why_leave(remaining, spent_usd=paid, now_utc=utc):
-                return ended("unknown", at, trained)
-            seen = Run(placement, start, at, commit, trained - commit, restarts)
-            answer = self.adversary(seen) if self.adversary else ""
-            if answer == "reclaim":
-                return ended("reclaimed", at, commit)
-            if answer == "fail":
-                remaining = round((left - commit) / left * steps)
-                if terms.why_leave(remaining, spent_usd=paid, now_utc=utc, restart=True):
-                    return ended("unknown", at, commit)
-                trained, restarts = commit, restarts + 1
-                at += startup * HOUR
+                kept = self._committed if adversary else max(0.0, self._trained - interval / 2)
+                return self._end_on_spot("reclaimed", lost, kept)
+            if self._trained >= self._work:
+                self._course.finished = self._at + self._save_seconds
+                return self._end_on_spot("ended", self._course.finished, self._work)
+            if not self.stays_after(0.0):
+                self._course.moves += 1
+                return self._end_on_spot("unknown", self._at + self._save_seconds, self._trained)
+            strike = None if adversary is None else adversary(self._seen())
+            if strike is not None:
+                self._course.strikes += 1
+                self._at += strike.seconds
+                if strike.kind == "reclaim":
+                    return self._end_on_spot("reclaimed", self._at, self._committed)
+                if strike.kind == "fail":
+                    if not self.restarts_after(0.0):
+                        self._course.moves += 1
+                        return self._end_on_spot("unknown", self._at, self._committed)
+                    self._trained = self._committed
+                    self._restarts += 1
+                    self._at += startup_seconds
                 continue
-            step = min(self.step_seconds / HOUR, left - trained)
-            if lost < at + step * HOUR:
-                trained += (lost - at) / HOUR
-                at = lost
+            step = min(self._batch.step_seconds / HOUR, self._work - self._trained)
+            if lost < self._at + step * HOUR:
+                self._trained += (lost - self._at) / HOUR
+                self._at = lost
                 continue
-            at, trained = at + step * HOUR, trained + step
-            if trained - commit >= case.interval_hours - 1e-9:
-                commit = trained
+            self._at += step * HOUR
+            self._trained += step
+            if self._trained - self._committed >= interval - 1e-9:
+                self._committed = self._trained
+
+    def _seen(self) -> Run:
+        return Run(
+            placement=self._placement,
+            started=self._start,
+            now=self._at,
+            uncommitted_hours=self._trained - self._committed,
+            interval_hours=self._pool.case.interval_hours,
+            restarts=self._restarts,
+            stays_after=self.stays_after,
+            restarts_after=self.restarts_after,
+        )

@@ -2,18 +2,21 @@
 
 On-demand capacity is the last resort. An on-demand job is assumed to start within D = `batch.runnable_minutes` of its
 submission, to keep its machines, and to run at the planned speed and price. Let w be the remaining hours of work, d the
-hours that a start takes, I the hours between two commits, wait the hours of waiting for Spot capacity, and P the hourly
-price of all nodes. Each option then needs:
+hours that a start takes, s the longest time of a save, I the hours of work that losing the machine would undo, wait the
+hours of waiting for Spot capacity, and P the hourly price of all nodes. Each option then needs:
 
-    finish on demand      D + d + w hours                   (d + w) · P_on_demand dollars
-    keep on Spot          D + d + I + w hours               (d + I + w) · P_on_demand dollars
-    start on Spot         keep + wait + d hours             keep + (2 d + I) · P_spot dollars
+    finish on demand      D + d + w + s hours               (d + w + s) · P_on_demand dollars
+    keep on Spot          finish + max(I, s) hours          finish + I · P_on_demand + s · P_spot dollars
+    start on Spot         keep + wait + 2 d hours           keep + (2 d + I) · P_spot dollars
 
 A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
 the remaining hours and dollars cover the row "start on Spot". The job moves to on-demand when the remaining hours or
-dollars no longer exceed the row "keep on Spot" (`ebbflow.infra.terms.Fallback`). I covers the work that losing the
-machine would undo. The second d in the row "start on Spot" covers one restart of the ranks on the same machine. All
-dollar amounts include the price of a last checkpoint.
+dollars no longer exceed the row "keep on Spot" (`ebbflow.infra.terms.Fallback`). An attempt on Spot ends by a loss of
+the machine, which undoes I, or by a last save, never by both.
+
+With 2 d, an attempt may stay although its container is made as late as `Placement.start_by_utc` allows, or although its
+ranks fail at their first step and start again. The dollars 2 d + I on Spot pay for two starts of the ranks and for the
+work between them that a failure undoes.
 """
 
 import math
@@ -36,9 +39,13 @@ def start_hours(one: Candidate) -> float:
     return max(one.case.fixed_lost_hours, one.case.start_hours)
 
 
-def undone_hours(config: RunConfig, one: Candidate) -> float:
-    """Return the most hours of work that an interruption can undo: a checkpoint interval plus hang detection time."""
-    return one.case.interval_hours + config.survival.hang_floor_seconds / 3600
+def undone_hours(config: RunConfig, spot: Candidate, last_resort: Candidate) -> float:
+    """Return the most hours that an interruption on Spot costs on demand: a checkpoint interval, and hang detection.
+
+    If the last resort is slower than Spot, it takes longer to redo the steps of the interval.
+    """
+    slowdown = max(1.0, last_resort.step_seconds / spot.step_seconds)
+    return spot.case.interval_hours * slowdown + config.survival.hang_floor_seconds / 3600
 
 
 def delay_hours(config: RunConfig) -> float:
@@ -81,13 +88,13 @@ def _save_hours(config: RunConfig) -> float:
 def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
     """Return the hours that a job can wait for Spot and still finish on demand in time; negative if it is too late."""
     slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
-    start = 2 * start_hours(spot) + undone_hours(config, spot) + slower
-    return hours_left - finish_hours(config, last_resort) - start
+    leave = max(undone_hours(config, spot, last_resort), _save_hours(config))
+    return hours_left - finish_hours(config, last_resort) - 2 * start_hours(spot) - leave - slower
 
 
 def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
     """Return the dollars left over if a start on Spot fails and the job finishes on demand; negative for a deficit."""
-    undone = undone_hours(config, spot)
+    undone = undone_hours(config, spot, last_resort)
     lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
     return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
 
@@ -101,17 +108,20 @@ def make_fallback(
         steps: Number of remaining steps. All of them are assumed to take equally long.
         begin_utc: Unix time at which the last resort begins, if it is a reservation.
     """
-    save, price = _save_hours(config), last_resort.gang_usd_per_hour
-    fixed = start_hours(last_resort) + undone_hours(config, spot) + save
+    save = _save_hours(config)
+    price = last_resort.gang_usd_per_hour
+    undone = undone_hours(config, spot, last_resort)
+    finish = start_hours(last_resort) + save
+    on_demand_usd = (finish + undone) * price + last_resort.storage_usd + last_resort.transfer_usd
     step_hours = (busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
     return Fallback(
         begin_utc=begin_utc,
         end_utc=last_resort.ends_utc,
-        seconds=3600 * (delay_hours(config) + fixed),
+        seconds=3600 * (delay_hours(config) + finish + max(undone, save)),
         restart_seconds=3600 * start_hours(spot),
         restart_usd=start_hours(spot) * spot.gang_usd_per_hour,
         step_seconds=3600 * step_hours,
-        usd=fixed * price + save * spot.gang_usd_per_hour + last_resort.storage_usd + last_resort.transfer_usd,
+        usd=on_demand_usd + save * spot.gang_usd_per_hour,
         step_usd=step_hours * price,
     )
 
