@@ -164,7 +164,7 @@ def _find_parent_step(events: list[Event]) -> int:
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """Return the number of the generation that wrote the parent commit; None if there is none, or it cannot be found.
+    """Return the number of the generation that wrote the parent commit; None if there is none or it is unknown.
 
     The commit's key contains the number. If no key is recorded, use the newest earlier generation that executed the
     commit's step.

@@ -275,7 +275,7 @@ def _count_redone_steps(events: Sequence[Event], generations: dict[int, Recorded
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
     recorded = {number: one.parent_step for number, one in generations.items()}
     for generation, step in executed:
-        recorded[generation] = max(step, recorded.get(generation, 0))
+        recorded[generation] = max(step, recorded[generation])
     for event in events:
         if event.name == NODE_HEARTBEAT and (last := event.data.get("trained")) and event.generation in generations:
             executed |= {(event.generation, step) for step in range(recorded[event.generation] + 1, last + 1)}
