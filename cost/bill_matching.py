@@ -89,7 +89,7 @@ class MeteredInstance:
         total, reached = 0.0, start
         for piece in sorted(self.pieces, key=lambda piece: piece.start):
             total += max(0.0, min(piece.end, end) - max(piece.start, reached))
-            reached = max(reached, min(piece.end, end))
+            reached = max(reached, piece.end)
         return total
 
     def price_bounds(self, start: float, end: float) -> tuple[Decimal, Decimal]:

@@ -211,7 +211,7 @@ def test_meter_instances_has_the_nodes_pauses_and_minimum_charge_of_each_instanc
     ended_node(first, 200.0)
     second = GangLog(2, 1300.0, [[0]], machines=[{**machine, "uptime_seconds": 400.0}])
     second.heartbeat(0, 50.0)
-    short = GangLog(3, 5000.0, [[0]], machines=[{"instance_id": "i-two", "uptime_seconds": 10.0}])
+    short = GangLog(3, 500.0, [[0]], machines=[{"instance_id": "i-two", "uptime_seconds": 10.0}])
     ended_node(short, 30.0)
     nameless = GangLog(4, 9000.0, [[0]])
     ended_node(nameless, 30.0)
@@ -226,7 +226,7 @@ def test_meter_instances_has_the_nodes_pauses_and_minimum_charge_of_each_instanc
     on_demand = Decimal("0.002")  # dollars per second, twice the price of Spot
     assert one.usd == (200 + 100) * on_demand + 50 * Decimal("0.001")
     spans = [(paid.start - WALL, paid.end - WALL, paid.usd is None) for paid in two.pieces]
-    assert spans == [(5000, 5030, True), (5030, 5050, False)]
+    assert spans == [(500, 530, True), (530, 550, False)]
     assert (two.market, two.lost_ends, two.usd) == ("spot", 0, Decimal("0.05"))
 
 
