@@ -80,10 +80,11 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     length = draw.choice([1, 3, 20, 60])
     up = [up for _ in range(400) for up in [bool(draw.getrandbits(1))] * length]
     skew = draw.choice([0.0, -1800.0])
+    watcher = Watcher(draw, usual.case.interval_hours)
     batch = VirtualBatch(
         up if draw.random() < 0.5 else [True],
         seed=seed,
-        adversary=Watcher(draw, usual.case.interval_hours),
+        adversary=watcher,
         slowest=True,
         clock=lambda second: second + (skew if second > HOUR else 0.0),
     )
@@ -126,6 +127,8 @@ class LastMoment:
     hang_seconds: float
 
     def __call__(self, run: Run) -> Strike | None:
+        if run.placement.fallback is None:
+            return None
         if self.kind == "fail":
             self.kind = "leave"
             return Strike("fail", _longest(run.restarts_after))
