@@ -99,7 +99,8 @@ def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
 ) -> None:
     monkeypatch.setattr(child_module, "STOPPED_SECONDS", 0.5)
     program = f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), signal.SIGSTOP)\nos._exit(7)"
-    assert FlowProcess().run([sys.executable, "-c", program]) == code
+    flow = FlowProcess()
+    assert [flow.run([sys.executable, "-c", program]) for _ in range(2)] == [code, code], "each run anew"
 
 
 def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:
