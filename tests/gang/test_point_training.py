@@ -77,12 +77,12 @@ def test_the_average_is_the_formula_and_an_evaluation_leaves_the_weights_as_they
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Four steps with an average, and the best two commits by coverage."""
-    best = {"metric": "coverage", "mode": "max", "count": 2}
+    """Four steps with an average, each with a commit, of which the last and the highest chamfer distance are kept."""
+    best = {"metric": "chamfer", "mode": "max", "count": 1}
     config = config_of(
         tmp_path_factory.mktemp("averaged"),
-        training={"ema": 0.5},
-        checkpoint={"interval_steps": 2, "keep_last": 1, "keep_best": best},
+        training={"ema": 0.5, "evaluation_interval_steps": 1},
+        checkpoint={"interval_steps": 1, "keep_last": 1, "keep_best": best},
     )
     assert run_alone(config, "averaged").step == 4
     return config
@@ -108,10 +108,13 @@ def test_the_best_commits_by_an_own_metric_are_kept_and_the_report_has_metrics_a
     trained: RunConfig,
 ) -> None:
     store = job_store(trained, "averaged")
-    assert sorted(commits_of(trained, "averaged")) == [2, 4], "the last, and the best that was measured"
     events = read_events(store)
     evaluations = [event for event in events if event.name == "evaluation"]
-    assert [event.step for event in evaluations] == [2, 4]
+    distances = {event.step: event.data["metrics"]["chamfer"] for event in evaluations}
+    assert list(distances) == [1, 2, 3, 4]
+    highest, lowest = max(distances, key=distances.get), min(distances, key=distances.get)
+    assert 4 != highest != lowest, "the newest or the lowest would be kept by another rule"
+    assert sorted(commits_of(trained, "averaged")) == [highest, 4]
     picture = evaluations[-1].data["pictures"]["clouds"]
     page = render(build_report(events))
     assert f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}" in page

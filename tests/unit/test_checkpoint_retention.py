@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.infra.config.schema import CheckpointConfig
 from ebbflow.infra.errors import StoreError, StoreForbidden, StoreFull
 from ebbflow.infra.layout import (
     TOMBSTONE_TAGS,
@@ -41,8 +42,10 @@ from ebbflow.training.checkpoint.retention import (
     finish_deletions,
     metric_at_step,
 )
+from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import seal, unseal
 from ebbflow.training.errors import DamagedLineage, GenerationSuperseded
+from ebbflow.training.trainer_setup import retention_policy
 from tests.support.commits import RecordingStore, put_generation, put_manifest, put_whole_commit
 
 DAY = 86_400.0
@@ -64,6 +67,29 @@ def test_a_policy_keeps_at_least_the_last_commit(keep_last: int) -> None:
     with pytest.raises(ValueError, match=f"keep_last must be at least 1: {keep_last}"):
         RetentionPolicy(keep_last=keep_last)
     assert RetentionPolicy(keep_last=1).keep_last == 1
+
+
+DEFAULT_POLICY = RetentionPolicy(keep_last=3, orphan_seconds=DAY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({}, {}),
+        ({"keep_last": 5}, {"keep_last": 5}),
+        ({"keep_every_steps": 100}, {"keep_every_steps": 100}),
+        ({"keep_best": 2}, {"keep_best": 2}),
+        ({"keep_best": {"metric": "accuracy"}}, {"keep_best": 1, "best_metric": "accuracy"}),
+        ({"keep_best": {"mode": "max"}}, {"keep_best": 1, "best_mode": "max"}),
+        ({"max_total_gib": 1.5}, {"max_total_bytes": 1_610_612_736}),
+        ({"orphan_hours": 2.0}, {"orphan_seconds": 7200.0}),
+        ({"orphan_hours": 2.0, "deadline_seconds": 3600.0}, {"orphan_seconds": 7200.0}),
+        ({"orphan_hours": 2.0, "deadline_seconds": 3601.0}, {"orphan_seconds": 7202.0}),
+    ],
+)
+def test_each_setting_of_a_job_is_its_own_rule_of_the_policy(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    policy = retention_policy(CheckpointConfig.model_validate(settings))
+    assert policy == replace(DEFAULT_POLICY, **changes)
 
 
 METRICS = {60: 3.0, 50: 2.0, 40: None, 30: 1.0, 20: 5.0, 10: 4.0}
@@ -689,8 +715,6 @@ def test_an_unreachable_commit_goes_once_it_is_older_than_the_limit(
 
 
 def test_a_refused_commit_is_kept_however_old_it_is(store: RecordingStore, signing: None) -> None:
-    from ebbflow.training.checkpoint.signing import signer
-
     generation = put_generation(store, 1)
     unsigned = put_whole_commit(store, generation, 1)
     signed = put_manifest(

@@ -124,7 +124,7 @@ class GenerationRecords:
     one request per 1,000 records. If it finds no number of at least `near`, all records are listed.
     """
 
-    def __init__(self, job_store: Store, *, near: int = 0) -> None:
+    def __init__(self, job_store: Store, *, near: int) -> None:
         self._store = job_store
         self._ids: dict[int, list[str]] = {}
         first = max(0, near - _BEFORE)
@@ -148,7 +148,7 @@ class GenerationRecords:
         found: dict[int, list[str]] = defaultdict(list)
         for page in self._store.pages("generations", after=f"generations/{first:06d}"):
             for meta in page:
-                number, _, generation_id = meta.key.rsplit("/", 1)[-1].removesuffix(".json").partition("-")
+                number, _, generation_id = meta.key.rpartition("/")[2].removesuffix(".json").partition("-")
                 if number.isdigit() and generation_id:
                     found[int(number)].append(generation_id)
             if last is not None and any(number > last for number in found):
@@ -334,7 +334,7 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 def permitted_generation(job_store: Store, what: str) -> int:
     """Return the newest generation that a permit of the kind `what` covers, or 0. See `checkpoint.rollback`."""
-    names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(layout.permit_prefix(what)))
+    names = (meta.key.rpartition("/")[2].removesuffix(".json") for meta in job_store.list(layout.permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
@@ -429,7 +429,7 @@ def _warn(text: str) -> None:
 
 
 def _names_below(job_store: Store, prefix: str) -> set[str]:
-    return {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(prefix)}
+    return {meta.key.rpartition("/")[2].removesuffix(".json") for meta in job_store.list(prefix)}
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:

@@ -11,6 +11,7 @@ are as they were saved, or {"error": text} if the store cannot be read.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -78,9 +79,8 @@ class ChunkRead:
 
         The read is possible if there are at most 512 parts and no two of them overlap.
         """
-        ends = [part.at + len(part.view) for part in self.parts]
-        return len(ends) <= _MOST_PIECES and all(
-            end <= part.at for end, part in zip(ends, self.parts[1:], strict=False)
+        return len(self.parts) <= _MOST_PIECES and all(
+            part.at + len(part.view) <= following.at for part, following in itertools.pairwise(self.parts)
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
@@ -222,19 +222,16 @@ class VerifiedReader:
         self._read_chunk(ChunkRead(place, number, base, length, ()))
 
     def _run(self, chunks: Sequence[ChunkRead], *, stop_at_first: bool) -> Iterator[BaseException | None]:
-        if not chunks:
-            return
-        with ThreadPoolExecutor(min(self._parallel, len(chunks)), thread_name_prefix="read") as pool:
+        with ThreadPoolExecutor(self._parallel, thread_name_prefix="read") as pool:
             futures: list[Future[None]] = [pool.submit(self._read_chunk, chunk) for chunk in chunks]
             try:
                 if stop_at_first:
                     wait(futures, return_when=FIRST_EXCEPTION)
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    futures = [future for future in futures if not future.cancelled()]
-                for future in futures:
+                    pool.shutdown(cancel_futures=True)
+                for future in futures:  # a cancelled one comes after the one with the exception
                     yield future.exception()
             finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
         """Read and verify a chunk. If it is damaged, read it a second time, since data can be damaged in transit.
@@ -331,13 +328,14 @@ def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
 
 def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
     """Drop a range of a local file from the page cache, because perhaps only the cached copy is damaged."""
-    with contextlib.suppress(OSError, AttributeError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path is not None else -1
-        if descriptor >= 0:
-            try:
-                os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+    if path is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # not all systems have the call
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
@@ -439,7 +437,8 @@ def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
 def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
     save = manifest.save
     expected = [index_key(save.generation, save.step, rank) for rank in range(save.world_size)]
-    for key, stated in zip(expected, manifest.indexes, strict=False):
+    for rank, stated in enumerate(manifest.indexes):
+        key = expected[rank]
         try:
             if (actual := verified_io.sha256_text(store.get(key))) != stated:
                 yield f"{key}: SHA-256 {actual}, the manifest says {stated}"

@@ -242,7 +242,7 @@ def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) 
         if named and (int(number), int(parts[2])) not in committed:
             groups[parts[1], parts[2]].append(meta)
     for meta in listed["signatures"]:
-        if meta.key.rsplit("/", 1)[-1].removesuffix(".json") not in committed:
+        if meta.key.rpartition("/")[2].removesuffix(".json") not in committed:
             groups[(meta.key,)].append(meta)
     for meta in listed["secrets"]:
         groups[(meta.key,)].append(meta)
@@ -374,7 +374,7 @@ class Retention:
         """
         policy = self._policy
         traced = trace_lineage(store)
-        pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
+        pinned = {meta.key.rpartition("/")[2].removesuffix(".json") for meta in store.list("pins")}
         reachable = [found.ref for found in traced if found.unreachable_because is None]
         # Generation name and step identify a commit's data; None if its manifest is unreadable.
         save = {ref: self._save(store, ref) for ref in reachable}
