@@ -116,7 +116,7 @@ def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
             manifest = fetch_verified(store, meta.key, Manifest.from_bytes)
-            if manifest.save == save and (signs := signer()) is not None:
+            if (signs := signer()) is not None:
                 signs.check(store, meta.key)
         except (ObjectNotFound, CorruptCommit, RefusedCommit):
             continue
@@ -192,7 +192,7 @@ def commit_as_backup(
         wait_seconds += unit * 2 ** (number - 1)
         if rank >= _WIDENING**number:
             continue
-        if interrupted(min(wait_seconds, max(deadline.remaining_seconds, 0.0))):
+        if interrupted(min(wait_seconds, deadline.remaining_seconds)):
             return
         wait_seconds = 0.0
         try:
