@@ -24,7 +24,7 @@ from ebbflow.infra.errors import InfraError, Outcome
 
 Value = None | bool | int | float | str
 
-_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # line breaks as ruamel.yaml counts them
+_LINE_BREAK = re.compile("\r\n|[\n\r]")  # line breaks of YAML 1.2, as ruamel.yaml counts them
 _TAG_PREFIX = "tag:yaml.org,2002:"
 _CORE_KINDS = ("str", "seq", "map", "null", "bool", "int", "float", "timestamp", "merge", "value")
 _CORE_TAGS = {_TAG_PREFIX + kind for kind in _CORE_KINDS}

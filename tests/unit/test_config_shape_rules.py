@@ -97,10 +97,16 @@ BREACHES = {
         "set training.batch_size to 24 or 36",
     ),
     "a warm-up one step longer than the job": (
-        "{training: {max_steps: 60, scheduler: {warmup_steps: 61}}}",
+        "{training: {max_steps: 95, scheduler: {warmup_steps: 96}}}",
         "training.scheduler.warmup_steps training.max_steps",
-        "training.scheduler.warmup_steps must not exceed training.max_steps: 61 > 60",
-        "set training.scheduler.warmup_steps to 6, or training.max_steps to 610",
+        "training.scheduler.warmup_steps must not exceed training.max_steps: 96 > 95",
+        "set training.scheduler.warmup_steps to 9, or training.max_steps to 960",
+    ),
+    "a warm-up longer than a job of few steps": (
+        "{training: {max_steps: 5, scheduler: {warmup_steps: 6}}, checkpoint: {interval_steps: 1}}",
+        "training.scheduler.warmup_steps training.max_steps",
+        "training.scheduler.warmup_steps must not exceed training.max_steps: 6 > 5",
+        "set training.scheduler.warmup_steps to 1, or training.max_steps to 60",
     ),
     "one token fewer than bytes": (
         "model: {vocab_size: 255}",
