@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from ebbflow.infra.errors import ObjectNotFound, StoreForbidden, StoreUnavailable
+from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
 from ebbflow.infra.layout import commit_key, commit_prefix, data_key, index_key, parse_commit_key, signature_key
 from ebbflow.infra.signing_key import NAME_VARIABLE
 from ebbflow.infra.store import ObjectMeta, Store

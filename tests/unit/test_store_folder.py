@@ -37,11 +37,16 @@ def keys_of(listed: list[tuple[str, int, float]]) -> list[str]:
     return sorted(key for key, _, _ in listed)
 
 
-@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o666)])
-def test_a_folder_s_object_has_the_permissions_of_its_kind(folder: FolderBackend, private: bool, mode: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [({"private": True}, 0o600), ({"private": False}, 0o666), ({}, 0o666), ({"create": True}, 0o666)],
+)
+def test_a_folder_s_object_has_the_permissions_of_its_kind(
+    folder: FolderBackend, options: dict[str, bool], mode: int
+) -> None:
     before = os.umask(0)
     try:
-        folder.put("k", memoryview(b"x"), private=private)
+        folder.put("k", memoryview(b"x"), **options)
     finally:
         os.umask(before)
     assert (folder.root / "k").stat().st_mode & 0o777 == mode

@@ -92,6 +92,7 @@ def test_a_store_below_a_prefix_has_the_same_objects_under_shorter_keys(store: S
 def test_a_store_below_a_prefix_keeps_the_time_limit(tmp_path: Path) -> None:
     assert Store.open(str(tmp_path)).sub("a").request_seconds == 60.0
     assert Store.open(str(tmp_path), request_timeout_seconds=7.0).sub("a").request_seconds == 7.0
+    assert bucket().sub("a").request_seconds == 60.0
     assert bucket(request_seconds=7.0).sub("a").request_seconds == 7.0
 
 
