@@ -33,7 +33,7 @@ class TokenStream:
         self.size = size
         self._shards, self._key, self._dtype, self._window = shards, key, dtype, window
         self._row_bytes = (window + 1) * dtype.itemsize
-        self._most_kept = max(0, kept_bytes) // (self._row_bytes + _CHECKSUM_BYTES)
+        self._most_kept = kept_bytes // (self._row_bytes + _CHECKSUM_BYTES)
         self._file = os.open(kept, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._threads = ThreadPoolExecutor(_REQUESTS, "token-rows")
         self._ahead: dict[int, Future[np.ndarray]] = {}

@@ -53,7 +53,7 @@ class SampleOrder:
             raise ValueError(f"an order needs at least one window, not {windows}")
         self.windows = windows
         self._seed = _U64(seed % 2**64)
-        self._half_bits = _U64(max(1, (max(windows - 1, 1).bit_length() + 1) // 2))
+        self._half_bits = _U64(((windows - 1).bit_length() + 1) // 2)
         self._half_mask = _U64((1 << int(self._half_bits)) - 1)
         # Blocks of 4,096 samples are computed together, because NumPy calls are costly.
         self._block = functools.lru_cache(maxsize=1)(lambda number: self._compute(number * _BLOCK, _BLOCK))
@@ -189,7 +189,7 @@ def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def entropy_nats(counts: np.ndarray) -> float:
-    shares = counts[counts > 0] / max(counts.sum(), 1)
+    shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
