@@ -104,17 +104,15 @@ def prices_at(
     Args:
         observed: Unix time at which the prices of each region were last known to be valid.
     """
-    latest: dict[tuple[str, str, str], SpotRecord] = {}
-    for record in records:
-        place = (record.instance_type, record.region, record.zone)
-        if record.at > now_utc:
-            continue
-        known = latest.get(place)
-        # Take the higher of two prices of the same moment: the job may cost less than planned, not more.
-        if known is None or (known.at, known.usd_per_hour) < (record.at, record.usd_per_hour):
-            latest[place] = record
+    in_force = [record for record in records if record.at <= now_utc]
+    by_place = group_by_key(((record.instance_type, record.region, record.zone), record) for record in in_force)
+    # Take the higher of two prices of the same moment: the job may cost less than planned, not more.
+    latest = {
+        place: max(found, key=lambda record: (record.at, record.usd_per_hour)) for place, found in by_place.items()
+    }
     quotes: dict[tuple[str, str], list[Quote]] = {}
-    for (instance_type, region, zone), record in sorted(latest.items(), key=lambda item: item[0]):
+    for instance_type, region, zone in sorted(latest):
+        record = latest[instance_type, region, zone]
         quotes.setdefault((instance_type, region), []).append(
             Quote(
                 instance_type=instance_type,
@@ -233,10 +231,11 @@ class RecordedPrices(ZonePrices):
             raise PriceError(
                 f"{path}: its first record is of {first}, after the time to plan for, {format_time(now_utc)}"
             )
-        observed: dict[str, float] = {}
-        for record in records:
-            newest = max(record.at, observed.get(record.region, 0.0))
-            observed[record.region] = newest if recording.recorded_at is None else recording.recorded_at
+        times = group_by_key((record.region, record.at) for record in records)
+        observed = {
+            region: max(found) if recording.recorded_at is None else recording.recorded_at
+            for region, found in times.items()
+        }
         zones: dict[str, set[str]] = {region: set(ids.values()) for region, ids in recording.zone_ids.items()}
         for record in records:
             zones.setdefault(record.region, set()).add(record.zone)
