@@ -8,9 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import obstore
 import pytest
-from obstore.exceptions import BaseError, GenericError, NotSupportedError
 
 from ebbflow.infra.errors import (
     ObjectNotFound,
@@ -18,7 +16,6 @@ from ebbflow.infra.errors import (
     StoreForbidden,
     StoreFull,
     StoreMisconfigured,
-    StoreUnavailable,
 )
 from ebbflow.infra.store import Store
 from tests.support.flow import ROOT
@@ -67,44 +64,6 @@ def test_a_private_object_leaves_its_folder_to_others(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o775
     assert (tmp_path / "secrets" / "r-0").stat().st_mode & 0o777 == 0o600
-
-
-def _s3_error(status: str, body: str = "") -> BaseError:
-    """As obstore prints it, with 501 in a port and a duration too."""
-    return GenericError(
-        "Generic S3 error: Error performing PUT http://127.0.0.1:5501/b/k in 501.7ms, after 4 retries, max_retries: 4, "
-        f"retry_timeout: 501ms  - Server returned non-2xx status code: {status}: {body}"
-    )
-
-
-def test_only_an_answer_that_the_condition_is_unsupported_makes_a_create_go_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store.open(str(tmp_path))
-    bucket = Store(None, "s3://b", None)
-    for name in ("get", "put"):
-        monkeypatch.setattr(bucket, name, getattr(store, name))
-    failures: list[BaseError] = []
-
-    def refuse(*_: object, **__: object) -> None:
-        raise failures[-1]
-
-    monkeypatch.setattr(obstore, "put", refuse)
-    for number, answer in enumerate(
-        (
-            _s3_error("501 Not Implemented"),
-            _s3_error("400 Bad Request", "<Error><Code>NotImplemented</Code></Error>"),
-            NotSupportedError("x"),
-        )
-    ):
-        failures.append(answer)
-        assert bucket.create(f"k{number}", b"mine")
-        assert bucket.create(f"k{number}", b"mine"), "its own content: the first try arrived"
-        assert not bucket.create(f"k{number}", b"other") and store.get(f"k{number}") == b"mine"
-    failures.append(_s3_error("503 Service Unavailable", "<Error><Code>SlowDown</Code></Error>"))
-    with pytest.raises(StoreUnavailable):
-        bucket.create("k9", b"mine")
-    assert store.head("k9") is None
 
 
 def test_what_is_not_there_is_said_to_be_missing(store: Store) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import obstore
 import pytest
-from obstore.exceptions import GenericError, PreconditionError
+from obstore.exceptions import GenericError, NotSupportedError, PreconditionError
 from obstore.store import MemoryStore
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreFull, StoreMisconfigured, StoreUnavailable
@@ -189,20 +189,22 @@ def test_a_conflict_of_two_creations_is_settled_by_the_content(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("answer", "is_unsupported"),
     [
-        ("Server returned non-2xx status code: 501 Not Implemented", True),
-        ("status code: 400: <Error><Code>NotImplemented</Code></Error>", True),
-        ("status code: 400: <Error><Code> NotImplemented </Code></Error>", True),
-        ("status code: 400: NotImplemented", False),
-        ("status code: 5010", False),
-        ("http://127.0.0.1:501 status code: 500", False),
-        ("status code: 409: <Error><Code>ConditionalRequestConflict</Code></Error>", False),
+        (NotSupportedError("x"), True),
+        (GenericError("Server returned non-2xx status code: 501 Not Implemented"), True),
+        (GenericError("status code: 400: <Error><Code>NotImplemented</Code></Error>"), True),
+        (GenericError("status code: 400: <Error><Code> NotImplemented </Code></Error>"), True),
+        (GenericError("status code: 400: NotImplemented"), False),
+        (GenericError("status code: 5010"), False),
+        (GenericError("PUT http://127.0.0.1:501/b/k in 501.7ms, retry_timeout: 501ms - status code: 500"), False),
+        (GenericError("status code: 409: <Error><Code>ConditionalRequestConflict</Code></Error>"), False),
     ],
+    ids=str,
 )
 def test_a_creation_goes_without_the_condition_only_if_the_service_does_not_know_it(
-    monkeypatch: pytest.MonkeyPatch, answer: str, is_unsupported: bool
+    monkeypatch: pytest.MonkeyPatch, answer: Exception, is_unsupported: bool
 ) -> None:
     store = bucket()
-    asked = failing_put(monkeypatch, GenericError(answer))
+    asked = failing_put(monkeypatch, answer)
     if not is_unsupported:
         with pytest.raises(StoreError):
             store.create("k", b"mine")
@@ -210,8 +212,9 @@ def test_a_creation_goes_without_the_condition_only_if_the_service_does_not_know
         return
     assert store.create("k", b"mine")
     assert [options.get("mode") for options in asked] == ["create", None]
-    failing_put(monkeypatch, GenericError(answer))
-    assert not store.create("k", b"other")
+    for content, is_ours in ((b"mine", True), (b"other", False)):
+        failing_put(monkeypatch, answer)
+        assert store.create("k", content) is is_ours
     assert store.get("k") == b"mine"
 
 

@@ -114,9 +114,9 @@ def test_any_other_byte_of_a_sealed_document_is_found(document: dict[str, Any]) 
         for bit in (0, 5):
             changed = bytearray(sealed)
             changed[at] ^= 1 << bit
-            with pytest.raises(CorruptCommit, match="^what: "):
+            with pytest.raises(CorruptCommit, match=r"^what: "):
                 unseal(bytes(changed), "what")
-        with pytest.raises(CorruptCommit, match="^what: "):
+        with pytest.raises(CorruptCommit, match=r"^what: "):
             unseal(sealed[:at], "what")
 
 
@@ -143,7 +143,7 @@ def test_a_sealed_document_in_another_spelling_is_refused(spelling: bytes) -> No
     ids=["empty", "bytes", "list", "number", "null", "unsealed", "nested", "nan", "surrogate"],
 )
 def test_what_is_no_sealed_document_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptCommit, match="^what: not a sealed JSON document: "):
+    with pytest.raises(CorruptCommit, match=r"^what: not a sealed JSON document: "):
         unseal(data, "what")
 
 
