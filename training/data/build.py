@@ -167,13 +167,11 @@ class TextDetector:
             piece.decode("utf-8")
         except UnicodeDecodeError:
             self._invalid += len(piece) - len(piece.decode("utf-8", "ignore").encode())
-            self.decide()
-
-    def decide(self) -> None:
-        """Raise DataError if more than 10 % of the bytes examined so far are invalid UTF-8."""
-        if self._invalid > _MOST_INVALID_SHARE * self._bytes:
-            share = 100 * self._invalid / self._bytes
-            raise self._refusal(f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid")
+            if self._invalid > _MOST_INVALID_SHARE * self._bytes:
+                share = 100 * self._invalid / self._bytes
+                raise self._refusal(
+                    f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid"
+                ) from None
 
     def _refusal(self, found: str) -> DataError:
         named = f" (it is {self._signature})" if self._signature and self._signature not in found else ""
@@ -187,9 +185,7 @@ def check_head(file: SourceFile) -> None:
     """Check that a file is readable and that its first 64 KiB look like text. Raises DataError."""
     with open_source(file) as stream:
         head = stream.read(_HEAD_BYTES)
-    detector = TextDetector(file)
-    detector.examine(head)
-    detector.decide()
+    TextDetector(file).examine(head)
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
@@ -227,7 +223,7 @@ def _hash_fraction(name: str) -> float:
 def _find_below(root: Path, suffixes: tuple[str, ...], what: str) -> list[SourceFile]:
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
         for name in names:
             path = Path(folder) / name
             if name.endswith(suffixes) and path.is_file():
@@ -278,7 +274,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     files = find_files(data, project_root=project_root)
     train, held_out = split_files(files, data.held_out_fraction)
     sides = {"train": [_hash(file) for file in train], "held_out": [_hash(file) for file in held_out]}
-    hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: (one.file.name, one.file.start))
+    hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: one.file.name)
     fraction = data.held_out_fraction
     described = {
         "format": FORMAT_VERSION,
@@ -313,7 +309,6 @@ def _hash(file: SourceFile) -> _Hashed:
         detector.examine(piece)
         digest.update(piece)
         size += len(piece)
-    detector.decide()
     return _Hashed(file, digest.hexdigest(), size)
 
 
