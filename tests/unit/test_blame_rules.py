@@ -282,6 +282,8 @@ def test_blame_names_the_rank_by_the_rule_that_decides(name: str) -> None:
         ([ahead(0), late(1)], "proven"),
         ([seen(0, where=USER, calls=calls(*"ggu")), seen(1, where=SYNC, calls=calls(*"gg"))], "proven"),
         ([ahead(0), late(1, where=ENGINE)], "slow"),  # in a backward pass, healthy ranks wait
+        ([seen(0, where=USER, calls=calls(*"ggu")), hung(1, where=ENGINE, calls=calls(*"gg"))], "slow"),
+        ([failed(0, left=True, witness=True), hung(1)], "proven"),
         ([ahead(0), late(1), late(2, where="", waiting=False, calls=())], "slow"),  # a rank without a stack may go on
         ([ahead(0), late(1, calls=calls(*"gg", state="scheduled"))], "slow"),  # a device may be slow
         ([hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))], "slow"),  # all wait, but a peer may still come

@@ -230,7 +230,7 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | 
 
 
 def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    ranks = [one for one in _latest(evidence) if not one.left]
+    ranks = _latest(evidence)
     behind = find_furthest_behind({one.rank: one.calls for one in ranks})
     if behind:
         late = [one for one in ranks if one.rank in behind]
@@ -288,7 +288,7 @@ def _culprit(
         where=one.where,
         step=one.step,
         phase=one.phase,
-        certainty=certainty or (SLOW if kind == HANG and one.witness else one.certainty),
+        certainty=certainty or (SLOW if one.witness and not one.left else one.certainty),
         fingerprint=f"{kind} at {one.where}" if one.where else kind,
         cascades=sorted({other.rank for other in evidence if other.rank != one.rank and not other.left}),
         next_action=_next_action(one, kind),

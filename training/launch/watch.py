@@ -25,22 +25,26 @@ _LOG_RECORDS = 100_000
 
 
 class MemoryKills:
-    """Detector of out-of-memory kills, which reads the counters of the process's cgroups and the kernel log."""
+    """Detector of out-of-memory kills, which reads the counters of the process's cgroups and the kernel log.
 
-    def __init__(self, pid: int) -> None:
+    `system` is the folder that contains /proc, /sys and /dev.
+    """
+
+    def __init__(self, pid: int, *, system: Path = Path("/")) -> None:
         self._pid = pid
+        self._system = system
         self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._before: dict[Path, int] = {}
         self.follow()
 
     def follow(self) -> None:
         """Record the initial counters of cgroups that the process has newly entered. Call this regularly."""
-        for file in _counter_files(self._pid):
+        for file in _counter_files(self._pid, self._system):
             self._before.setdefault(file, _kills(file))
 
     def kernel_message(self) -> str:
         """Return the kernel log's line about the kill; "" if there is no such line or the log cannot be read."""
-        for seconds, text in _kernel_log():
+        for seconds, text in _kernel_log(self._system / "dev" / "kmsg"):
             if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
                 return text
         return ""
@@ -65,10 +69,10 @@ def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
     return sample
 
 
-def _kernel_log() -> Iterable[tuple[float, str]]:
-    """Yield (seconds since boot, text) of each record in /dev/kmsg."""
+def _kernel_log(path: Path) -> Iterable[tuple[float, str]]:
+    """Yield (seconds since boot, text) of each record in the kernel log, /dev/kmsg."""
     try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return
     try:
@@ -77,21 +81,21 @@ def _kernel_log() -> Iterable[tuple[float, str]]:
         os.close(log)
 
 
-def _counter_files(pid: int) -> Iterable[Path]:
+def _counter_files(pid: int, system: Path) -> Iterable[Path]:
     """Return the files that count out-of-memory kills.
 
     These are files of the process's cgroups or, if there are none, the file of the whole machine.
     """
-    root = Path("/sys/fs/cgroup")
+    root = system / "sys" / "fs" / "cgroup"
     candidates = [root / "memory.events", root / "memory" / "memory.oom_control"]
-    for line in read_system_file(f"/proc/{pid}/cgroup").splitlines():
+    for line in read_system_file(system / "proc" / str(pid) / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             candidates.append(root / path.lstrip("/") / "memory.events")
         elif "memory" in controllers.split(","):
             candidates.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
     found = [file for file in dict.fromkeys(candidates) if file.exists()]
-    return found or [Path("/proc/vmstat")]
+    return found or [system / "proc" / "vmstat"]
 
 
 def _kills(file: Path) -> int:
@@ -114,6 +118,8 @@ class RankWatch:
 
     Before it reports a stopped or hung rank, it dumps stacks and flight recorders of all ranks to files in `folder`. It
     then also reports the position of each rank that has not failed: a `WorkerFailure` with `witness` set.
+
+    `system` is the folder that contains /proc, /sys and /dev.
     """
 
     def __init__(
@@ -125,8 +131,9 @@ class RankWatch:
         node: int = 0,
         gpus: GpuMonitor | None = None,
         now: Callable[[], float] = time.monotonic,
+        system: Path = Path("/"),
     ) -> None:
-        self._ranks = [_Rank(worker, limits, node) for worker in workers]
+        self._ranks = [_Rank(worker, limits, node, system) for worker in workers]
         self._folder, self._gpus, self._now = folder, gpus, now
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
         self._dump: evidence.Dump | None = None
@@ -199,11 +206,11 @@ class RankWatch:
 
 
 class _Rank:
-    def __init__(self, worker: Worker, limits: HangLimits, node: int) -> None:
+    def __init__(self, worker: Worker, limits: HangLimits, node: int, system: Path) -> None:
         self._worker = worker
         self._node = node
         self._thresholds = PhaseThresholds(limits)
-        self._kills = MemoryKills(worker.process.pid)
+        self._kills = MemoryKills(worker.process.pid, system=system)
         self._state_at = 0.0
         self._stopped_since: float | None = None
         self._resident = 0
