@@ -165,7 +165,7 @@ class Derived:
             largest = whole * own // unit  # largest value of this divisor if the others stay
             if self.spare > 1:
                 offers.append((key, [max(1, largest // self.spare)]))
-            elif largest and whole % (unit // own * largest) == 0:
+            elif largest and whole % (unit // own) == 0:
                 offers.append((key, [largest]))
         return suggest_values(*offers)
 

@@ -127,10 +127,10 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     for identifier, lines in judge_series(series).items():
         rule = load_rules().find(identifier)
         if rule and identifier not in seen:
-            found = seen.setdefault(identifier, Seen(rule, strong=True, needed=True))
+            found = seen.setdefault(identifier, Seen(rule, strong=True))
             for order, line in lines:
                 found.add(line, order)
-    known = {key: found for key, found in seen.items() if found.first and _confidence(found) > 0}
+    known = {key: found for key, found in seen.items() if _confidence(found) > 0}
     suspects = [found for found in known.values() if found.rule.kind != "advice"]
     root = _root(suspects, series)
     if root is None and series.finished is None:
@@ -219,7 +219,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
         elif "No such file" in root.first.text:
             identifier = _MISSING_FILE.get(family, identifier)
         rule = book.find(identifier)
-        return replace(root, rule=rule, strong=True, needed=True) if rule else root
+        return replace(root, rule=rule, strong=True) if rule else root
     lines = list(series.severe.values())
     if vague and root and (at := root.first):  # the lines of other failures would drown the exception's
         lines = [at, *(line for line in lines if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES)]
@@ -233,7 +233,7 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     if root is None or (vague and family != "program" and margin >= 1.5 * MARGIN):
         if series.finished or series.survived(lines[0]) or (rule := book.find(book.other(family))) is None:
             return root
-        found = Seen(replace(rule, weight=confidence_of(margin)), strong=True, needed=True)
+        found = Seen(replace(rule, weight=confidence_of(margin)), strong=True)
         found.add(root.first if root is not None and root.first else lines[0], root.order if root is not None else 0)
         return found
     if margin >= _OVERRULING_MARGIN and family != root.rule.family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ebbflow.infra.config.rule_base import (
     value_of,
 )
 from ebbflow.infra.config.schema import DdpConfig, ModelConfig
+from ebbflow.infra.config.shape_rules import Derived
 
 BATCH_KEYS = (
     "training.batch_size training.gradient_accumulation_steps cluster.nodes cluster.processes_per_node "
@@ -435,3 +437,20 @@ def test_arithmetic_is_rendered_as_a_user_would_write_it() -> None:
     assert product([2, 4]) == "(2 × 4)"
     assert product(["model.hidden_size"]) == "model.hidden_size"
     assert suggest_values(("a", [1, 2]), ("b", []), ("c", [3])) == "set a to 1 or 2, or c to 3"
+
+
+def test_a_derived_quantity_is_a_quotient_of_products_and_hints_at_what_is_left_over() -> None:
+    rounds = Derived(
+        name="rounds", top=("training.max_steps",), bottom=("training.batch_size",), why="nothing is trained", spare=2
+    )
+    assert rounds.value(RunConfig()) == 300 // 32
+    assert rounds.check(RunConfig()) is None
+    config = RunConfig.model_validate({"training": {"max_steps": 3, "batch_size": 4}})
+    assert rounds.check(config) == (
+        "rounds must be at least 1, or nothing is trained: training.max_steps / training.batch_size = 3 / 4 = 0.75",
+        "set training.max_steps to 8, or training.batch_size to 1",
+    )
+    with pytest.raises(TypeError):
+        Derived("rounds", (), (), "nothing is trained")  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rounds.spare = 1  # type: ignore[misc]

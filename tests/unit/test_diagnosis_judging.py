@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import sys
@@ -721,22 +722,32 @@ def test_a_series_shows_a_symptom_that_no_line_matches() -> None:
     assert finding.count == 1
 
 
+# Texts that only a rule, only a series and only the list of severe words search for, and their symptoms.
+SOUGHT = {
+    "ip-10-0-0-1   NotReady   <none>   5m": "B11",
+    "\n".join(f"{1.0 if at < 10 else 3.0}s/it" for at in range(20)): "G02",
+    "panic lists grain": "H19",
+}
+
+
+@pytest.mark.parametrize("text", SOUGHT)
 def test_logs_are_searched_for_triggers_of_rules_series_and_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = {
-        "C01": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "F01": "step 1 loss nan\nstep 2 loss nan",
-        "H19": LEADS[2.5],
-    }
-    for symptom, text in texts.items():
-        (tmp_path / "log").write_text(f"{text}\n")
-        diagnosis = diagnose_files([tmp_path / "log"])
-        assert [finding.rule.id for finding in diagnosis.findings] == [symptom]
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{text}\n".encode())))
-        assert [(finding.rule.id, finding.evidence[0].file) for finding in diagnose_files([None]).findings] == [
-            (symptom, "-")
-        ]
+    (tmp_path / "log").write_text(f"{text}\n")
+    diagnosis = diagnose_files([tmp_path / "log"])
+    assert [finding.rule.id for finding in diagnosis.findings] == [SOUGHT[text]]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{text}\n".encode())))
+    (finding,) = diagnose_files([None]).findings
+    assert (finding.rule.id, finding.evidence[0].file) == (SOUGHT[text], "-")
+
+
+def test_a_diagnosis_cannot_be_changed() -> None:
+    diagnosis = diagnose(seen(make_rule(), 1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diagnosis.abstained = True  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diagnosis.findings[0].role = "cascade"  # type: ignore[misc]
 
 
 def test_lines_keep_their_order_across_files(tmp_path: Path) -> None:
