@@ -75,7 +75,7 @@ class RecordingStore(Store):
             requests.clear()
 
     def _dated(self, meta: ObjectMeta) -> ObjectMeta:
-        return replace(meta, modified=self.dates[meta.key])
+        return replace(meta, modified=self.dates.get(meta.key, self.now))
 
 
 def put_generation(

@@ -324,6 +324,17 @@ def test_the_chain_lists_records_from_500_below_the_expected_number(store: Recor
     assert record_listings(store) == ["generations/000400"]
 
 
+@pytest.mark.parametrize("look", [reachable_commits, trace_lineage, open_anew])
+def test_no_commit_is_used_while_the_newest_commits_generation_has_no_record(
+    store: RecordingStore, look: Callable[[Store], object]
+) -> None:
+    first = put_generation(store, 1)
+    put_commit(store, Generation(2, "aaaa"), 10)
+    put_commit(store, first, 20)
+    with pytest.raises(DamagedLineage, match="commits of generation 2, its record is missing"):
+        look(store)
+
+
 def test_a_missing_ancestor_is_damage_as_soon_as_it_is_needed(store: RecordingStore) -> None:
     generations = three_generations(store)
     store.delete(generation_key(3, generations[3].id))
@@ -402,6 +413,13 @@ def test_objects_that_are_no_commits_are_passed_over(store: RecordingStore) -> N
     assert reachable_commits(store) == [commit]
 
 
+def test_commits_behind_an_object_that_is_none_are_found(store: RecordingStore) -> None:
+    store.put("commits/000", b"")
+    commit = put_commit(store, put_generation(store, 1), 10)
+    assert reachable_commits(store) == [commit]
+    assert [traced.ref for traced in trace_lineage(store)] == [commit]
+
+
 def test_a_page_without_commits_does_not_hide_the_next() -> None:
     store = RecordingStore(page_size=1)
     store.put("commits/000", b"")
@@ -470,6 +488,7 @@ def test_a_start_lists_records_from_500_below_the_newest_commits_generation(stor
     store.forget()
     assert open_anew(store).number == 901
     assert set(record_listings(store)) == {"generations/000400", "generations/000401"}
+    assert store.pages_read["commits"] == 2, "one for the newest generation, and one for the newest commit"
 
 
 def test_a_start_without_a_parent_ignores_the_commits(store: RecordingStore) -> None:
@@ -574,6 +593,27 @@ def test_a_start_from_scratch_needs_a_permit_for_the_newest_lost_commit(
     with pytest.raises(NothingToRestore, match=f"{cause}; nothing was started; hint: .* --from-scratch"):
         open_anew(store)
     assert len(store.list("generations")) == 2
+
+
+def test_only_commits_of_the_history_are_lost(store: RecordingStore) -> None:
+    first = put_generation(store, 1)
+    oldest = put_commit(store, first, 10)
+    put_commit(store, first, 30)
+    newest = put_commit(store, put_generation(store, 2, oldest), 20)
+    for commit in (oldest, newest):
+        store.put(quarantine_key(commit.sha256), b"")
+    with pytest.raises(NothingToRestore, match="none of its 2 commits can be restored, the newest of step 20"):
+        open_anew(store)
+
+
+def test_a_lost_commit_of_a_generation_without_a_record_is_damage() -> None:
+    """It is on a later page than the newest commit, and the newest commit is quarantined."""
+    store = RecordingStore(page_size=1)
+    lost = put_commit(store, put_generation(store, 1), 50)
+    store.put(quarantine_key(lost.sha256), b"")
+    put_commit(store, Generation(2, "aaaa"), 10)
+    with pytest.raises(DamagedLineage, match="commits of generation 2, its record is missing"):
+        open_anew(store)
 
 
 def test_commits_that_are_being_deleted_are_no_loss(store: RecordingStore) -> None:

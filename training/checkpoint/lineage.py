@@ -408,7 +408,7 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
             reason = f"generation {ref.generation} was left at step {int(limit)}"
         refused = _refusal_reason(signs, job_store, ref) if reason is None else ""
         traced.append(TracedCommit(ref, refused or reason, modified, refused=bool(refused)))
-    return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # keys invert the numbers
+    return sorted(traced, key=lambda commit: commit.unreachable_because is not None)  # as listed: newest first
 
 
 def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:

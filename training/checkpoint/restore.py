@@ -6,7 +6,6 @@ first reader fails with `UnreliableReader`.
 """
 
 import functools
-import itertools
 import json
 import socket
 import sys
@@ -164,13 +163,14 @@ def restore_newest(
             continue
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
-        if kind in (_ERROR, _AWAY) or loaded is None:
+        if kind != _SOUND:
             raise CheckpointError(f"{key} could not be read, which says nothing about the commit itself: {reason}")
+        assert loaded is not None, "all ranks have loaded a sound commit"
         rng = _finish(loaded, key, model, optimizer, rank)
         if rejected and rank == 0:
             lost, left = rejected[0].step, CommitRef.from_key(key).step
             text = f"checkpoint: {lost - left} committed steps are lost: from {lost} back to {left}"
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr)
         manifest, total = loaded.reader.manifest, time.monotonic() - began
         return RestoreResult(
             step=manifest.save.step,
@@ -188,10 +188,8 @@ def restore_newest(
         )
     if not rejected:
         return None
-    reasons, none = (
-        "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected),
-        f"none of {len(rejected)} commits verifies",
-    )
+    reasons = "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected)
+    none = f"none of {len(rejected)} commits verifies"
     if {ref.key for ref in reachable_commits(store)} <= {bad.key for bad in rejected}:
         raise nothing_to_restore_error(store, f"{none}: {reasons}")
     raise CheckpointError(f"{store.uri}: {none}; there are older ones: {reasons}")
@@ -243,7 +241,9 @@ def _attempt_with_retries(
     ranks, and the seconds that the ranks needed to agree on this verdict.
     """
     pauses = iter(_AGAIN_SECONDS)
-    for number in itertools.count(1):
+    number = 0
+    while True:
+        number += 1
         attempted = time.monotonic()
         loaded, own = _attempt(store, key, model, optimizer, reader)
         judged = time.monotonic()
@@ -252,7 +252,6 @@ def _attempt_with_retries(
         if verdict.kind != _AWAY or (pause := next(pauses, None)) is None:
             return attempted, loaded, verdict, time.monotonic() - judged
         time.sleep(pause)  # equal on all ranks
-    raise AssertionError("the loop returns")
 
 
 def _attempt(
@@ -399,7 +398,7 @@ def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> lis
         others = [other for other, at in enumerate(nodes) if at != node]
         confident = [other for other in others if not doubting[other]]
         choice = confident or others or [rank]
-        tasks.append((rank, choice[(len(tasks)) % len(choice)]))
+        tasks.append((rank, choice[len(tasks) % len(choice)]))
     return tasks
 
 
@@ -437,14 +436,13 @@ def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
         f"checkpoint: ERROR: {store.uri}/{key} is {standing} and will not be used: {reason}\n"
         f"checkpoint: {f'to be quarantined in {where}; ' if quarantine else ''}going back to the commit before it",
         file=sys.stderr,
-        flush=True,
     )
     if not quarantine:
         return
     try:
         store.put(where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()}))
     except InfraError as error:  # this rank must go on to the next commit like the others
-        print(f"checkpoint: WARNING: {where} could not be written: {error}", file=sys.stderr, flush=True)
+        print(f"checkpoint: WARNING: {where} could not be written: {error}", file=sys.stderr)
 
 
 def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
