@@ -92,7 +92,10 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
 
 
 def _judge(batch: VirtualBatch, config: RunConfig, usd_per_hour: float) -> Verdict:
-    course = batch.run(config)
+    try:
+        course = batch.run(config)
+    except PlacementError:  # nothing within deadline and budget can go on
+        return Verdict(math.inf, math.inf, math.inf, 0)
     end = math.inf if course.finished is None else course.finished / HOUR
     late = 0.0 if config.cost.deadline_hours is None else max(0.0, end - config.cost.deadline_hours)
     over = 0.0 if config.cost.budget_usd is None else max(0.0, course.usd - config.cost.budget_usd)
@@ -127,15 +130,16 @@ class LastMoment:
     hang_seconds: float
 
     def __call__(self, run: Run) -> Strike | None:
-        if run.placement.fallback is None:
+        if run.placement.fallback is None or (self.kind == "reclaim" and not run.commits_next):
             return None
         if self.kind == "fail":
             self.kind = "leave"
             return Strike("fail", _longest(run.restarts_after))
         stall = _longest(run.stays_after)
         if self.kind == "leave":
-            return Strike("stall", stall + 0.01)
-        return Strike("reclaim", stall + run.interval_hours * HOUR + self.hang_seconds)
+            return Strike("stall", stall + 0.01, for_good=True)
+        until_commit = (run.interval_hours - run.uncommitted_hours) * HOUR
+        return Strike("reclaim", stall + until_commit + self.hang_seconds, for_good=True)
 
 
 def _longest(allowed: Callable[[float], bool]) -> float:
@@ -213,6 +217,7 @@ def tight_job(config: RunConfig, case: TightCase) -> Verdict:
         slowest=True,
         late_containers=case.late_containers,
         first_second=wait_seconds if case.admission else 0.0,
+        patience=1.0,
         queues=case.queues,
     )
     usual = next(one for one in planned(config, BEGAN_UTC).ranked if one.market == "on_demand")

@@ -126,6 +126,7 @@ class Course:
     usd: float = 0.0
     moves: int = 0  # attempts on Spot that left it for on-demand, or for a reservation
     strikes: int = 0  # of the adversary
+    spot_is_gone: bool = False  # by a strike for good
     decisions: list[tuple[float, Placement, float]] = field(default_factory=list)
     spent_before: list[float] = field(default_factory=list)
     log: JobLog = field(default_factory=JobLog)
@@ -144,6 +145,7 @@ class Run:
     now: float
     uncommitted_hours: float
     interval_hours: float  # work between two commits
+    commits_next: bool  # whether the next step ends with a commit
     restarts: int
     stays_after: Callable[[float], bool]  # whether the attempt may stay after so many more seconds without a step
     restarts_after: Callable[[float], bool]  # whether its ranks may start again if they fail after so many seconds
@@ -154,10 +156,12 @@ class Strike:
     """An adversary's strike on an attempt on Spot: its ranks stall for `seconds`, then `kind` happens.
 
     kind: "stall" (they go on), "fail" (they start again from the last commit) or "reclaim" (the machine is lost).
+    for_good: whether Spot has no capacity for any later attempt.
     """
 
     kind: str
     seconds: float = 0.0
+    for_good: bool = False
 
 
 Adversary = Callable[[Run], Strike | None]
@@ -178,6 +182,7 @@ class VirtualBatch:
         slowest: All takes as long as it may: starts on demand, the last save of each attempt, failures on demand.
         late_containers: Containers on Spot are made a second before the last moment that the placement allows.
         first_second: Time between the admission of the job and its first placement.
+        patience: Number of deadlines after which the job is given up.
         clock: Returns the launcher's clock, given the true second.
         queues, prices: The queues, and the prices of the plans.
         capacity: Like `up`, by name of a queue; `up` holds for the other Spot queues.
@@ -191,6 +196,7 @@ class VirtualBatch:
     slowest: bool = False
     late_containers: bool = False
     first_second: float = 0.0
+    patience: float = 10.0
     clock: Callable[[float], float] = float
     queues: Mapping[str, QueueState] = field(default_factory=lambda: BOTH)
     prices: PriceSource | None = None
@@ -207,13 +213,13 @@ class VirtualBatch:
         return float("inf")
 
     def run(self, config: RunConfig) -> Course:
-        """Place, run, lose and place again until the job is done or ten times its deadline has passed."""
+        """Place, run, lose and place again until the job is done or given up."""
         course = Course()
         draw = random.Random(self.seed)
         now = self.first_second
         share_done = 0.0
         whole = planned(config, BEGAN_UTC, prices=self.prices).ranked[0].case.work_hours
-        limit = 10 * (config.cost.deadline_hours or 1000.0) * HOUR
+        limit = self.patience * (config.cost.deadline_hours or 1000.0) * HOUR
         while now < limit and course.finished is None:
             # Each decision is made by a new process, which knows only what is in the store.
             course.log.events = [Event.from_json(one.to_json()) for one in course.log.events]
@@ -268,7 +274,7 @@ class _Attempt:
             delay = waits if self._batch.slowest else begins + draw.uniform(0, waits - begins)
             return self._run_on_demand(self._placed + delay)
         start = self._batch.next_change(self._placed, True, self._placement.queue)
-        if start > self._placed + waits:
+        if start > self._placed + waits or self._course.spot_is_gone:
             return self._end("never_started", self._placed + waits, None, 0.0)
         if self._batch.late_containers and self._placement.start_by_utc is not None:
             start = self._placement.start_by_utc - BEGAN_UTC - 1.0
@@ -330,6 +336,7 @@ class _Attempt:
             strike = None if adversary is None else adversary(self._seen())
             if strike is not None:
                 self._course.strikes += 1
+                self._course.spot_is_gone |= strike.for_good
                 self._at += strike.seconds
                 if strike.kind == "reclaim":
                     return self._end_on_spot("reclaimed", self._at, self._committed)
@@ -341,7 +348,7 @@ class _Attempt:
                     self._restarts += 1
                     self._at += startup_seconds
                 continue
-            step = min(self._batch.step_seconds / HOUR, self._work - self._trained)
+            step = self._next_step_hours()
             if lost < self._at + step * HOUR:
                 self._trained += (lost - self._at) / HOUR
                 self._at = lost
@@ -351,13 +358,19 @@ class _Attempt:
             if self._trained - self._committed >= interval - 1e-9:
                 self._committed = self._trained
 
+    def _next_step_hours(self) -> float:
+        return min(self._batch.step_seconds / HOUR, self._work - self._trained)
+
     def _seen(self) -> Run:
+        interval = self._pool.case.interval_hours
+        uncommitted = self._trained - self._committed
         return Run(
             placement=self._placement,
             started=self._start,
             now=self._at,
-            uncommitted_hours=self._trained - self._committed,
-            interval_hours=self._pool.case.interval_hours,
+            uncommitted_hours=uncommitted,
+            interval_hours=interval,
+            commits_next=uncommitted + self._next_step_hours() >= interval - 1e-9,
             restarts=self._restarts,
             stays_after=self.stays_after,
             restarts_after=self.restarts_after,

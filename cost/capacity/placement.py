@@ -126,10 +126,6 @@ class QueueOffer:
     def is_spot(self) -> bool:
         return self.candidate.market == "spot"
 
-    @property
-    def work_hours(self) -> float:
-        return self.candidate.case.work_hours
-
 
 def find_offers(
     ranked: Sequence[Candidate],
