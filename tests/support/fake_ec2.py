@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from botocore.exceptions import ClientError
 
 OPERATIONS = {
@@ -49,3 +51,17 @@ def refusal(operation: str, code: str = "UnauthorizedOperation") -> ClientError:
     """EC2's refusal of an operation; by default the credentials lack the permission."""
     metadata = {"HTTPStatusCode": 403}
     return ClientError({"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": metadata}, operation)
+
+
+def record_joins(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list that gets each time limit with which a thread is waited for, in seconds."""
+    limits: list[float] = []
+    join = threading.Thread.join
+
+    def record(thread: threading.Thread, timeout: float | None = None) -> None:
+        if timeout is not None:
+            limits.append(timeout)
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", record)
+    return limits
