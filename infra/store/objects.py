@@ -87,8 +87,9 @@ class Store:
     def sub(self, prefix: str) -> Store:
         """Return a view of this store whose keys are relative to `prefix`."""
         below = prefix.strip("/")
-        uri = f"{self.uri}/{below}" if below else self.uri
-        return Store(self._backend, uri, self._root, self._full(below), request_seconds=self.request_seconds)
+        return Store(
+            self._backend, f"{self.uri}/{below}", self._root, self._full(below), request_seconds=self.request_seconds
+        )
 
     def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
         """Write the whole object and make it durable. Raises StoreError.

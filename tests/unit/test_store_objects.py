@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,11 +139,18 @@ def test_a_range_is_exactly_as_long_as_asked(store: Store) -> None:
         store.get_range("k", 6, 3)
 
 
-def test_a_private_object_is_private_only_in_a_folder(store: Store, tmp_path: Path) -> None:
-    store.put("k", b"x", private=True)
-    assert store.get("k") == b"x"
-    path = store.local_path("k")
-    assert path is None or path.stat().st_mode & 0o077 == 0
+def test_an_object_is_private_only_in_a_folder_and_if_it_is_asked_for(store: Store) -> None:
+    before = os.umask(0)
+    try:
+        store.put("secret", b"x", private=True)
+        store.put("k", b"x")
+        store.create("created", b"x")
+    finally:
+        os.umask(before)
+    for key, mode in (("secret", 0o600), ("k", 0o666), ("created", 0o666)):
+        path = store.local_path(key)
+        assert store.get(key) == b"x"
+        assert path is None or path.stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize("tags", [None, {}, {"name": "value"}])

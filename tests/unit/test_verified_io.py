@@ -67,6 +67,11 @@ def test_data_is_summed_by_chunk(length: int, lengths: list[int]) -> None:
     assert [value for value, _ in sums] == [int(crc_text(data[at : at + 4]), 16) for at in range(0, max(length, 1), 4)]
 
 
+@pytest.mark.parametrize(("length", "lengths"), [(0, [0]), (1, [1]), (2, [1, 1])])
+def test_a_chunk_may_be_one_byte(length: int, lengths: list[int]) -> None:
+    assert [size for _, size in chunk_crcs(memoryview(CHECK[:length]), 1)] == lengths
+
+
 def test_a_chunk_has_16_mib() -> None:
     data = memoryview(bytes(CHUNK_BYTES + 1))
     assert CHUNK_BYTES == 16 * 1024 * 1024

@@ -93,7 +93,7 @@ class Signer:
         try:
             document = json.loads(raw)
             data, stated = document["data"], document["hmac"]
-            right = hmac.compare_digest(self._hmac(store, key, data).encode(), stated.encode(errors="replace"))
+            right = hmac.compare_digest(self._hmac(store, key, data).encode(), stated.encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCommit(f"{key}: not a signature: {error!r}"[:300]) from error
         if not right:
@@ -139,7 +139,7 @@ def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
 
 
 def _job(store: Store) -> str:
-    return store.uri.rsplit("/", 1)[-1]
+    return store.uri.rpartition("/")[2]
 
 
 def _signature_key(key: str) -> str:
