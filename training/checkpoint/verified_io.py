@@ -37,9 +37,9 @@ def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[i
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
     """Return the CRC64NVME of consecutive pieces together, given each piece's (checksum, length in bytes)."""
-    whole = 0
-    for number, (value, length) in enumerate(sums):
-        whole = combine_crc64nvme(whole, value, length) if number else value
+    whole = 0  # the checksum of no bytes
+    for value, length in sums:
+        whole = combine_crc64nvme(whole, value, length)
     return whole
 
 
