@@ -165,7 +165,7 @@ class Derived:
             largest = whole * own // unit  # largest value of this divisor if the others stay
             if self.spare > 1:
                 offers.append((key, [max(1, largest // self.spare)]))
-            elif largest and whole % (unit // own) == 0:
+            elif whole % (unit // own) == 0:
                 offers.append((key, [largest]))
         return suggest_values(*offers)
 
@@ -199,9 +199,7 @@ DERIVED = (
         top=("cluster.nodes", "cluster.processes_per_node"),
         bottom=("parallel.shard_size",),
         why="no group of ranks holds the whole of it",
-        applies=lambda config: bool(
-            config.parallel.mode == "hsdp" and config.parallel.shard_size and count_ranks(config) is not None
-        ),
+        applies=lambda config: config.parallel.mode == "hsdp" and count_ranks(config) is not None,
     ),
     Derived(
         name="width of an attention head",

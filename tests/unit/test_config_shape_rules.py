@@ -230,8 +230,15 @@ BREACHES = {
         "fsdp.cpu_offload has no effect with parallel.mode ddp: it is an option of fsdp2 and hsdp",
         "set parallel.mode to fsdp2 or hsdp, or fsdp.cpu_offload to false, the default",
     ),
-    "a shard group without groups": (
-        "parallel: {shard_size: 2}",
+    "a shard group without groups, of more ranks than there are": (
+        "parallel: {shard_size: 3}",
+        "parallel.shard_size parallel.mode",
+        "parallel.shard_size has no effect with parallel.mode fsdp2: it is an option of hsdp",
+        "set parallel.mode to hsdp, or parallel.shard_size to null, the default",
+    ),
+    "a shard group without groups, that does not divide the ranks": (
+        "{parallel: {shard_size: 4}, cluster: {nodes: 3, min_nodes: 1, processes_per_node: 2}, "
+        "training: {batch_size: 36}}",
         "parallel.shard_size parallel.mode",
         "parallel.shard_size has no effect with parallel.mode fsdp2: it is an option of hsdp",
         "set parallel.mode to hsdp, or parallel.shard_size to null, the default",
