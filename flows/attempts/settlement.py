@@ -205,13 +205,14 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
     Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step and task of an
     agent's event, which has neither.
     """
-    known = () if submitted.name == NODE_STARTED else ("step", "task")
+    is_agents = submitted.name == NODE_STARTED
+    task = (submitted.step, submitted.data.get("task"))
     placed = [
         event
         for event in events
         if event.name == PLACED
         and (event.run, event.attempt) == (submitted.run, submitted.attempt)
-        and all(event.data.get(key) == submitted.data.get(key) for key in known)
+        and (is_agents or (event.step, event.data.get("task")) == task)
     ]
     try:
         return Placement.from_json(placed[-1].data["placement"]) if placed else None

@@ -22,6 +22,8 @@ class JobService:
         jobs: Descriptions of each job: one for each look, and the last one for all further looks.
         refused: Whether requests to terminate a job are refused, as for a job that has ended meanwhile.
         away: Whether every request is answered with an internal error.
+        queues: Market of each job queue, by name.
+        slow_seconds: How long each answer of Batch takes.
         owners: Kubernetes objects by the path of their URL. A deleted one is gone.
         requests: (region, operation, content) of each request to Batch, (method, path) of each one to Kubernetes.
     """
@@ -30,6 +32,8 @@ class JobService:
     jobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     refused: bool = False
     away: bool = False
+    queues: dict[str, str] = field(default_factory=dict)
+    slow_seconds: float = 0.0
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
     requests: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -47,6 +51,12 @@ class JobService:
         self.requests.append((region, operation, json.dumps(content)))
         if self.away:
             return 500, {"message": "internal error"}
+        threading.Event().wait(self.slow_seconds)
+        if operation == "describejobqueues":
+            return 200, {"jobQueues": [_describe_queue(name) for name in self.queues]}
+        if operation == "describecomputeenvironments":
+            found = [_describe_environment(name, market) for name, market in self.queues.items()]
+            return 200, {"computeEnvironments": found}
         if operation == "terminatejob":
             return (400, {"message": "it has ended"}) if self.refused else (200, {})
         found = []
@@ -66,6 +76,18 @@ class JobService:
         if path not in self.owners:
             return 404, {"message": "not found"}
         return 200, self.owners.pop(path) if method == "DELETE" else self.owners[path]
+
+
+def _describe_queue(name: str) -> dict[str, Any]:
+    order = [{"order": 1, "computeEnvironment": name}]
+    state = {"state": "ENABLED", "status": "VALID", "priority": 1, "computeEnvironmentOrder": order}
+    return {"jobQueueName": name, "jobQueueArn": f"arn:aws:batch:us-east-1:1:job-queue/{name}", **state}
+
+
+def _describe_environment(name: str, market: str) -> dict[str, Any]:
+    resources = {"type": {"spot": "SPOT", "on_demand": "EC2"}[market], "instanceTypes": ["g5"], "maxvCpus": 256}
+    about = {"type": "MANAGED", "state": "ENABLED", "status": "VALID", "computeResources": resources}
+    return {"computeEnvironmentName": name, "computeEnvironmentArn": name, **about}
 
 
 @contextmanager

@@ -123,11 +123,11 @@ def test_jobs_are_unsettled_until_their_end_is_recorded() -> None:
 
 
 def test_a_jobs_placement_is_the_newest_of_its_run_attempt_step_and_task() -> None:
-    submitted = replace(event(BATCH_SUBMITTED, 5.0), data={"job_id": "x", "step": "train", "task": "5"})
+    submitted = event(BATCH_SUBMITTED, 5.0, job_id="x", step="train", task="5")
 
-    def placed(queue: str, *, at: Event = submitted, **known: Any) -> Event:
-        about = {"step": "train", "task": "5", "placement": {**PLACEMENT, "queue": queue}, **known}
-        return replace(at, name=PLACED, data=about)
+    def placed(queue: str, *, at: Event = submitted, step: str = "train", **known: Any) -> Event:
+        about = {"task": "5", "placement": {**PLACEMENT, "queue": queue}, **known}
+        return replace(at, name=PLACED, step=step, data=about)
 
     first, newest = placed("first"), placed("newest")
     others = [
@@ -140,11 +140,11 @@ def test_a_jobs_placement_is_the_newest_of_its_run_attempt_step_and_task() -> No
     found = find_placement(submitted, [first, newest, *others])
     assert found is not None and found.queue == "newest"
     assert find_placement(submitted, others) is None
-    agent = replace(submitted, name=NODE_STARTED, data={"batch_job_id": "x"})
+    agent = replace(submitted, name=NODE_STARTED, step=None, data={"batch_job_id": "x"})
     found = find_placement(agent, [placed("step", step="train_node"), *others[2:4]])
     assert found is not None and found.queue == "step", "an agent's event has neither step nor task"
     assert find_placement(submitted, [placed("q", placement={"queue": "q"})]) is None
-    assert find_placement(submitted, [replace(first, data={"step": "train", "task": "5"})]) is None
+    assert find_placement(submitted, [replace(first, data={"task": "5"})]) is None
 
 
 def test_a_settled_job_is_not_asked_for(service: JobService, job: Job) -> None:

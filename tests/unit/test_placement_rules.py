@@ -1,0 +1,497 @@
+"""Placing an attempt: what is asked, recorded and ordered, and when no further attempt is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.flows.attempts import placement
+from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
+from ebbflow.flows.attempts.placement import (
+    DEADLINE_SECONDS,
+    PLANNED_SECONDS,
+    PlacementRequest,
+    PlacementResult,
+    describe_order,
+    give_up_reason,
+    make_order,
+    place_attempt,
+)
+from ebbflow.flows.job import Job
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import JobIsRunning, Outcome
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, COMMIT, PLACED, PLAN, Event, read_events
+from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
+from ebbflow.infra.store import Store
+from tests.support.batch_service import JobService, serve_jobs
+from tests.support.capacity import JobLog, batch_config, placed_now, planned
+from tests.support.records import is_frozen, takes_names_only
+from tests.support.timelines import event
+
+NAME = AttemptName(run="1733", step="train_node", task="5", attempt=2)
+
+
+@pytest.fixture(scope="module")
+def _service() -> Iterator[JobService]:
+    with serve_jobs() as running:
+        yield running
+
+
+@pytest.fixture
+def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService:
+    _service.jobs, _service.owners, _service.requests = {}, {}, []
+    _service.refused, _service.away, _service.slow_seconds = False, False, 0.0
+    _service.queues = {"spot-g5": "spot", "od-g5": "on_demand"}
+    for name, value in (("ACCESS_KEY_ID", "local"), ("SECRET_ACCESS_KEY", "local"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", _service.endpoint)
+    return _service
+
+
+@pytest.fixture
+def make_flow(tmp_path: Path) -> Callable[..., SimpleNamespace]:
+    """What a step finds of the steps before it."""
+
+    def flow(nodes: int = 1, **cost: Any) -> SimpleNamespace:
+        spot, on_demand = {"name": "spot-g5", "market": "spot"}, {"name": "od-g5", "market": "on_demand"}
+        document = {
+            "store": str(tmp_path / "store"),
+            "cluster": {"nodes": 1, "instance_types": ["g5.xlarge"]},
+            "batch": {"queues": [spot, on_demand]},
+            "cost": cost,
+        }
+        config = RunConfig.model_validate_json(json.dumps(document))
+        settings = {"config": config.model_dump(mode="json"), "sources": {}}
+        plan = make_plan(config, now_utc=time.time()).brief().to_json()
+        return SimpleNamespace(job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=nodes)
+
+    return flow
+
+
+@pytest.fixture
+def flow(make_flow: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    return make_flow()
+
+
+def ask(flow: SimpleNamespace, **known: Any) -> PlacementRequest:
+    return PlacementRequest(**{"flow": flow, "name": NAME, "round": 3, "one_node": True, "last": False, **known})
+
+
+def events_of(flow: SimpleNamespace, name: str = "") -> list[Event]:
+    return [one for one in read_events(Job.of(flow, NAME.run).store) if name in ("", one.name)]
+
+
+def emit(flow: SimpleNamespace, name: str, *, generation: int = 0, attempt: int = 0, **data: Any) -> None:
+    with Job.of(flow, NAME.run).events("test") as log:
+        log.origin = replace(log.origin, generation=generation, attempt=attempt)
+        log.emit(name, **data)
+
+
+def as_stored(order: AttemptOrder) -> AttemptOrder:
+    return AttemptOrder(**json.loads(json.dumps(vars(order))))
+
+
+def stored_order(flow: SimpleNamespace) -> AttemptOrder | None:
+    return AttemptOrder.get(Job.of(flow, NAME.run).store, NAME)
+
+
+def test_a_fresh_placement_is_recorded_and_ordered(service: JobService, flow: SimpleNamespace) -> None:
+    answer = place_attempt(ask(flow))
+    assert answer.trouble == "" and answer.order is not None and answer.order.placement is not None
+    assert (answer.order.does, answer.order.nodes, answer.order.placement["queue"]) == ("train", 1, "spot-g5")
+    [planned_event, placed] = events_of(flow)
+    assert (planned_event.name, planned_event.run, planned_event.attempt) == (PLAN, "1733", 2)
+    assert json.loads(json.dumps(answer.order.plan)) == planned_event.data
+    assert (placed.name, placed.run, placed.attempt) == (PLACED, "1733", 2)
+    assert placed.data == {
+        "placement": json.loads(json.dumps(answer.order.placement)),
+        "why": answer.order.placement["reason"],
+        "attempt": 2,
+        "round": 3,
+        "task": "5",
+        "after_generation": 0,
+    }
+    assert placed.step == "train_node"
+    [segment] = Job.of(flow, NAME.run).store.list("events")
+    assert "placing-train_node-5-2" in segment.key
+    order = stored_order(flow)
+    assert order is not None and order.placement == placed.data["placement"]
+
+
+def test_a_placement_records_the_newest_generation(service: JobService, flow: SimpleNamespace) -> None:
+    for generation in (2, 7, 4):
+        emit(flow, "note", generation=generation)
+    place_attempt(ask(flow))
+    assert events_of(flow, PLACED)[0].data["after_generation"] == 7
+
+
+def past(flow: SimpleNamespace, service: JobService, count: int, **about: Any) -> None:
+    """Attempts of this run on Spot, whose ends Batch tells only now."""
+    _, spot = chosen()
+    for number in range(count):
+        task = {"step": "train_node", "task": "5"}
+        emit(flow, PLACED, attempt=60 + number, placement=spot.to_json(), after_generation=0, **task)
+        emit(flow, BATCH_SUBMITTED, attempt=60 + number, job_id=f"x-{number}", **task)
+        service.jobs[f"x-{number}"] = [{"status": "FAILED", "createdAt": 1000, **about}]
+
+
+def test_attempts_that_have_ended_meanwhile_count(service: JobService, flow: SimpleNamespace) -> None:
+    past(flow, service, 5, startedAt=1000, stoppedAt=2000, statusReason="Essential container in task exited")
+    order = place_attempt(ask(flow)).order
+    assert order is not None and (order.does, order.outcome) == ("stop", "failed")
+    assert order.message.startswith("5 attempts in a row failed (1 × g5.xlarge spot in queue spot-g5: user code)")
+    assert stored_order(flow) == order and len(events_of(flow, BATCH_ATTEMPT)) == 5
+
+
+@pytest.mark.parametrize(("cost", "does"), [({}, "stop"), ({"deadline_hours": 900.0}, "train")])
+def test_missing_spot_ends_a_job_unless_its_deadline_brings_on_demand(
+    service: JobService, make_flow: Callable[..., SimpleNamespace], cost: dict[str, Any], does: str
+) -> None:
+    flow = make_flow(**cost)
+    past(flow, service, 5, statusReason="CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY")
+    order = place_attempt(ask(flow)).order
+    assert order is not None and order.does == does
+    assert order.outcome == ("no_capacity" if does == "stop" else "")
+
+
+def test_a_job_over_its_budget_is_ordered_to_stop(
+    service: JobService, make_flow: Callable[..., SimpleNamespace]
+) -> None:
+    flow = make_flow()
+    flow.settings["config"]["cost"]["budget_usd"] = 0.0000001
+    order = place_attempt(ask(flow)).order
+    assert order is not None and (order.does, order.outcome) == ("stop", "budget") and "budget" in order.message
+    assert stored_order(flow) == order and events_of(flow, PLACED) == []
+
+
+def test_a_job_that_another_launcher_holds_is_not_placed(
+    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emit(flow, BATCH_SUBMITTED, job_id="x", step="train_node", task="5")
+    claim = claim_job(Job.of(flow, NAME.run).store, "j", "run")
+    monkeypatch.setenv(RUN_CLAIM_VARIABLE, "another")
+    with pytest.raises(JobIsRunning):
+        place_attempt(ask(flow))
+    assert stored_order(flow) is None
+    claim.release()
+
+
+def test_the_plan_of_the_run_decides_if_batch_does_not_answer(service: JobService, flow: SimpleNamespace) -> None:
+    emit(flow, "note", generation=7)
+    service.away = True
+    request = ask(flow)
+    answer = place_attempt(request, deadline_seconds=0.5)
+    assert answer.trouble.startswith("CloudUnavailable: ")
+    assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
+    [placed] = events_of(flow, PLACED)
+    assert placed.data["after_generation"] == 0 and request.abandoned.is_set()
+
+
+def test_an_attempt_without_a_plan_of_the_run_is_not_placed(service: JobService, flow: SimpleNamespace) -> None:
+    service.away = True
+    flow.capacity = {}
+    answer = place_attempt(ask(flow), deadline_seconds=0.3)
+    assert answer.order is None and stored_order(flow) is None
+    fresh, _, planned_trouble = answer.trouble.partition("; nor by the plan of the run: ")
+    assert fresh.startswith("CloudUnavailable: ") and planned_trouble.startswith("PlanError: ")
+
+
+def placing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "placing"]
+
+
+def test_a_placement_that_comes_too_late_orders_nothing(
+    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.slow_seconds = 0.3
+    answer = place_attempt(ask(flow), deadline_seconds=0.1)
+    assert "0.1 s" in answer.trouble and answer.order is not None
+    for thread in placing_threads():
+        thread.join(30)
+    assert len(events_of(flow, PLACED)) == 1 and as_stored(answer.order) == stored_order(flow)
+
+
+def test_a_late_placement_by_the_plan_of_the_run_orders_nothing_either(
+    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", "no address")  # refused at once
+    synced = os.fsync
+
+    def sync_slowly(descriptor: int) -> None:
+        threading.Event().wait(0.2)
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    monkeypatch.setattr(placement, "PLANNED_SECONDS", 0.1)
+    answer = place_attempt(ask(flow))
+    assert answer.order is None and "nor by the plan of the run: CloudUnavailable: placing: timed" in answer.trouble
+    for thread in placing_threads():
+        thread.join(30)
+    assert stored_order(flow) is None and events_of(flow, PLACED) == []
+
+
+@pytest.mark.parametrize("budget_usd", [None, 0.0000001], ids=["placed", "stopped"])
+def test_an_abandoned_request_orders_nothing(
+    service: JobService, flow: SimpleNamespace, budget_usd: float | None
+) -> None:
+    """Neither a placement nor the end of the job; the plan of the run is asked with a request of its own."""
+    flow.settings["config"]["cost"]["budget_usd"] = budget_usd
+    request = ask(flow)
+    request.abandoned.set()
+    answer = place_attempt(request)
+    assert answer.trouble.startswith("TimeoutError: the deadline for this placement has passed")
+    assert answer.order is not None and answer.order.does == "train"
+    assert len(events_of(flow, PLACED)) == 1 and stored_order(flow) == as_stored(answer.order)
+
+
+def test_placing_may_hold_up_the_scheduler_for_a_minute_and_a_half() -> None:
+    assert (DEADLINE_SECONDS, PLANNED_SECONDS) == (60.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("off", "words"),
+    [
+        (-600.0, "the launcher's clock is 10.0 min behind the store's or AWS Batch's, and times are corrected; "),
+        (600.0, "the launcher's clock is 10.0 min ahead of the store's or AWS Batch's, and times are corrected; "),
+        (0.0, ""),
+    ],
+)
+def test_a_wrong_clock_of_the_launcher_is_told_and_corrected(
+    service: JobService,
+    make_flow: Callable[..., SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+    off: float,
+    words: str,
+) -> None:
+    """A start is due by the launcher's clock, which counts from the store's time."""
+    flow = make_flow(deadline_hours=900.0)
+    right = place_attempt(ask(flow, name=replace(NAME, attempt=9))).order
+    assert right is not None and right.placement is not None
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + off)
+    order = place_attempt(ask(flow)).order
+    assert order is not None and order.placement is not None
+    assert order.placement["reason"].startswith(words) and ("clock" in order.placement["reason"]) is bool(words)
+    assert abs(order.placement["start_by_utc"] - right.placement["start_by_utc"] - off) < 100
+
+
+@pytest.mark.parametrize(("later", "told"), [(59.0, False), (62.0, True)])
+def test_batchs_clock_counts_as_the_stores(
+    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, later: float, told: bool
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    past(flow, service, 1, startedAt=1000, stoppedAt=(now + later) * 1000, statusReason="Host EC2 (x) terminated.")
+    order = place_attempt(ask(flow)).order
+    assert order is not None and order.placement is not None
+    assert order.placement["reason"].startswith("the launcher's clock is 1.0 min behind ") is told
+
+
+def test_pods_are_placed_on_the_nodes_of_the_run(
+    service: JobService,
+    make_flow: Callable[..., SimpleNamespace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kubernetes = pytest.importorskip("kubernetes")
+    cluster = {"name": "c", "cluster": {"server": service.endpoint}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    user = {"name": "u", "user": {"token": "t"}}
+    known = {"clusters": [cluster], "contexts": [context], "users": [user]}
+    path = tmp_path / "kubeconfig.json"
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **known}))
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))  # read at import
+    flow = make_flow(nodes=2)
+    answer = place_attempt(ask(flow, backend="kubernetes", one_node=False))
+    assert answer.trouble == "" and answer.order is not None
+    assert (answer.order.nodes, (answer.order.placement or {})["queue"]) == (2, "on-demand")
+    assert service.requests == [], "AWS Batch is not asked"
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", "/missing")
+    by_plan = place_attempt(ask(flow, backend="kubernetes", one_node=False))
+    assert "kubeconfig" in by_plan.trouble and by_plan.order is not None
+    assert (by_plan.order.placement or {})["queue"] == "spot"
+
+
+# Orders
+
+
+def chosen() -> tuple[Plan, Placement]:
+    config = batch_config()
+    return planned(config, 1_800_000_000.0), placed_now(config, JobLog(), 0.0)
+
+
+def test_an_order_trains_in_the_placed_pool() -> None:
+    plan, placed = chosen()
+    order = make_order(ask(SimpleNamespace()), plan, placed)
+    assert (order.does, order.nodes, order.processes_per_node) == ("train", 1, 1)
+    assert order.placement == placed.to_json()
+    assert order.plan is not None and order.plan["chosen"]["instance_type"] == placed.instance_type
+
+
+@pytest.mark.parametrize(
+    ("one_node", "last", "nodes", "does"),
+    [
+        (True, False, 1, "train"),
+        (True, False, 2, "gang"),
+        (True, True, 1, "again"),
+        (True, True, 2, "gang"),
+        (False, True, 1, "train"),
+    ],
+)
+def test_a_step_of_one_node_hands_gangs_and_last_attempts_on(one_node: bool, last: bool, nodes: int, does: str) -> None:
+    plan, placed = chosen()
+    request = ask(SimpleNamespace(), one_node=one_node, last=last)
+    if does == "train":
+        assert make_order(request, plan, placed).does == "train"
+    else:
+        many = replace(placed, nodes=nodes, processes_per_node=3)
+        expected = AttemptOrder(does=does, nodes=nodes, processes_per_node=3)  # type: ignore[arg-type]
+        assert make_order(request, plan, many) == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (AttemptOrder(does="stop", outcome="budget", message="spent"), "no further attempt: budget: spent"),
+        (AttemptOrder(does="gang", nodes=3), "continues as a gang of 3 nodes"),
+        (AttemptOrder(does="again"), "another round, since this was the step's last attempt"),
+        (
+            AttemptOrder(
+                placement={
+                    "nodes": 2,
+                    "instance_type": "g5.xlarge",
+                    "market": "on_demand",
+                    "queue": "arn:aws:batch:us-east-1:1:job-queue/q",
+                    "reason": "cheapest",
+                }
+            ),
+            "2 × g5.xlarge on-demand in queue q: cheapest",
+        ),
+        (AttemptOrder(), "None × None None in queue None: None"),
+    ],
+)
+def test_an_order_is_described_in_one_line(order: AttemptOrder, text: str) -> None:
+    assert describe_order(order) == text
+
+
+def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    assert AttemptOrder.get(store, NAME) is None
+    order = AttemptOrder(does="gang", nodes=2, processes_per_node=3, placement={"a": 1}, plan={"b": 2}, message="m")
+    order.put(store, NAME)
+    assert AttemptOrder.get(store, NAME) == order
+    for other in ({"run": "9"}, {"step": "train"}, {"task": "6"}, {"attempt": 3}):
+        assert AttemptOrder.get(store, replace(NAME, **other)) is None
+    document = json.loads(store.get(NAME.key))
+    assert document == {**vars(order)}
+    store.put(NAME.key, json.dumps({"does": "again", "later": 1}).encode())
+    assert AttemptOrder.get(store, NAME) == AttemptOrder(does="again")
+    bare = AttemptOrder()
+    assert (bare.does, bare.nodes, bare.processes_per_node, bare.placement, bare.plan) == ("train", 1, 1, None, None)
+    with pytest.raises(ValueError, match="Out of range"):
+        AttemptOrder(plan={"hours": float("inf")}).put(store, NAME)
+
+
+def test_records_of_placing_take_names_only_and_are_frozen(flow: SimpleNamespace) -> None:
+    for record in (AttemptName, AttemptOrder, PlacementRequest, PlacementResult):
+        assert takes_names_only(record) and is_frozen(record)
+    assert PlacementResult() == PlacementResult(order=None, trouble="")
+    one, other = ask(flow), ask(flow)
+    assert one == other and "abandoned" not in repr(one) and one.backend == "batch"
+    assert one.abandoned is not other.abandoned and not one.abandoned.is_set()
+
+
+# When no further attempt is made
+
+
+def attempts(*causes: str, **known: Any) -> list[PastAttempt]:
+    _, placed = chosen()
+    shared = {"placement": placed, "placed_utc": 1.0, "started_utc": 2.0, "run": "r"}
+    return [PastAttempt(**{**shared, "cause": cause, **known}) for cause in causes]
+
+
+def reason(past_attempts: list[PastAttempt], *events: Event, **known: Any) -> tuple[Outcome, str] | None:
+    return give_up_reason(AttemptHistory(attempts=tuple(past_attempts)), events, run="r", **known)
+
+
+@pytest.mark.parametrize("cause", ["user_code", "unknown"])
+def test_five_vain_attempts_in_a_row_end_the_job(cause: str) -> None:
+    assert reason(attempts(*[cause] * 4)) is None
+    found = reason(attempts(*[cause] * 5))
+    assert found is not None and found[0] is Outcome.FAILED
+    assert reason(attempts(*[cause] * 4, "reclaimed", cause)) is None
+    assert reason(attempts(*[cause] * 5, "ended")) is None
+    assert reason(attempts("reclaimed", *[cause] * 5)) is not None
+
+
+@pytest.mark.parametrize("cause", ["reclaimed", "ended", "terminated"])
+def test_a_machine_that_was_lost_or_ended_is_no_failure(cause: str) -> None:
+    assert reason(attempts(*[cause] * 9)) is None
+
+
+@pytest.mark.parametrize("cause", ["never_started", "terminated"])
+def test_attempts_that_got_no_machine_end_the_job_for_want_of_capacity(cause: str) -> None:
+    never = attempts(*[cause] * 5, started_utc=None)
+    assert reason(never[1:]) is None
+    found = reason(never)
+    assert found is not None and found[0] is Outcome.NO_CAPACITY
+    mixed = reason([*never[1:], *attempts("user_code")])
+    assert mixed is not None and mixed[0] is Outcome.FAILED
+
+
+@pytest.mark.parametrize("cause", ["user_code", "not_made"])
+def test_two_containers_that_were_never_made_end_the_job(cause: str) -> None:
+    never = attempts(cause, cause, started_utc=None)
+    assert reason(never[1:]) is None
+    found = reason(never)
+    assert found is not None and found[0] is Outcome.FAILED
+    assert reason([never[0], *attempts(cause)]) is None, "one of them was made"
+    assert reason([never[0], *attempts("unknown", started_utc=None)]) is None
+    assert reason([never[0], *attempts("never_started", started_utc=None)]) is None
+
+
+def test_attempts_of_another_run_or_before_a_commit_do_not_count() -> None:
+    commit = event(COMMIT, 5.0, generation=3)
+    assert reason(attempts(*["unknown"] * 5, run="other")) is None
+    assert reason(attempts(*["unknown"] * 5, after_generation=2), commit) is None
+    assert reason(attempts(*["unknown"] * 5, after_generation=3), commit) is not None
+    assert reason(attempts(*["unknown"] * 5, after_generation=2), event("note", 5.0, generation=3)) is not None
+    commits = [event(COMMIT, 5.0, generation=number) for number in (1, 3, 2)]
+    assert reason(attempts(*["unknown"] * 5, after_generation=2), *commits) is None
+
+
+@pytest.mark.parametrize(
+    ("market", "reservation", "counted"),
+    [("spot", None, False), ("on_demand", "cr-1", False), ("on_demand", None, True)],
+)
+def test_refused_spot_does_not_count_if_on_demand_comes(market: str, reservation: str | None, counted: bool) -> None:
+    _, placed = chosen()
+    there = replace(placed, market=market, reservation=reservation)
+    refused = attempts(*["never_started"] * 5, placement=there, started_utc=None)
+    assert (reason(refused, on_demand_comes=True) is not None) is counted
+    assert reason(refused) is not None
+    failed = attempts(*["user_code"] * 5, placement=there)
+    assert reason(failed, on_demand_comes=True) is not None
+
+
+def test_the_message_has_the_causes_and_batchs_last_reason() -> None:
+    first, second = attempts("never_started", "user_code", started_utc=None)
+    spot = "1 × g5.xlarge spot in queue spot-g5"
+    found = reason([first] * 4 + [replace(second, reason="no image")])
+    assert found is not None and found[1] == (
+        f"5 attempts in a row failed ({spot}: never started, {spot}: user code), and another would too; "
+        "the last one: no image"
+    )
+    found = reason([replace(second, reason="no image")] * 4 + [second])
+    assert found is not None and found[1] == f"5 attempts in a row failed ({spot}: user code), and another would too"
