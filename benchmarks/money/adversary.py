@@ -134,7 +134,7 @@ class LastMoment:
             return None
         if self.kind == "fail":
             self.kind = "leave"
-            return Strike("fail", _longest(run.restarts_after))
+            return Strike("fail", _longest(run.restarts_after), for_good=True)
         stall = _longest(run.stays_after)
         if self.kind == "leave":
             return Strike("stall", stall + 0.01, for_good=True)

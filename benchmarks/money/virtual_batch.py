@@ -237,6 +237,8 @@ class VirtualBatch:
             course.log.placed(placement, now + 0.01)
             course.spent_before.append(course.usd)
             course.decisions.append((now, placement, (1 - share_done) * whole))
+            if course.spot_is_gone and placement.market == "spot" and placement.fallback is None:
+                break  # nothing but Spot is left to the job
             attempt = _Attempt(self, course, with_placement(plan, placement), placement, now)
             now, kept_share = attempt.run(draw)
             share_done += kept_share * (1 - share_done)
