@@ -174,8 +174,9 @@ class Pricing:
 
     def _find_recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
         """Return the pool that the machine reported if its price changes were recorded, else the planned pool."""
-        for place in (machine.get("zone_id"), machine.get("zone"), planned.place):
-            actual = _find_actual_pool(machine, planned, place or "")
+        reported = [place for place in (machine.get("zone_id"), machine.get("zone")) if place]
+        for place in [*reported, planned.place]:
+            actual = _find_actual_pool(machine, planned, place)
             if self.history.get(actual):
                 return actual
         return planned

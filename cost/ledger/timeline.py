@@ -100,7 +100,7 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     )
     found = (_node(sorted(group, key=lambda event: event.t_mono)) for group in grouped.values())
     nodes = [node for node in found if node is not None]
-    per_node = max((len(node.ranks) for node in nodes), default=0) or 1
+    per_node = max([1, *(len(node.ranks) for node in nodes)])
     for node in nodes:
         if not node.ranks:  # its list of ranks is lost, and none of them has an event
             node.ranks = list(range(node.node * per_node, (node.node + 1) * per_node))
@@ -184,7 +184,7 @@ def _find_first_start(clocks: Sequence[Event]) -> float:
 def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> RankTime:
     clocks = [event for event in node.events.get(rank, []) if accounts_for_time(event)]
     paid = _micros(node.paid_seconds)
-    leaving = bool(clocks) and clocks[-1].name == PHASE and clocks[-1].data.get("class") == LedgerClass.SHUTDOWN
+    leaving = any(event.data.get("class") == LedgerClass.SHUTDOWN for event in clocks[-1:])
     tail_class = _classify_end(generation, LedgerClass.SHUTDOWN if leaving else LedgerClass.UNATTRIBUTED)
     if not any(node.events.values()) and (generation.running or generation.reason == Outcome.BUDGET):
         tail_class = LedgerClass.STARTUP  # the ranks are about to start, or the budget did not allow them to

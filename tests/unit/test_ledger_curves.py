@@ -163,6 +163,13 @@ def test_a_span_over_a_change_divides_its_dollars_by_the_seconds_of_its_classes(
     assert charges(rank, curve_of("1", (HOUR, "5"))) == {"useful_step": 12, "data_wait": 4}
 
 
+def test_a_span_over_a_change_has_the_mean_of_its_own_time() -> None:
+    """$1 for an hour and $5 from then on: of the first two hours the mean is $3, of the other two it is $5."""
+    spans = (span(0, 2 * HOUR, startup=2 * HOUR), span(2 * HOUR, 4 * HOUR, useful_step=2 * HOUR))
+    rank = rank_time(4 * HOUR, *spans, startup=2 * HOUR, useful_step=2 * HOUR)
+    assert charges(rank, curve_of("1", (HOUR, "5"))) == {"startup": 6, "useful_step": 10}
+
+
 def test_a_class_in_two_spans_is_charged_at_the_mean_of_both() -> None:
     """One hour at $1 and three at $5: $4 on average, for the two hours that are left of it."""
     spans = (span(0, HOUR, useful_step=HOUR), span(HOUR, 4 * HOUR, useful_step=3 * HOUR))
@@ -191,6 +198,7 @@ def test_an_empty_span_has_the_price_of_its_moment() -> None:
 
 def test_a_rank_without_paid_time_is_charged_nothing() -> None:
     assert charges(rank_time(0, startup=0), curve_of("1")) == {}
+    assert charges(rank_time(1, startup=1), curve_of("3600")) == {"startup": Decimal("0.000001")}
 
 
 def test_dollars_of_a_gap_without_seconds_are_divided_by_the_seconds_of_all_classes() -> None:
@@ -309,12 +317,15 @@ def test_only_nodes_of_a_multi_node_job_have_an_instance_of_their_own(machines, 
         events += [attempt(job_id, nodes, stopped=80.0) for job_id in {"j", machines[1]["batch_job_id"]}]
     bills = compute_bills(events, {1: generation(1, "node_lost")}).nodes
     assert [bill.usd for bill in bills] == [Decimal("0.08") / shares] * 2
+    known = [None if bill.job is None else bill.job.job_id for bill in bills]
+    assert known == [machine.get("batch_job_id") for machine in machines]
 
 
 def test_a_simulated_run_has_no_sharers_and_no_extras() -> None:
     events = [plan_event(simulated=True), *started(0, 20.0), *started(1, 20.0)]
-    for bill in compute_bills(events, {1: generation(1, None)}).nodes:
+    for bill in compute_bills([*events, attempt("j", stopped=20.0)], {1: generation(1, None)}).nodes:
         assert (bill.sharers, bill.extras, bill.usd) == ((), (), Decimal("0.02"))
+        assert (bill.job is not None) is (bill.node.node == 0), "the job has one node"
 
 
 def test_each_extra_is_on_the_bill_of_its_own_node_alone() -> None:

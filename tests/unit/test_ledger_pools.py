@@ -53,6 +53,8 @@ def test_a_node_has_the_price_of_the_last_plan_before_its_start_or_of_the_first(
 def test_a_plan_that_chose_no_pool_is_none() -> None:
     refused = event(PLAN, 90.0, simulated=False, chosen=None)
     assert price([plan(), refused]).curve.first == 1
+    other = event(PRICES, 90.0, chosen=CHOSEN | {"usd_per_hour": 9.0})
+    assert price([plan(), other]).curve.first == 1, "nor is another event that chose one"
     nothing = price([refused])
     assert (nothing.curve.first, nothing.on_demand_usd_per_hour, nothing.kind, nothing.pool) == (
         0,
@@ -199,8 +201,11 @@ def batch_job(placed: float = 100.0, **placement: Any) -> BatchJob:
 
 
 def test_a_batch_job_has_the_plan_before_its_submission_and_the_pool_of_its_placement() -> None:
-    plans = [plan(), plan(150.0, usd_per_hour=2.0)]
-    assert price(plans, job=batch_job(100.0), at=900.0).curve.first == 1
+    plans = [plan(), plan(150.0, usd_per_hour=2.0, on_demand_usd_per_hour=4.0, price_kind="later")]
+    early = price(plans, job=batch_job(100.0), at=900.0)
+    assert (early.curve.first, early.on_demand_usd_per_hour, early.kind) == (1, 3, "planned")
+    early = price(plans, job=batch_job(100.0, usd_per_hour=6.0), at=900.0)
+    assert (early.curve.first, early.on_demand_usd_per_hour) == (6, 3)
     assert price(plans, job=batch_job(usd_per_hour=2.0, placed=160.0), at=100.0).curve.first == 2
     assert Pricing.of(plans).price_job(batch_job(160.0, quoted_usd_per_hour="8")).curve.first == 8
     elsewhere = price(plans, job=batch_job(zone="use1-az2", usd_per_hour=6.0))
