@@ -29,7 +29,6 @@ from ebbflow.training.checkpoint import (
     reachable_commits,
     record_permits,
 )
-from ebbflow.training.checkpoint.restore import assign_second_readers
 from ebbflow.training.checkpoint.rollback import ROLLBACK as ROLLBACK_PERMIT
 from ebbflow.training.checkpoint.rollback import check_rollback
 from ebbflow.training.errors import GangError, NothingToRestore, RolledBack, UnreliableReader
@@ -70,28 +69,6 @@ def restore(job: Store, generation: Generation) -> int:
     candidates = [ref.key for ref in reachable_commits(job)]
     with Checkpointer(job.uri, generation=generation) as saver:
         return saver.restore(candidates, nn.Linear(8, 8), None).step
-
-
-@pytest.mark.parametrize(
-    ("nodes", "doubting", "expected"),
-    [
-        ([0], [0], [(0, 0)]),  # by a new process
-        ([0, 0, 1, 1], [2], [(2, 0)]),
-        ([0, 0, 1, 1], [0, 2, 3], [(0, 3), (2, 1)]),  # nobody of another node is without doubt for rank 0
-        ([0, 1, 2], [1, 2], [(1, 0), (2, 0)]),
-        ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [(1, 0), (2, 0), (3, 0), (4, 0)]),
-    ],
-)
-def test_another_node_reads_again_where_there_is_one(
-    nodes: list[int], doubting: list[int], expected: list[tuple[int, int]]
-) -> None:
-    found = assign_second_readers(nodes, [rank in doubting for rank in range(len(nodes))])
-    assert [first for first, _ in found] == [first for first, _ in expected]
-    for first, second in found:
-        if len(set(nodes)) > 1:
-            assert nodes[second] != nodes[first]
-        calm = [rank for rank, node in enumerate(nodes) if rank not in doubting and node != nodes[first]]
-        assert not calm or second in calm
 
 
 def test_a_process_that_reads_wrongly_quarantines_nothing(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:

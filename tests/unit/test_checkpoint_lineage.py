@@ -657,8 +657,9 @@ def test_unsigned_commits_are_passed_over_and_named_newest_first(
     oldest, signed, unsigned, newest = (put_commit(store, first, step) for step in (1, 2, 3, 4))
     sign(store, signed)
     assert reachable_commits(store) == [signed]
-    refused = [commit.ref for commit in trace_lineage(store) if commit.refused]
-    assert refused == [newest, unsigned, oldest]
+    refused = [commit for commit in trace_lineage(store) if commit.refused]
+    assert [commit.ref for commit in refused] == [newest, unsigned, oldest]
+    assert all("is refused, because it is not signed" in commit.unreachable_because for commit in refused)
     assert open_anew(store).parent == signed.key
     lines = capsys.readouterr().err.splitlines()
     words = "checkpoint: WARNING: passed over as a parent: "
