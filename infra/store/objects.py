@@ -187,8 +187,8 @@ class Store:
             yield from given
             return
         whole = sorted([*first, *(meta for page in given for meta in page)], key=attrgetter("key"))
-        for start in range(0, max(1, len(whole)), _PAGE):
-            yield whole[start : start + _PAGE]
+        pages = [whole[start : start + _PAGE] for start in range(0, len(whole), _PAGE)]
+        yield from pages or [[]]
 
     def delete(self, key: str) -> None:
         """Delete an object. A missing object is not an error."""
@@ -222,8 +222,7 @@ class Store:
         return HANG_GUARD.run(call, seconds, f"{operation} {self.uri}/{key}")
 
     def _full(self, key: str) -> str:
-        key = key.strip("/")
-        return f"{self._prefix}/{key}".strip("/") if self._prefix else key
+        return f"{self._prefix}/{key.strip('/')}".strip("/")
 
     def _meta(self, item: Any) -> ObjectMeta:
         path = item["path"]

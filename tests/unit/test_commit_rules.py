@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -183,6 +184,30 @@ def test_only_indexes_that_a_listing_lacks_are_looked_up_by_name(store: Recordin
     put_index(store, save, *range(9))
     assert CommitWatch(store, save).look().missing_ranks == [9, 10, 11]
     assert store.asked("head ") == [f"head {index_key(save.generation, 5, rank)}" for rank in (9, 10, 11)]
+
+
+def test_sixteen_indexes_are_read_at_once(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = save_of(40)
+    put_index(store, save, *range(40))
+    get, counted, sixteen = store.get, threading.Lock(), threading.Event()
+    active = most = 0
+
+    def get_slowly(key: str) -> bytes:
+        nonlocal active, most
+        with counted:
+            active += 1
+            most = max(most, active)
+            if active == 16:
+                sixteen.set()
+        sixteen.wait(30)
+        time.sleep(0.01)  # for a seventeenth
+        with counted:
+            active -= 1
+        return get(key)
+
+    monkeypatch.setattr(store, "get", get_slowly)
+    assert CommitWatch(store, save).look().commit is not None
+    assert most == 16
 
 
 def test_indexes_that_are_damaged_count_as_missing_and_three_are_named(store: RecordingStore) -> None:

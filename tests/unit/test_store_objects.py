@@ -274,6 +274,12 @@ def test_pages_of_a_bucket_whose_first_is_unsorted_come_sorted_as_a_whole(monkey
     assert keys_of(bucket().list(limit=2)) == ["a", "b"]
 
 
+def test_a_listing_of_a_bucket_is_sorted_though_a_later_page_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    list_pages, _ = paged(["a", "b"], ["d", "c"])
+    monkeypatch.setattr(obstore, "list", list_pages)
+    assert keys_of(bucket().list()) == ["a", "b", "c", "d"]
+
+
 def test_a_bucket_is_asked_for_pages_of_a_thousand_after_a_key_below_the_prefix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -290,11 +296,13 @@ def test_a_bucket_is_asked_for_pages_of_a_thousand_after_a_key_below_the_prefix(
     assert asked == [(None, None, 1000), ("job/a", "job/a/2", 1000)]
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize(("count", "sizes"), [(0, [0]), (999, [999]), (1000, [1000]), (1001, [1000, 1])])
 def test_a_folder_is_listed_in_pages_of_a_thousand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int], is_sorted: bool
 ) -> None:
-    rows = [(f"job/{number:04d}", 1, 2.0) for number in reversed(range(count))]
+    numbers = range(count) if is_sorted else reversed(range(count))
+    rows = [(f"job/{number:04d}", 1, 2.0) for number in numbers]
     monkeypatch.setattr(FolderBackend, "list", lambda *_: rows)
     pages = [*Store.open(str(tmp_path)).sub("job").pages()]
     assert [len(page) for page in pages] == sizes

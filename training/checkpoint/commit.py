@@ -88,15 +88,15 @@ class CommitWatch:
     def _read(self, ranks: list[int]) -> str:
         """Read the indexes that have not been read yet. Return why an index is unusable, or "" if all are usable."""
         new = [rank for rank in ranks if rank not in self._indexes]
-        if not new:
-            return ""
         causes = []
-        with ThreadPoolExecutor(min(_READERS, len(new)), thread_name_prefix="index") as pool:
-            for rank, found in zip(new, pool.map(self._read_one, new), strict=True):
-                if isinstance(found, CorruptCommit):
-                    causes.append(str(found))
-                else:
-                    self._indexes[rank] = found
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="index") as pool:
+            readings = {rank: pool.submit(self._read_one, rank) for rank in new}
+        for rank, reading in readings.items():
+            found = reading.result()
+            if isinstance(found, CorruptCommit):
+                causes.append(str(found))
+            else:
+                self._indexes[rank] = found
         return "; ".join(causes[:3])
 
     def _read_one(self, rank: int) -> tuple[RankIndex, bytes] | CorruptCommit:
