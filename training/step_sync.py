@@ -261,7 +261,7 @@ class StepSync:
         """Raise DivergenceError if ranks are at different steps or samples, or if the batch's total weight is 0."""
         places = [(int(row.step), int(row.cursor)) for row in self.rows]
         if len(set(places)) > 1:
-            usual = max(places, key=lambda place: (places.count(place), -places.index(place)))
+            usual = max(places, key=places.count)  # of equally many, those of the lowest rank
             strays = [f"rank {rank} at step {p[0]}, sample {p[1]}" for rank, p in enumerate(places) if p != usual]
             raise DivergenceError(
                 f"ranks have gone apart: {'; '.join(strays)}; the others at step {usual[0]}, sample {usual[1]}; "

@@ -451,7 +451,7 @@ def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) ->
 
 ROW = Row(
     step=5.0,
-    cursor=32.0,
+    cursor=2.0**40 + 1,
     loss_sum=0.0,
     weight=3.0,
     square_sum=0.0,

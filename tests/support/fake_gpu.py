@@ -104,12 +104,14 @@ class Event:
 
     def __init__(self, gpu: FakeGpu, enable_timing: bool = False) -> None:
         self.gpu, self.stream, self.count = gpu, None, 0
-        self.marks, self.timed = 0, enable_timing
+        self.place, self.timed = 0, enable_timing  # its number among all recordings, from 1
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or self.gpu.current
         mark = self
         self.done = False
+        self.gpu.recordings += 1
+        self.place = self.gpu.recordings
         self.stream.pending.append(lambda: setattr(mark, "done", True))
         if self.stream is self.gpu.main:
             self.stream.flush()
@@ -122,6 +124,7 @@ class Event:
         return self.stream is None or self.done
 
     def synchronize(self) -> None:
+        assert self.place, "an event that is not recorded orders nothing"
         self.gpu.note("event.synchronize")
         self.reach()
 
@@ -131,7 +134,9 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         if not (self.timed and end.timed):
             raise RuntimeError("both events must be created with enable_timing=True")
-        return self.gpu.milliseconds
+        if not (self.place and end.place):
+            raise RuntimeError("both events must be recorded")
+        return self.gpu.milliseconds if end.place > self.place else 0.0
 
 
 class FakeGpu(TorchDispatchMode):
@@ -154,7 +159,7 @@ class FakeGpu(TorchDispatchMode):
         self.waits: list[tuple[str, str]] = []
         self.main = self.current = Stream(self)
         self.refuse_pinning, self.pinned = False, dict[int, int]()
-        self.milliseconds, self.free_bytes = 10.0, 77 * GIB
+        self.milliseconds, self.free_bytes, self.recordings = 10.0, 77 * GIB, 0
         self.threads, self.errors = list[str](), dict[int, int]()
         self.recorded: tuple[int, str] | None = None
 

@@ -34,7 +34,10 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.step_sync import Row, StepSync
 from ebbflow.training.workload import Cursor, Loss
+from tests.support.flushed_output import FlushedOutput, flushed
 from tests.support.rank_threads import call_on_ranks
+
+__all__ = ["flushed"]
 
 BATCH = 8
 AT = Position(6, 48)
@@ -107,7 +110,7 @@ def test_a_commit_has_the_state_of_the_guards() -> None:
     ],
 )
 def test_a_resumed_job_has_the_state_of_its_commit_and_skips_to_its_first_sample(
-    capsys: pytest.CaptureFixture[str],
+    flushed: FlushedOutput,
     sections: dict[str, Any],
     cursor: int,
     expected: Position,
@@ -121,15 +124,15 @@ def test_a_resumed_job_has_the_state_of_its_commit_and_skips_to_its_first_sample
     scale = rank.guards.loss_scale
     assert scale is None or scale.to_json() == {"value": 4.0, "good_steps": 9}
     said = "samples 47 to 47 are skipped after a rewind\n" if cursor == 47 else ""
-    assert capsys.readouterr().out == said
+    assert flushed.text == said
 
 
-def test_a_commit_without_guards_resets_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_commit_without_guards_resets_them(flushed: FlushedOutput) -> None:
     rank = Rank(gang=Gang(rank=1, world_size=2), overrides=Overrides(first_sample=9), sections=HALF)
     assert rank.guards.resume(Position(1, 8), {}) == Position(1, 9)
     assert rank.guards.numbers.skipped_in_a_row == 0
     assert rank.guards.loss_scale is not None and rank.guards.loss_scale.value == 16.0
-    assert capsys.readouterr().out == "", "rank 0 says it"
+    assert flushed.text == "", "rank 0 says it"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,15 @@ def test_weights_are_compared_first_after_each_save_and_at_each_interval(
     guards = Rank(copies=copies, hash_interval_steps=interval).guards
     guards.agreed_step, guards.saved_step = agreed_step, saved_step
     assert guards.weights_checksum(step, model) == (weights_checksum(model) if due else 0)
+
+
+def test_guards_are_given_by_name_and_start_without_records() -> None:
+    rank = Rank()
+    guards = Guards(config=rank.guards.config, gang=Gang(), copies=1, emit=print)
+    assert (guards.store, guards.generation, guards.overrides, guards.growth) == (None, 0, Overrides(), ())
+    assert (guards.agreed_step, guards.saved_step, guards.pace.now) == (None, None, "")
+    with pytest.raises(TypeError):
+        Guards(rank.guards.config, Gang(), 1, print)  # type: ignore[misc]
 
 
 def test_a_step_without_checksums_compares_nothing() -> None:
@@ -226,13 +238,13 @@ def test_no_rank_goes_on_before_its_event_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_skipped_step_is_recorded_with_its_samples(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_is_recorded_with_its_samples(number: int, flushed: FlushedOutput) -> None:
     rank = Rank(gang=Gang(rank=number, world_size=2), non_finite="skip")
     reason = "loss is not finite on rank 1"
     assert rank.judge(GOOD, NAN) == Judgement(Action.SKIP, reason, finite=False)
     event = {"step": 7, "action": GuardAction.SKIP, "reason": reason, "samples": [48, 56]}
     assert rank.events == ([] if number else [event])
-    assert capsys.readouterr().out == ("" if number else f"step 7: skipped: {reason}\n")
+    assert flushed.text == ("" if number else f"step 7: skipped: {reason}\n")
 
 
 def test_a_step_is_judged_by_its_mean_loss_and_its_norm() -> None:
@@ -297,7 +309,7 @@ def test_a_rewind_leads_back_before_the_first_bad_step(
     [(errors.CheckpointError("no index"), errors.Rewind), (errors.GenerationSuperseded("left"), None)],
 )
 def test_a_rewind_waits_for_the_save_in_flight(
-    capsys: pytest.CaptureFixture[str], error: Exception, raised: type[Exception] | None
+    flushed: FlushedOutput, error: Exception, raised: type[Exception] | None
 ) -> None:
     def settle() -> None:
         raise error
@@ -306,7 +318,7 @@ def test_a_rewind_waits_for_the_save_in_flight(
     with pytest.raises(raised or type(error)):
         rank.judge(NAN, settle=settle)
     said = "step 6: the last save did not become a commit: no index\n" if raised else ""
-    assert capsys.readouterr().out == said
+    assert flushed.text == said
     assert bool(rank.events) is bool(raised)
 
 
@@ -357,7 +369,7 @@ def test_a_rank_alone_is_compared_with_its_data_only(world_size: int, data_secon
     assert len(rank.events) == events
 
 
-def test_the_first_memory_that_runs_out_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_memory_that_runs_out_is_recorded(flushed: FlushedOutput) -> None:
     asked: list[tuple[str, float]] = []
 
     def monitor(name: str, reason: str) -> Any:
@@ -369,7 +381,7 @@ def test_the_first_memory_that_runs_out_is_recorded(capsys: pytest.CaptureFixtur
     assert rank.guards.is_memory_running_out(60.0)
     assert asked == [("host", 60.0), ("gpu", 60.0)]
     assert rank.events == [{"action": GuardAction.RENEW, "rank": 1, "reason": "full in 10 s"}]
-    assert capsys.readouterr().out == "rank 1: full in 10 s; saved, to go on in new processes\n"
+    assert flushed.text == "rank 1: full in 10 s; saved, to go on in new processes\n"
 
 
 FULL = torch.OutOfMemoryError("CUDA out\n of memory." + " x" * 200)
@@ -525,7 +537,7 @@ def automatic(mode: str = "ddp", **training: Any) -> dict[str, Any]:
     return {"training": {"batch_size": 24, "micro_batch": "auto"} | training, "parallel": {"mode": mode}}
 
 
-def test_ranks_find_the_micro_batches_that_fit_once_per_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_find_the_micro_batches_that_fit_once_per_job(tmp_path: Path, flushed: FlushedOutput) -> None:
     """The second rank has room for 5 of its 12 samples, and the first one for all."""
     store = Store.open(str(tmp_path))
 
@@ -541,7 +553,7 @@ def test_ranks_find_the_micro_batches_that_fit_once_per_job(tmp_path: Path, caps
     assert second == (3, [Cursor(12, 12)], [])
     assert read_overrides(store).gradient_accumulation_steps == 3
     said = "before the first step: a step in {} micro-batches does not fit into the memory of rank 1\n"
-    assert capsys.readouterr().out == said.format(1) + said.format(2)
+    assert flushed.text == said.format(1) + said.format(2)
 
 
 @pytest.mark.parametrize(

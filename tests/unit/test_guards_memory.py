@@ -109,6 +109,10 @@ def test_the_monitor_warns_only_if_three_quarters_of_the_pairs_rise(level: int, 
     assert bool(Memory(held, left=1.0).watch(60)) is warned
 
 
+def test_the_monitor_sees_growth_of_half_a_byte_per_second() -> None:
+    assert Memory(lambda number: number / 2, left=1.0).watch(60)[60].endswith("full in 2 s")
+
+
 @pytest.mark.parametrize(
     ("error", "full"),
     [

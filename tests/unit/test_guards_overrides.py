@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ def test_overrides_pass_through_json_without_unknown_keys() -> None:
     assert whole.to_json() == {"gradient_accumulation_steps": 4, "first_sample": 80, "rewinds": 2}
     assert Overrides.from_json(whole.to_json() | {"unknown": 1}) == whole
     assert Overrides.from_json({"rewinds": 1}) == Overrides(rewinds=1)
+
+
+def test_overrides_are_given_by_name_and_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        Overrides(4)  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        Overrides().rewinds = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,10 @@ def test_the_reason_of_a_spike_has_its_figures() -> None:
 def test_a_guard_without_spikes_remembers_no_losses() -> None:
     guard = LossGuard(GuardsConfig())
     judged(guard, [1.0, 2.0])
+    judgement = guard.judge(loss=1.0, gradient_norm=1.0, non_finite="")
+    assert (judgement.reason, judgement.finite) == ("", True)
+    with pytest.raises(FrozenInstanceError):
+        judgement.finite = False  # type: ignore[misc]
     assert guard.to_json() == {"losses": [], "gradient_norms": [], "skipped_in_a_row": 0}
 
 
@@ -263,6 +268,8 @@ def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
     model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         weights_checksum(model)
+    sums = [event for event in profile.events() if event.name == "aten::sum"]
+    assert len(sums) == 4 + 1, "one of each four million elements, and one of these"
     assert max(abs(event.self_cpu_memory_usage) for event in profile.events()) <= 32 * 2**20 + 64
 
 

@@ -337,6 +337,7 @@ def schedule(kind: str, *, warmup: int, steps: int, final_ratio: float = 0.2) ->
         ("linear_warmup", 20, 20, 19, 0.95),
         ("linear_warmup", 20, 20, 20, 1.0),
         ("linear_warmup", 30, 20, 20, 20 / 30),
+        ("linear_warmup", 19, 20, 20, 0.2),
     ],
 )
 def test_the_learning_rate_is_a_formula_of_the_step(

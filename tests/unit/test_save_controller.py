@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,9 @@ from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveController, SaveSchedule
 from ebbflow.training.step_sync import Row, StepSync
+from tests.support.flushed_output import FlushedOutput, flushed
+
+__all__ = ["flushed"]
 
 DRAINED = float(Stop.INTERRUPTED)
 
@@ -187,13 +190,13 @@ def test_a_step_is_saved_if_it_is_due_last_or_before_a_renewal(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_is_due_while_ranks_still_save_is_skipped(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_that_is_due_while_ranks_still_save_is_skipped(rank: int, flushed: FlushedOutput) -> None:
     bench = Bench(rank=rank, when_busy="skip")
     bench.controller.save_if_due(Position(5), sync_of(DUE, *[BUSY] * 6), last=False)
     reason = "the previous save is still in flight on rank 1, 2, 3, 4, 5"
     assert bench.saves() == []
     assert bench.events_of(COMMIT_SKIPPED) == ([] if rank else [{"step": 5, "reason": reason}])
-    assert capsys.readouterr().out == ("" if rank else f"step 5: not saved: {reason}\n")
+    assert flushed.text == ("" if rank else f"step 5: not saved: {reason}\n")
 
 
 @pytest.mark.parametrize(
@@ -225,27 +228,45 @@ def test_a_job_that_stops_for_another_reason_saves_without_haste(stop: Stop) -> 
     assert bench.saves() == [(5, LIMIT)] and "hurry" not in bench.saver.calls
 
 
-def test_a_finished_job_waits_for_its_save_and_reports_the_store() -> None:
-    bench = Bench(saver=Saver(busy_seconds=0.1))
+@dataclass
+class Pauses:
+    """A clock that only sleeping moves, by 1/64 s each time."""
+
+    now: float = 1000.0
+    seconds: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.now += 2**-6
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    pauses = Pauses()
+    monkeypatch.setattr(time, "monotonic", lambda: pauses.now)
+    monkeypatch.setattr(time, "sleep", pauses.sleep)
+    return pauses
+
+
+def test_a_finished_job_waits_for_its_save_and_reports_the_store(pauses: Pauses) -> None:
+    bench = Bench(saver=Saver(busy_seconds=0.0625))
     bench.controller.reporter.enter("checkpoint", 9)
     bench.controller.finish()
-    assert not bench.saver.busy and bench.saver.calls == ["before_step", "wait"]
+    assert bench.saver.calls == ["before_step", "wait"] and pauses.seconds == [0.02] * 4
     assert bench.phases == [("checkpoint", 9), ("store", 9), ("checkpoint", 9)]
 
 
-def test_a_finished_job_hurries_its_save_after_a_drain_request() -> None:
+def test_a_finished_job_hurries_its_save_after_a_drain_request(pauses: Pauses) -> None:
     bench = Bench(saver=Saver(busy_seconds=20.0))
     bench.limits.request_drain(30.0)
-    began = time.monotonic()
     bench.controller.finish()
-    assert bench.saver.calls == ["before_step", "hurry", "wait"] and time.monotonic() - began < 10
+    assert bench.saver.calls == ["before_step", "hurry", "wait"] and pauses.seconds == []
 
 
-def test_a_finished_job_looks_at_its_save_until_the_deadline() -> None:
+def test_a_finished_job_looks_at_its_save_until_the_deadline(pauses: Pauses) -> None:
     bench = Bench(saver=Saver(busy_seconds=20.0), deadline_seconds=0.125)
-    began = time.monotonic()
     bench.controller.finish()
-    assert bench.saver.calls == ["before_step", "wait"] and 0.125 <= time.monotonic() - began < 10
+    assert bench.saver.calls == ["before_step", "wait"] and len(pauses.seconds) == 8
 
 
 @pytest.mark.parametrize(
@@ -294,3 +315,13 @@ def test_a_user_may_ask_for_a_save_when_none_is_in_flight() -> None:
         limits = Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, control=asked)  # type: ignore[arg-type]
         controller = replace(bench.controller, limits=limits)
         assert controller.due(3) is due
+
+
+def test_a_save_controller_is_given_by_name_and_cannot_be_changed() -> None:
+    bench = Bench()
+    assert bench.schedule is not None
+    for value in (bench.controller, bench.schedule.choice()):
+        with pytest.raises(TypeError):
+            type(value)(*vars(value).values())
+        with pytest.raises(FrozenInstanceError):
+            value.seconds = 1.0  # type: ignore[misc,union-attr]

@@ -208,9 +208,16 @@ def test_the_predicted_loss_is_that_of_the_interval_in_use(interval: str) -> Non
     assert choice.predicted_loss == pytest.approx(expected_loss(used, cost, 0.5, exposed_seconds=20.0), rel=1e-6)
 
 
+def test_the_predicted_loss_of_saves_without_a_pause_is_that_of_a_millisecond() -> None:
+    schedule = schedule_of(Clock())
+    schedule.saved(1, 0.001)
+    assert schedule.choice().predicted_loss == pytest.approx(0.5, rel=1e-6)
+
+
 def test_the_hazard_falls_while_nothing_happens() -> None:
     clock = Clock()
     schedule = SaveSchedule(CheckpointConfig(), GammaHazard.from_prior(2.0), now=clock)
+    assert schedule.exposed_seconds == 0.0
     schedule.remember(3600.0)
     assert schedule.exposed_seconds == 3600.0
     clock.seconds += 1800.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_sync_without_rows_requests_nothing() -> None:
 
 
 def test_the_position_of_a_sync_is_the_one_before_its_step() -> None:
-    assert sync_of({"step": 8.0, "cursor": 56.0}, {"step": 8.0, "cursor": 56.0}).at == Position(7, 56)
+    assert sync_of({"step": 8.0, "cursor": 56.0}).at == Position(7, 56)
 
 
 @pytest.mark.parametrize("name", ["stop", "save_due", "renew"])
@@ -266,6 +267,20 @@ def test_a_reported_slowdown_is_the_mean_of_twenty_steps() -> None:
     assert slow.seconds == pytest.approx(math.fsum(lost_seconds) / 20, rel=1e-12)
     assert (bound.action, bound.rank, bound.ratio, bound.seconds) == (GuardAction.DATA_BOUND, 1, 0.0, 0.0)
     assert (bound.share, bound.usd_per_hour) == (pytest.approx(slow.share), pytest.approx(mean_price))
+
+
+def test_a_step_without_a_duration_counts_as_a_nanosecond() -> None:
+    ((_, slowdown),) = reported(PaceMonitor(), 20, [0.001, 0.005], EVEN, 0.0)
+    assert slowdown.share == pytest.approx(0.004 / 1e-9)
+
+
+def test_a_slowdown_and_a_sync_cannot_be_changed() -> None:
+    ((_, slowdown),) = reported(PaceMonitor(), 20, [1.0, 2.0], EVEN, 2.0)
+    for value in (slowdown, sync_of({})):
+        with pytest.raises(FrozenInstanceError):
+            value.rank = 1  # type: ignore[misc,union-attr]
+    with pytest.raises(TypeError):
+        Slowdown(*vars(slowdown).values())
 
 
 def test_a_slowdown_without_prices_costs_nothing() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.infra.errors import StoreUnavailable
@@ -58,6 +58,7 @@ def window_of(windows: int, seed: int, sample: int) -> int:
             return value
 
 
+@settings(max_examples=40)
 @given(
     windows=st.integers(1, 5000) | st.sampled_from([1, 2, 4, 5, 16, 17, 64, 65, 1024, 4096, 4097]),
     seed=st.integers(0, 2**70),
@@ -382,6 +383,19 @@ def test_a_stream_reads_each_row_with_one_request(tmp_path: Path) -> None:
     assert empty.shape == (0, WINDOW + 1) and empty.dtype == np.dtype("<u2")
 
 
+def test_windows_of_one_token_are_rows_of_two(tmp_path: Path) -> None:
+    stream = TokenStream(
+        Shards(bytes(range(9))),  # type: ignore[arg-type]
+        "train.bin",
+        size=9,
+        dtype=np.dtype("u1"),
+        window=1,
+        kept=tmp_path / "rows",
+        kept_bytes=0,
+    )
+    assert stream[np.array([[4, 5], [7, 8]])].tolist() == [[4, 5], [7, 8]]
+
+
 @pytest.mark.parametrize(
     ("kept_bytes", "most_kept"), [(-100, 0), (0, 0), (13, 0), (14, 1), (3 * 14 - 1, 2), (3 * 14, 3), (10**6, ROWS)]
 )
@@ -469,6 +483,8 @@ def test_a_stream_gives_up_a_store_that_fails_for_two_minutes(tmp_path: Path, mo
 def test_a_description_of_shards_cannot_be_changed() -> None:
     about = Tokens(**{field.name: 1 for field in dataclasses.fields(Tokens)})  # type: ignore[arg-type]
     assert about.to_json()["weight_unit"] == 1 and Tokens(**about.to_json()) == about
+    with pytest.raises(TypeError):
+        Tokens(*about.to_json().values())
     for value in (about, TokenArrays(TRAIN, HELD_OUT, about)):
         with pytest.raises(dataclasses.FrozenInstanceError):
             value.train_tokens = 2  # type: ignore[misc,union-attr]

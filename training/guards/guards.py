@@ -55,6 +55,7 @@ class RobustWindow:
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
+        self._size = size
 
     @property
     def median(self) -> float:
@@ -65,10 +66,11 @@ class RobustWindow:
 
         The score of a value below the median is 0, because only larger values are spikes.
         """
-        if 2 * len(self.values) < (self.values.maxlen or 0) or value <= (median := self.median):
+        if 2 * len(self.values) < self._size:
             return 0.0
+        median = self.median
         mad = statistics.median([abs(other - median) for other in self.values])
-        return (value - median) / max(_SIGMA_PER_MAD * mad, _SMALLEST_SHARE * abs(median), 1e-12)
+        return max(0.0, value - median) / max(_SIGMA_PER_MAD * mad, _SMALLEST_SHARE * abs(median), 1e-12)
 
 
 class Action(Enum):
@@ -188,7 +190,7 @@ def weights_checksum(module: nn.Module) -> int:
             flat = local.contiguous().view(-1)
             width = flat.element_size()
             bits = flat.view(torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8)
-            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_CHUNK)]).sum())
+            sums.append(torch.stack([part.sum() for part in bits.split(_CHUNK)]).sum())
     total = 0
     for value in torch.stack(sums).tolist() if sums else []:
         total = (total * _MULTIPLIER + value) % _MODULUS
@@ -280,14 +282,13 @@ class Guards:
         commit, and DivergenceError if the weights of replicas differ.
         """
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
-        finite = not (reason := sync.non_finite)
-        loss, norm = (sync.loss, sync.gradient_norm) if finite else (0.0, 0.0)
+        non_finite = sync.non_finite
         before = self.numbers.skipped_in_a_row
-        overflow = bool(reason) and math.isfinite(sync.loss)  # a non-finite loss is no matter of scale
+        overflow = bool(non_finite) and math.isfinite(sync.loss)  # a non-finite loss is no matter of scale
         if self.loss_scale is not None and (skipped := self.loss_scale.update(overflow=overflow)):
             judgement = Judgement(Action.SKIP, skipped, finite=False)
         else:
-            judgement = self.numbers.judge(loss=loss, gradient_norm=norm, non_finite=reason)
+            judgement = self.numbers.judge(loss=sync.loss, gradient_norm=sync.gradient_norm, non_finite=non_finite)
         if judgement.action is Action.REWIND:
             return self._rewind(at, judgement, first_bad=at.step + 1 - before, settle=settle)
         if judgement.action is Action.SKIP and self.gang.rank == 0:

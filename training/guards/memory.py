@@ -81,7 +81,7 @@ class MemoryGrowthMonitor:
 
 def _slope(taken: deque[tuple[float, float]]) -> float:
     """Return the growth in bytes per second; 0 if memory rises in fewer than three quarters of the pairs of samples."""
-    slopes = [(b - a) / max(t - s, 1e-9) for (s, a), (t, b) in combinations(taken, 2)]
+    slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(taken, 2)]
     if statistics.quantiles(slopes, n=4)[0] <= 0:
         return 0.0
     return statistics.median(slopes)
@@ -141,7 +141,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
             "micro-batches of one sample each, which is the least there can be; fix: parallel.recompute full, "
             "parallel.mode fsdp2, fsdp.use_mixed_precision, a shorter model.sequence_length, or more memory"
         )
-    even = (parts for parts in range(max(factor * accumulation, accumulation + 1), samples + 1) if samples % parts == 0)
+    even = (parts for parts in range(max(factor * accumulation, accumulation + 1), samples) if samples % parts == 0)
     return next(even, samples)
 
 
@@ -184,7 +184,7 @@ def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: 
         return False
     finally:
         ballast.clear()
-        module.zero_grad(set_to_none=True)
+        module.zero_grad()
         for buffer, before in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(before)
         gc.collect()

@@ -79,7 +79,8 @@ def rewind_parent(job_store: Store) -> str | None:
     commits = lineage.reachable_commits(job_store)
     above = [commit for commit in commits if commit.step > newest["limit"]]
     below = [commit for commit in commits if commit.step <= newest["limit"]]
-    for commit in below + (above[::-1] if newest["sound"] else []):
+    later = list(reversed(above)) if newest["sound"] else []
+    for commit in below + later:
         if lineage.is_readable_commit(job_store, commit):
             return commit.key
     return lineage.NO_PARENT if above and not newest["sound"] else None
