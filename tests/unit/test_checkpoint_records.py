@@ -9,41 +9,37 @@ import pytest
 
 from ebbflow.training.checkpoint import lineage, manifest, reader, restore, retention
 
-NAMED = [
-    manifest.CheckpointId,
-    manifest.IndexEntry,
-    manifest.DataObject,
-    manifest.RankIndex,
-    manifest.TensorPiece,
-    manifest.TensorEntry,
-    manifest.Manifest,
-    retention.RetentionPolicy,
-    retention.WholeCommit,
-    restore.RejectedCommit,
-    restore.RestoreSeconds,
-    restore.RestoreResult,
-]
-POSITIONAL = [
-    lineage.Generation,
-    lineage.CommitRef,
-    lineage.TracedCommit,
-    reader.WantedRange,
-    reader.ChunkRead,
-    retention.RetentionChoice,
-]
+RECORDS = {
+    kind.__name__: kind
+    for module in (lineage, manifest, reader, restore, retention)
+    for kind in vars(module).values()
+    if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
+}
+CHANGING = {"GenerationOpening", "ReadFigures", "_Loaded"}
+POSITIONAL = {
+    "Generation",
+    "CommitRef",
+    "TracedCommit",
+    "WantedRange",
+    "_Part",
+    "ChunkRead",
+    "RetentionChoice",
+    "_Reader",
+}
 
 
-@pytest.mark.parametrize("kind", [*NAMED, *POSITIONAL])
-def test_a_record_of_a_checkpoint_cannot_be_changed(kind: type) -> None:
+@pytest.mark.parametrize("name", sorted(RECORDS.keys() - CHANGING))
+def test_a_record_of_a_checkpoint_cannot_be_changed(name: str) -> None:
+    kind = RECORDS[name]
     record = object.__new__(kind)
-    name = dataclasses.fields(kind)[0].name
+    field = dataclasses.fields(kind)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(record, name, None)
+        setattr(record, field, None)
 
 
-@pytest.mark.parametrize("kind", NAMED)
-def test_a_record_of_a_checkpoint_is_made_by_names_only(kind: type) -> None:
-    parameters = inspect.signature(kind).parameters.values()
+@pytest.mark.parametrize("name", sorted(RECORDS.keys() - CHANGING - POSITIONAL))
+def test_a_record_of_a_checkpoint_is_made_by_names_only(name: str) -> None:
+    parameters = inspect.signature(RECORDS[name]).parameters.values()
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -338,6 +339,25 @@ def test_a_quarantine_that_cannot_be_written_does_not_stop_the_restore(
     assert f"checkpoint: WARNING: {where} could not be written: put {where}: 403\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("problem", ["it is torn", ""])
+def test_by_default_a_new_process_on_node_0_reads_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    def answer(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command[4:])
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"problem": problem}))
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", answer)
+    view = View(job.store, flips="/000000000003/")
+    if problem:
+        assert restore(view, job.candidates)[1] == 2.0
+    else:
+        with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly .*a second reader \(a new process\) finds"):
+            restore(view, job.candidates)
+    assert commands == [[job.store.uri, job.candidates[0], data_key(job.generation.name, 3, 0), "0"]]
+
+
 def test_all_lost_steps_are_counted_from_the_newest_commit(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.store.put(job.candidates[0], b"{}")
     job.store.put(job.candidates[1], b"{}")
@@ -566,7 +586,9 @@ class SecondReaders:
         return answer
 
 
-def test_damage_that_a_second_node_confirms_is_quarantined(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_a_second_node_confirms_is_quarantined(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     readers = SecondReaders(rank_1="it is torn")
     views = [view_of(job, "corrupt"), view_of(job, "sound")]
     found = Ranks(monkeypatch, 2).restore(views, job.candidates, [0, 1], readers)
@@ -578,6 +600,7 @@ def test_damage_that_a_second_node_confirms_is_quarantined(job: Job, monkeypatch
         assert reason.startswith(f"rank 0: {data}: chunk 0 has CRC64NVME")
         assert reason.endswith("; a second reader (rank 1 on node 1) agrees")
     assert job.quarantined() == [quarantine_key(job.refs[0].sha256)]
+    assert capfd.readouterr().err.count("1 committed steps are lost") == 1, "rank 0 alone reports it"
 
 
 def test_damage_that_a_second_node_does_not_find_is_the_first_readers(
@@ -603,13 +626,13 @@ def test_all_ranks_that_read_wrongly_are_suspects(job: Job, monkeypatch: pytest.
     readers = SecondReaders(rank_0="", rank_2="")
     ranks = Ranks(monkeypatch, 4)
     kinds = ["sound", "misplaced", "sound", "corrupt"]
-    found = ranks.restore([view_of(job, kind) for kind in kinds], job.candidates, [2, 1, 2, 0], readers)
+    found = ranks.restore([view_of(job, kind) for kind in kinds], job.candidates, [2, 1, 2, 8], readers)
     assert sorted(readers.calls, key=lambda call: call[0]) == [
         (0, job.candidates[0], "", None),
         (2, job.candidates[0], data_key(job.generation.name, 3, 0), 0),
     ]
     assert str(found[0]).startswith(
-        "node 0, 1 reads wrongly (rank 1): of another step; a second reader (rank 0 on node 2)"
+        "node 1, 8 reads wrongly (rank 1): of another step; a second reader (rank 0 on node 2)"
     )
     assert f"finds {job.candidates[0]} as saved" in str(found[0])
     assert ranks.slept == {0: [20.0], 1: [], 2: [20.0], 3: []}
@@ -678,6 +701,24 @@ def test_second_readers_are_ranks_of_other_nodes_without_doubts_if_there_are_any
     nodes: list[int], doubting: list[int], expected: list[tuple[int, int]]
 ) -> None:
     assert assign_second_readers(nodes, [rank in doubting for rank in range(len(nodes))]) == expected
+
+
+def test_rows_are_exchanged_on_the_device_of_the_backend(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without memory stands for the GPU, whose rows cannot be read back here."""
+    device = torch.device
+    devices: list[str] = []
+
+    def refuse(gathered: list[Tensor], mine: Tensor) -> None:
+        devices.extend([mine.device.type, *(row.device.type for row in gathered)])
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(torch, "device", lambda name: device("meta" if name == "cuda" else name))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "all_gather", refuse)
+    with pytest.raises(RuntimeError, match="no answer"):
+        restore(job.store, job.candidates, world_size=2)
+    assert devices == ["meta"] * 3
 
 
 @pytest.mark.parametrize("missing", ["torch was built without it", "it is not initialised", "there is one rank"])

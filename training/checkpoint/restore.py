@@ -274,7 +274,7 @@ def _attempt(
         kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
         kind = _REFUSED if isinstance(error, RefusedCommit) else kind
         reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
-        return None, _Verdict(kind=kind, reason=reason, node=own.node)
+        return None, _Verdict(kind=kind, reason=reason)
 
 
 def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader) -> _Loaded:
@@ -309,9 +309,11 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     verdicts = [_Verdict(**given) for given in _gather(row, reader.world_size)]
 
     def first_of(*kinds: str) -> _Verdict | None:
-        found = (pair for kind in kinds for pair in enumerate(verdicts) if pair[1].kind == kind)
-        rank, verdict = next(found, (0, None))
-        return verdict and _Verdict(kind=verdict.kind, reason=_with_rank(rank, verdict.reason, reader))
+        for kind in kinds:
+            for rank, verdict in enumerate(verdicts):
+                if verdict.kind == kind:
+                    return _Verdict(kind=kind, reason=_with_rank(rank, verdict.reason, reader))
+        return None
 
     # Errors come first: they say nothing about the commit, so they must not lead to a quarantine.
     if (found := first_of(_ERROR, _AWAY)) is not None:
