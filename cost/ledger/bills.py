@@ -176,17 +176,18 @@ def start_micros(node: NodeTime) -> int:
 
 
 def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
-    """Return the weight of each class in a rank's cost: the class's microseconds × the mean price in that time."""
+    """Return the weight of each class in a rank's cost: its seconds at the mean price of the spans that contain it."""
     spent: dict[LedgerClass, Decimal] = {}
     micros: dict[LedgerClass, int] = {}
-    for span in [*rank.spans, *_find_gaps(rank)]:
-        price = _mean_price(curve, start + span.start, start + span.end)
+    lasting = [span for span in (*rank.spans, *_find_gaps(rank)) if span.start < span.end]
+    for span in lasting:
+        usd = curve.cost(start + span.start, start + span.end)
         for kind, duration in span.classes.items():
-            spent[kind] = spent.get(kind, Decimal(0)) + price * duration
+            spent[kind] = spent.get(kind, Decimal(0)) + usd * duration / (span.end - span.start)
             micros[kind] = micros.get(kind, 0) + duration
-    mean = _mean_price(curve, start, start + rank.paid)
+    whole = curve.cost(start, start + rank.paid)
     return {
-        kind: spent[kind] / micros[kind] * duration if micros.get(kind) else mean * duration
+        kind: spent[kind] * duration / micros[kind] if micros.get(kind) else whole * duration / rank.paid
         for kind, duration in rank.classes.items()
     }
 
@@ -206,13 +207,6 @@ def _make_gap(start: int, end: int) -> Span:
     return Span(start, start + duration, {LedgerClass.UNATTRIBUTED: duration})
 
 
-def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:
-    """Return the mean price per hour from `start` to `end` (Unix microseconds)."""
-    if end <= start:
-        return curve.price_at(start / MICRO)
-    return curve.cost(start, end) * 3600 * MICRO / (end - start)
-
-
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """Count the job's nodes on each instance over time.
 
@@ -222,13 +216,13 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():
-        intervals = [(start_micros(node), start_micros(node) + node.paid_micros) for node in mine]
-        moments = sorted({moment for interval in intervals for moment in interval})
-        alive = [(at, sum(start <= at < end for start, end in intervals)) for at in moments]
-        for node, (start, end) in zip(mine, intervals, strict=True):
+        intervals = {id(node): (start_micros(node), start_micros(node) + node.paid_micros) for node in mine}
+        moments = sorted({moment for interval in intervals.values() for moment in interval})
+        alive = [(at, sum(start <= at < end for start, end in intervals.values())) for at in moments]
+        for node_id, (start, end) in intervals.items():
             counts = tuple((at, number) for at, number in alive if start <= at < end)
             if any(number > 1 for _, number in counts):
-                found[id(node)] = counts
+                found[node_id] = counts
     return found
 
 

@@ -235,7 +235,7 @@ def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> s
     """
     planned = chosen.get("zone") or ""
     actual = machine.get("zone_id" if re.search(r"-az\d+$", planned) else "zone")
-    return actual if planned and actual and actual != planned else None
+    return actual if planned and actual != planned else None
 
 
 def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, Any]) -> bool:

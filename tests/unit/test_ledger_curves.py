@@ -129,6 +129,12 @@ def test_sharers_are_counted_from_each_start_to_each_end() -> None:
     assert count_sharers([third, second, first, other]) == expected, "a node that was always alone is left out"
 
 
+def test_sharers_are_counted_in_the_order_of_time() -> None:
+    nodes = [paid_node(number * 17.3 % 60.0, 100.0, node=number, instance_id="i-1") for number in range(30)]
+    for counts in count_sharers(nodes).values():
+        assert counts == tuple(sorted(counts))
+
+
 def rank_time(paid: int, *spans: Span, **classes: int) -> RankTime:
     return RankTime(rank=0, paid=paid, classes={LedgerClass(kind): n for kind, n in classes.items()}, spans=spans)
 
@@ -185,10 +191,19 @@ def test_a_class_in_two_spans_is_charged_at_the_mean_of_both() -> None:
 
 
 def test_overlapping_spans_leave_no_gap_between_them() -> None:
-    """The long span covers the short one, so that only the last hour is in no span."""
+    """The long span covers the short one, so that only the last hour is in no span; its mean price is $6."""
     spans = (span(0, 3 * HOUR, startup=3 * HOUR), span(HOUR, 2 * HOUR, restore=HOUR))
     rank = rank_time(4 * HOUR, *spans, startup=2 * HOUR, restore=HOUR, unattributed=HOUR)
-    assert charges(rank, curve_of("2", (3 * HOUR, "6"))) == {"startup": 4, "restore": 2, "unattributed": 6}
+    later = HOUR // 2 * 7
+    assert charges(rank, curve_of("2", (later, "10"))) == {"startup": 4, "restore": 2, "unattributed": 6}
+
+
+def test_a_gap_has_the_mean_price_from_its_first_to_its_last_microsecond() -> None:
+    """4 µs of no span at $1 for one of them and $5 for the others, then a span of 4 µs at $10."""
+    rank = rank_time(8, span(4, 8, startup=4), unattributed=4, startup=4)
+    curve = curve_of("1", (1, "5"), (4, "10"))
+    found = charges(rank, curve)
+    assert [round(found[kind] * HOUR, 20) for kind in ("unattributed", "startup")] == [16, 40]
 
 
 def test_an_empty_span_has_the_price_of_its_moment() -> None:

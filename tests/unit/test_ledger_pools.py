@@ -78,7 +78,7 @@ def test_a_plan_that_chose_no_pool_is_none() -> None:
     ],
 )
 def test_recorded_changes_of_the_machines_pool_come_first(machine: dict, usd: int, place: str) -> None:
-    """The price before the first change is that of the first change, unless the pool is the planned one."""
+    """A pool other than the planned one has the price of its first change before that change, too."""
     changes = [
         prices_event([(-5.0, "10")], region="us-east-1", zone="use1-az1"),
         prices_event([(150.0, "21"), (120.0, "20")], zone="use1-az2"),
@@ -88,6 +88,9 @@ def test_recorded_changes_of_the_machines_pool_come_first(machine: dict, usd: in
     ]
     found = price([plan(), *changes], machine)
     assert (found.curve.price_at(WALL + 100.0), str(found.pool)) == (usd, place)
+    is_planned = str(found.pool) == PLANNED
+    assert found.curve.first == (1 if is_planned else usd)
+    assert (found.kind == "planned") is (usd != 1), "without recorded changes it says what it is of"
 
 
 def test_a_pool_with_recorded_changes_keeps_them_after_the_plans_quote() -> None:
@@ -175,7 +178,8 @@ def test_a_zone_name_of_the_plan_is_compared_with_the_machines_zone_name() -> No
     named = plan(zone="us-east-1a", ranked=[candidate("6", zone="us-east-1b")])
     assert price([named], {"zone_id": "use1-az2", "zone": "us-east-1a"}).curve.first == 1
     assert price([named], {"zone_id": "use1-az2", "zone": "us-east-1b"}).curve.first == 6
-    assert price([plan(zone=None, ranked=[AZ2])], {"zone_id": "use1-az2"}).curve.first == 1, "planned for any zone"
+    anywhere = plan(zone=None, ranked=[candidate("6", zone="us-east-1b")])
+    assert price([anywhere], {"zone_id": "use1-az2", "zone": "us-east-1b"}).curve.first == 1, "planned for any zone"
 
 
 @pytest.mark.parametrize(
