@@ -166,7 +166,7 @@ def _confidence(found: Seen) -> float:
         return 0.0
     if found.strong:
         return rule.weight
-    return min(0.65, 1 - 0.65 ** len(found.hints)) if len(found.hints) > 1 else 0.35
+    return min(0.65, 1 - 0.65 ** len(found.hints))
 
 
 def _level(found: Seen) -> int:
@@ -196,9 +196,7 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
         return None
     chosen = _earliest(top)
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
-    first, second = (_earliest(effects).first if effects else None), chosen.first
-    late = first and second and first.time and second.time and second.time - first.time > _AFTERMATH_SECONDS
-    if late and chosen.rule.rank <= 2:
+    if effects and chosen.rule.rank <= 2 and _follows_late(chosen, _earliest(effects)):
         return _earliest(effects)  # a generic exception long after an effect, such as a timeout, comes from clean-up
     # A nearby match of a more specific rule usually describes the same exception.
     margin, reach = (1, _SAME_FAILURE) if chosen.rule.rank == 1 else (2, 8)
@@ -206,36 +204,32 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     return _earliest([found for found in near if abs(found.order - chosen.order) <= reach] or [chosen])
 
 
+def _follows_late(failure: Seen, effect: Seen) -> bool:
+    """Return whether a failure was logged so long after an effect that it did not lead to it."""
+    before = effect.lines[0].time
+    after = failure.lines[0].time
+    return before is not None and after is not None and after - before > _AFTERMATH_SECONDS
+
+
 def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
     """Return `root`, or a symptom whose family fits the stack frames or the words of the error lines better."""
-    book = load_rules()
-    vague = root is not None and root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
-    placed = () if root is None else _BY_PLACE.get(root.rule.id, ())
-    family = series.raised_in(root.first) if root and root.first and (vague or placed) else None
-    if root and root.first and family and (vague or family in placed):
-        identifier = book.other(family)
-        if family == "data" and _WORKER_GONE.search(root.first.text):
-            identifier = "E01"
-        elif "No such file" in root.first.text:
-            identifier = _MISSING_FILE.get(family, identifier)
-        rule = book.find(identifier)
+    if root is None:
+        return _by_words_alone(series)
+    at = root.lines[0]
+    vague = root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
+    family = series.raised_in(at)
+    if family is not None and (vague or family in _BY_PLACE.get(root.rule.id, ())):
+        rule = load_rules().find(_symptom_of_code(family, at.text))
         return replace(root, rule=rule, strong=True) if rule else root
     lines = list(series.severe.values())
-    if vague and root and (at := root.first):  # the lines of other failures would drown the exception's
+    if vague:  # the lines of other failures would drown the exception's
         lines = [at, *(line for line in lines if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES)]
     guess = guess_family(line.text for line in lines)
-    if root is None and guess is None and (end := series.last_frame):  # a traceback without its exception
-        place = series.raised_in(replace(end, number=end.number + 1))
-        lines, guess = [end], (place, MARGIN) if place else None
     if guess is None:
         return root
     family, margin = guess
-    if root is None or (vague and family != "program" and margin >= 1.5 * MARGIN):
-        if series.finished or series.survived(lines[0]) or (rule := book.find(book.other(family))) is None:
-            return root
-        found = Seen(replace(rule, weight=confidence_of(margin)), strong=True)
-        found.add(root.first if root is not None and root.first else lines[0], root.order if root is not None else 0)
-        return found
+    if vague and family != "program" and margin >= 1.5 * MARGIN:
+        return _unknown_failure(family, margin, at, series) or root
     if margin >= _OVERRULING_MARGIN and family != root.rule.family:
         level = _level(root)
         rivals = [each for each in suspects if each.rule.family == family and _level(each) == level]
@@ -243,6 +237,40 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
         rivals = [each for each in rivals if _confidence(each) >= THIN]
         return _earliest(rivals) if rivals else root
     return root
+
+
+def _by_words_alone(series: Series) -> Seen | None:
+    """Return the failure of logs in which no rule names a root, from the words of severe lines or from stack frames."""
+    lines = list(series.severe.values())
+    guess = guess_family(line.text for line in lines)
+    if guess is not None:
+        family, margin = guess
+        return _unknown_failure(family, margin, lines[0], series)
+    end = series.last_frame  # a traceback without its exception
+    if end is None:
+        return None
+    family = series.raised_in(end)
+    return None if family is None else _unknown_failure(family, MARGIN, end, series)
+
+
+def _unknown_failure(family: str, margin: float, line: LogText, series: Series) -> Seen | None:
+    """Return a failure of a family that none of its rules describes, or None if the run completed or trained on."""
+    book = load_rules()
+    rule = book.find(book.other(family))
+    if rule is None or series.finished or series.survived(line):
+        return None
+    found = Seen(replace(rule, weight=confidence_of(margin)), strong=True)
+    found.add(line, 0)
+    return found
+
+
+def _symptom_of_code(family: str, text: str) -> str:
+    """Return the id of the symptom of an exception that code of a family raised."""
+    if family == "data" and _WORKER_GONE.search(text):
+        return "E01"
+    if "No such file" in text and family in _MISSING_FILE:
+        return _MISSING_FILE[family]
+    return load_rules().other(family)
 
 
 def _lasted(found: Seen, series: Series) -> bool:
@@ -277,8 +305,11 @@ def _tells_of_the_run(found: Seen) -> bool:
 
 
 def _earliest(found: list[Seen]) -> Seen:
-    timed = all(each.first is not None and each.first.time is not None for each in found)
-    return min(found, key=lambda each: (each.first.time if timed and each.first else 0, each.order, -each.rule.rank))
+    """Return the symptom with the smallest time of its first line, or the first in the logs if a time is unknown."""
+    in_order = sorted(found, key=lambda each: (each.order, -each.rule.rank))
+    if any(each.lines[0].time is None for each in found):
+        return in_order[0]
+    return min(in_order, key=lambda each: each.lines[0].time or 0.0)
 
 
 def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
@@ -314,7 +345,7 @@ def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:
             if each.rule.family != found.rule.family and _level(each) == _level(found) and _confidence(each) >= THIN
         ]
         confidence *= 0.9 ** min(len(rivals), 3)
-    first = found.first.rank if found.first else None
+    first = found.lines[0].rank
     ranks = tuple(sorted(found.ranks))
     if role == "root" and first is not None:
         ranks = (first, *(rank for rank in ranks if rank != first))

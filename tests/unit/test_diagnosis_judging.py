@@ -105,6 +105,11 @@ def test_a_cascade_needs_confidence_of_three_tenths_and_a_single_hint_gives_it()
     assert [finding.confidence for finding in diagnose(root, hinted).findings] == [0.9, 0.35]
 
 
+def test_a_rival_of_half_confidence_counts() -> None:
+    found = [seen(make_rule(), 1), seen(make_rule("R2", family="cuda", weight=0.5), 2)]
+    assert diagnose(*found).findings[0].confidence == pytest.approx(0.81)
+
+
 @pytest.mark.parametrize("rivals", range(5))
 def test_each_rival_of_another_family_takes_a_tenth_of_the_confidence(rivals: int) -> None:
     found = [seen(make_rule(), 1)]
@@ -118,6 +123,7 @@ def test_each_rival_of_another_family_takes_a_tenth_of_the_confidence(rivals: in
         make_rule("R2", family="memory"),
         make_rule("R2", family="cuda", weight=0.49),
         make_rule("R2", family="cuda", rank=3),
+        make_rule("R2", family="memory", weight=0.5),
         make_rule("R2", "effect", family="cuda"),
     ],
 )
@@ -225,6 +231,7 @@ def test_a_more_specific_match_nearby_describes_the_same_exception(
         (seen(make_rule("R2", "effect"), 140), "R2"),
         (seen(make_rule("R2", "effect"), 141), "R1"),
         (seen(make_rule("R2", "effect"), 59), "R1"),
+        (seen(make_rule("R2", "effect", weight=0.5), 101), "R2"),
         (seen(make_rule("R2", "effect", weight=0.49), 101), "R1"),
         (seen(make_rule("R3", "effect"), 101), "R1"),
     ],
@@ -356,6 +363,9 @@ def test_advice_is_no_root_beside_a_failure_that_training_survived() -> None:
         advice = seen(make_rule("R2", "advice", weight=weight), 2)
         diagnosis = diagnose(seen(make_rule("R1"), 100), advice, series=watch(*losses(3)))
         assert named(diagnosis) == shown
+    for weight in (0.5, 0.9):
+        survived = seen(make_rule("R1", weight=weight), 100)
+        assert root_of(survived, seen(make_rule("R2", "advice"), 2), series=watch(*losses(3))) is None
     weak = seen(make_rule("R1", weight=0.49), 100)
     assert root_of(weak, seen(make_rule("R2", "advice"), 2), series=watch(*losses(3))) == "R2"
 
@@ -386,6 +396,11 @@ def test_of_sound_losses_only_advice_about_the_run_in_several_lines_is_a_root(
     assert root_of(found, series=watch(*losses(10), DONE)) is None
 
 
+def test_advice_is_shown_beside_a_root_of_sound_losses() -> None:
+    found = [seen(make_rule("R1", family="hardware"), 1), seen(make_rule("R2", "advice"), 2)]
+    assert named(diagnose(*found, series=watch(*losses(10)))) == [("R1", "root"), ("R2", "advice")]
+
+
 def test_a_summary_of_half_confidence_is_the_root_of_logs_without_a_failure() -> None:
     summaries = [seen(make_rule(f"R{at}", "summary", weight=0.5), at) for at in (1, 2)]
     assert named(diagnose(*summaries)) == [("R1", "root"), ("R2", "cascade")]
@@ -396,7 +411,7 @@ def test_a_summary_of_half_confidence_is_the_root_of_logs_without_a_failure() ->
 
 
 def test_a_summary_weaker_than_a_root_does_not_hide_advice() -> None:
-    summary = seen(make_rule("R1", "summary", weight=0.5), 1)
+    summary = seen(make_rule("R1", "summary", weight=0.9), 1)
     assert named(diagnose(summary, seen(make_rule("R2", "advice", weight=0.6), 2))) == [
         ("R2", "root"),
         ("R1", "cascade"),
@@ -458,8 +473,8 @@ def test_a_family_from_stack_frames_has_the_confidence_of_its_rule() -> None:
 
 
 # Lines of which the words are as much in favour of storage as the numbers say.
-LEADS = {2.5: "error: fqn", 2.9: "error: validation shards", 3.1: "error: shards fqns"}
-STRONG_LEADS = {5.9: "error: async grain", 6.1: "error: excluded acquire sharded"}
+LEADS = {2.5: "error: fqn", 2.9: "error: validation shards", 3.0: "error: kubernetes whence", 3.1: "error: shards fqns"}
+STRONG_LEADS = {5.9: "error: async grain", 6.0: "error: orig grain", 6.1: "error: excluded acquire sharded"}
 PROGRAM_LEAD = "error: lora"
 
 
@@ -473,6 +488,7 @@ def test_the_words_of_these_tests_have_their_leads() -> None:
     ("rule", "lead", "root"),
     [
         (make_rule("R1", family="program"), 3.1, "H19"),
+        (make_rule("R1", family="program"), 3.0, "H19"),
         (make_rule("R1", family="program"), 2.9, "R1"),
         (make_rule("R1", family="program", rank=6), 3.1, "R1"),
         (make_rule("R1", family="memory"), 3.1, "R1"),
@@ -504,6 +520,14 @@ def test_words_do_not_replace_a_program_error_by_another() -> None:
 def test_only_the_words_of_the_three_lines_before_a_vague_exception_count(near: LogText, root: str) -> None:
     exception = line(11, "x")
     assert root_of(seen(make_rule("R1", family="program"), exception), series=watch(near, exception)) == root
+
+
+def test_the_words_of_a_vague_exception_count_after_any_number_of_other_lines() -> None:
+    others = [line(at, f"invalid {'x' * at}") for at in range(1, 15)]
+    exception = line(40, LEADS[3.1])
+    series = watch(*others, exception)
+    assert exception not in series.severe.values()
+    assert root_of(seen(make_rule("R1", family="program"), exception), series=series) == "H19"
 
 
 def test_words_name_the_family_of_logs_without_a_symptom() -> None:
@@ -540,6 +564,8 @@ def test_a_traceback_without_its_exception_names_the_area_of_its_code() -> None:
     ("lead", "rival", "root"),
     [
         (6.1, make_rule("R2", family="storage"), "R2"),
+        (6.0, make_rule("R2", family="storage"), "R2"),
+        (6.1, make_rule("R2", family="storage", weight=0.5), "R2"),
         (5.9, make_rule("R2", family="storage"), "R1"),
         (6.1, make_rule("R2", family="cuda"), "R1"),
         (6.1, make_rule("R2", family="storage", rank=3), "R1"),
@@ -564,7 +590,7 @@ def test_words_prefer_no_cause_that_training_survived_and_the_earliest_of_severa
 
 def test_words_of_the_family_of_the_root_change_nothing() -> None:
     at_fault = line(50, STRONG_LEADS[6.1])
-    found = [seen(make_rule("R1", family="storage"), 10), seen(make_rule("R2", family="storage"), at_fault)]
+    found = [seen(make_rule("R1", family="storage", rank=7), 12), seen(make_rule("R2", family="storage"), 10)]
     assert root_of(*found, series=watch(at_fault)) == "R1"
 
 
@@ -606,12 +632,13 @@ def test_a_rank_that_waits_makes_the_other_ranks_of_the_logs_suspect(
 
 def test_ranks_of_other_symptoms_are_ranks_of_the_logs() -> None:
     waiting = ranked(make_rule(suspects="others"), 1)
-    assert accused(waiting, ranked(make_rule("R2", "effect"), 5, 6)) == ((5, 6), OTHERS)
+    assert accused(waiting, ranked(make_rule("R2", "effect"), 8, 6)) == ((6, 8), OTHERS)
 
 
 def test_accused_ranks_are_those_of_each_line_and_of_the_first_line_of_each_rank() -> None:
-    rule = make_rule(suspects="others", accuses=(r"no (\d+)", r"ranks? (\d+(?:, \d+)*) failed"))
-    texts = [(0, "x"), (1, "x"), (None, "ranks 9, 4 failed"), (2, "no 7"), (2, "no 8"), (None, "no 5")]
+    rule = make_rule(suspects="others", accuses=(r"after 300 ms: no (\d+)", r"ranks? (\d+(?:, \d+)*) failed"))
+    texts = [(0, "x"), (1, "x"), (None, "ranks 9, 4 failed"), (2, "after 300 ms: no 7")]
+    texts += [(2, "after 300 ms: no 8"), (None, "after 300 ms: no 5")]
     found = seen(rule, *(line(at, text, rank=rank) for at, (rank, text) in enumerate(texts, 1)))
     # The lines that are kept are the first three, and the first of each rank.
     assert accused(found, ranks_of_files=4) == ((4, 7, 9), "")
@@ -661,7 +688,7 @@ def test_a_verdict_is_not_alike_on_all_ranks() -> None:
 
 def test_the_rank_of_the_first_line_comes_first_in_the_root_only() -> None:
     root, cascade = diagnose(
-        ranked(make_rule(), 3, 1, None, 2), ranked(make_rule("R2", "effect"), None, 3, 1, 2)
+        ranked(make_rule(), 3, 1, None, 2), ranked(make_rule("R2", "effect"), 3, 1, 2)
     ).findings
     assert (root.ranks, cascade.ranks) == ((3, 1, 2), (1, 2, 3))
     assert diagnose(ranked(make_rule(), 3, 0, 1)).findings[0].ranks == (3, 0, 1)
