@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers, StickyFlag
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
 from ebbflow.training.launch.messages import GangSpec, GenerationStart
 from ebbflow.training.launch.transport import control_ports
 from tests.support.gangs import KNOWN, SECRET
@@ -58,14 +58,3 @@ def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
     finally:
         for one in (*members, coordinator):
             one.close()
-
-
-def test_it_holds_for_a_moment_only() -> None:
-    now = [100.0]
-    told = StickyFlag(3.0, now=lambda: now[0])
-    assert not told.holds
-    told.mark()
-    now[0] += 2.9
-    assert told.holds
-    now[0] += 0.2
-    assert not told.holds

@@ -408,6 +408,16 @@ def test_a_nodes_sample_is_that_of_its_living_ranks_disk_and_gpus(node: Node) ->
     node.end(0)
     assert watch.sample()["resident_bytes"] == resident_bytes(sizes[1])
     assert "disk_free_bytes" not in node_sample([], node.folder / "missing")
+
+
+def test_a_processs_resident_bytes_are_its_anonymous_and_shared_memory(node: Node) -> None:
+    node.start()
+    pid = node.workers[0].process.pid
+    wait_until("its memory", lambda: resident_bytes(pid), timeout=60, pause=0.01)
+    time.sleep(0.05)
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
+    assert resident_bytes(pid) == 1024 * (kilobytes["RssAnon"] + kilobytes["RssShmem"])
     assert resident_bytes(2**30) == 0
 
 

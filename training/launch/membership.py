@@ -23,16 +23,18 @@ STORE_WAIT_SECONDS = 3.0  # waits are reported once per second; the rest is for 
 
 
 class StickyFlag:
-    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._now = seconds, now
-        self._marked = float("-inf")
+    """Flag that holds for `seconds` after each mark."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._marked_at = float("-inf")
 
     def mark(self) -> None:
-        self._marked = self._now()
+        self._marked_at = time.monotonic()
 
     @property
     def holds(self) -> bool:
-        return self._now() - self._marked < self._seconds
+        return time.monotonic() - self._marked_at < self._seconds
 
 
 def in_jobset() -> bool:

@@ -56,7 +56,7 @@ class MemoryKills:
 def resident_bytes(pid: int) -> int:
     """Return a process's resident bytes without mapped files, which the kernel can drop; 0 if the process has ended."""
     lines = (line.split() for line in read_system_file(f"/proc/{pid}/status").splitlines())
-    return sum(1024 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
+    return sum(1024 * int(words[1]) for words in lines if words[:1] in (["RssAnon:"], ["RssShmem:"]))
 
 
 def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
