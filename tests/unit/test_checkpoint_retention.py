@@ -464,7 +464,7 @@ def test_every_kind_of_object_without_a_commit_is_an_orphan_and_nothing_else(sto
         "data/notes/000000000009/00000.bin",
         "data/000001-aaaa/notes/00000.bin",
         "index/000001-aaaa/notes.json",
-        "commits/notes.txt",
+        "commits/000",
         "events/000001/0-0-0.jsonl",
     }
     for key in expected | others:
@@ -487,10 +487,11 @@ def test_one_young_object_keeps_the_whole_save(store: RecordingStore, young: str
     assert orphans(store) == old
     store.now = 1950.0
     store.put(young, b"")
-    other = data_key("000001-aaaa", 3, 0)
-    store.put(other, b"")
-    store.dates[other] = 1000.0
-    assert orphans(store) == {other}
+    others = {data_key("000001-aaaa", 3, 0), data_key("000002-aaaa", 2, 0)}
+    for key in others:
+        store.put(key, b"")
+        store.dates[key] = 1000.0
+    assert orphans(store) == others
 
 
 def test_the_newest_date_of_all_listed_objects_is_given_to_the_clock(store: RecordingStore) -> None:
@@ -626,14 +627,15 @@ def test_pinned_torn_commits_stay_and_keep_no_other_unreadable_one(store: Record
     assert (list(choice.keep), choice.delete) == ([third], {first: None})
 
 
-def test_two_records_of_one_save_share_its_pin_and_its_place(store: RecordingStore) -> None:
+@pytest.mark.parametrize("pinned", [0, 1])
+def test_two_records_of_one_save_share_its_pin_and_its_place(store: RecordingStore, pinned: int) -> None:
     generation = put_generation(store, 1)
     (oldest,) = commits_of(store, generation, 1)
     twins = [put_whole_commit(store, generation, 2, extra={"number": number}) for number in (1, 2)]
     (newest,) = commits_of(store, generation, 3)
     keep = Retention(RetentionPolicy(keep_last=2)).choose_commits(store).keep
     assert keep == {newest: "last", twins[0]: "last", twins[1]: "last"}
-    store.put(pin_key(twins[0].sha256), b"")
+    store.put(pin_key(twins[pinned].sha256), b"")
     choice = Retention(RetentionPolicy(keep_last=1)).choose_commits(store)
     assert choice.keep == {newest: "last", twins[0]: "pinned", twins[1]: "pinned"}
     assert choice.delete == {oldest: generation.name}
@@ -662,6 +664,25 @@ def test_a_full_store_is_cleared_for_two_commits_like_the_newest(
     assert sorted(ref.step for ref in deleted) == sorted({0, 1, 2, 3, 4, 5} - set(kept))
     assert sorted(steps(store)) == kept
     assert keys(store, "tombstones") == set(), "they take room"
+
+
+def test_a_full_store_is_cleared_though_no_tombstone_fits(store: RecordingStore) -> None:
+    generation = put_generation(store, 1)
+    commits_of(store, generation, 1, 2, 3)
+
+    def refuse(key: str) -> None:
+        raise StoreFull(f"put {key}: no room")
+
+    store.before_put = refuse
+    deleted = Retention(RetentionPolicy()).make_room(store, save_of(generation), deadline_seconds=1.0)
+    assert [ref.step for ref in deleted] == [1, 2]
+
+
+def test_pruning_deletes_what_the_policy_does_not_keep_and_nothing_more(store: RecordingStore) -> None:
+    generation = put_generation(store, 1)
+    commits_of(store, generation, 1, 2, 3, 4, 5)
+    assert [ref.step for ref in Retention(RetentionPolicy(keep_last=3)).prune(store)] == [1, 2]
+    assert steps(store) == [5, 4, 3]
 
 
 def test_commits_are_deleted_oldest_first(store: RecordingStore) -> None:
@@ -907,16 +928,17 @@ def test_a_missing_record_is_put_back_after_a_minute_each_time(store: RecordingS
     key = generation_key(1, generation.id)
     record = store.get(key)
     warnings: list[str] = []
-    retention = Retention(RetentionPolicy(), warnings.append)
+    retention = Retention(RetentionPolicy(keep_last=1), warnings.append)
     run(retention, store, generation)
     for times in (1, 2):
+        commits_of(store, generation, times + 1)
         store.delete(key)
         run(retention, store, generation)
         clock[0] += 59.0
         run(retention, store, generation)
         assert store.head(key) is None
         clock[0] += 1.0
-        run(retention, store, generation)
+        assert run(retention, store, generation) == [times]
         assert store.get(key) == record
         assert len(warnings) == times
     assert f"{key} was deleted while the job is running and has been put back" in warnings[0]

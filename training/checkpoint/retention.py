@@ -76,8 +76,7 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
-    sign = -1 if policy.best_mode == "max" else 1
-    scored.sort(key=lambda pair: (sign * pair[0], -pair[1].step))
+    scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")  # of equal ones, the newer stays first
     best = [commit for _, commit in scored[: policy.keep_best]]
     pinned = [commit for commit in commits if commit.pinned]
     rules = {"pinned": pinned, "last": last, "best": best, f"every {policy.keep_every_steps} steps": every}
