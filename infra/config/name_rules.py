@@ -139,10 +139,10 @@ def _workload_is_a_class(config: RunConfig) -> Breach:
     if name is None or _WORKLOAD.fullmatch(name):
         return None
     example = "my_package.module:MyWorkload"
-    module, dot, last = name.rpartition(".")
+    module, _, last = name.rpartition(".")
     if name.endswith(".py"):
         example = f"{name.removesuffix('.py').strip('./').replace('/', '.')}:MyWorkload"
-    elif dot and ":" not in name and _WORKLOAD.fullmatch(f"{module}:{last}"):
+    elif _WORKLOAD.fullmatch(f"{module}:{last}"):
         example = f"{module}:{last}"
     return f"workload must look like package.module:Class, not {name!r}", f"write {example}"
 

@@ -97,6 +97,12 @@ BREACHES = {
         "the built-in language model has no metric 'accuracy'",
         "one of held_out_loss, held_out_bits_per_byte",
     ),
+    "an average of a script's weights": (
+        "{script: train.py, training: {ema: 0.5}}",
+        "training.ema",
+        "training.ema does not apply to a script, which takes its own steps",
+        "null, and average in the script",
+    ),
     "an empty store": (
         "store: ' '",
         "store",
@@ -150,6 +156,12 @@ BREACHES = {
         "workload",
         "workload must look like package.module:Class, not 'package.module.Class'",
         "write package.module:Class",
+    ),
+    "a workload with a dot for the colon and another character": (
+        "workload: my-package.Class",
+        "workload",
+        "workload must look like package.module:Class, not 'my-package.Class'",
+        "write my_package.module:MyWorkload",
     ),
     "a workload's file": (
         "workload: ./src/train.py",
@@ -557,6 +569,7 @@ QUEUE_ARN = "arn:aws:batch:us-west-2:123456789012:job-queue/x"
         "store: s3://bucket/prefix",
         "store: file:///folder",
         "store: c:/folder",
+        "store: /folder",
         "{data: {path: texts, tokenizer: t.json}, training: {initial_weights: w.safetensors}}",
         "workload: 'package.module:Class'",
         "workload: 'module:Class'",
@@ -584,6 +597,10 @@ QUEUE_ARN = "arn:aws:batch:us-west-2:123456789012:job-queue/x"
         "batch: {queues: [{name: a, market: spot}]}\ncluster: {nodes: 1, market: on_demand, plan_for: kubernetes}",
         "cluster: {market: spot, nodes: 1}",
         "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: usw2-az1}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, "
+        "start: '2026-12-01T11:30:00Z'}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, "
+        "end: '2026-12-01T11:30:00Z'}]}",
         "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, start: '2026-12-01T11:30:00Z',"
         " end: '2026-12-01T11:30:01Z'}, {id: cr-2, instance_type: p5.48xlarge, region: us-west-2}]}\n"
         "batch: {queues: [{name: a, market: on_demand, reservation: cr-2}, {name: b, market: spot}]}\n"

@@ -98,6 +98,12 @@ BREACHES = {
         f"{BATCH_MULTIPLE} = 3 × 2 × 2 = 12: 32 = 12 × 2 + 8",
         "set training.batch_size to 24 or 36",
     ),
+    "a batch that ranks divide and micro-batches do not": (
+        "{cluster: {nodes: 3}, training: {batch_size: 30, gradient_accumulation_steps: 4}}",
+        BATCH_KEYS,
+        f"{BATCH_MULTIPLE} = 3 × 1 × 4 = 12: 30 = 12 × 2 + 6",
+        "set training.batch_size to 24 or 36, or training.gradient_accumulation_steps to 2 or 5",
+    ),
     "a warm-up one step longer than the job": (
         "{training: {max_steps: 95, scheduler: {warmup_steps: 96}}}",
         "training.scheduler.warmup_steps training.max_steps",
@@ -260,12 +266,6 @@ BREACHES = {
         "cluster.min_nodes cluster.max_nodes",
         "cluster.min_nodes 5 is more than cluster.max_nodes 4",
         "set cluster.min_nodes to 4, or cluster.max_nodes to 5",
-    ),
-    "an average of a script's weights": (
-        "{script: train.py, training: {ema: 0.5}}",
-        "training.ema",
-        "training.ema does not apply to a script, which takes its own steps",
-        "null, and average in the script",
     ),
 }
 
