@@ -79,7 +79,7 @@ class MeteredInstance:
 
         The instance had been up for more than 10 minutes when this job's first node started on it.
         """
-        return (self.uptime_seconds or 0.0) > LONGEST_IDLE_SECONDS
+        return self.uptime_seconds is not None and self.uptime_seconds > LONGEST_IDLE_SECONDS
 
     def usd_between(self, start: float, end: float) -> Decimal:
         return sum((piece.usd_between(start, end) for piece in self.pieces), Decimal(0))
@@ -268,7 +268,7 @@ def _explanations(
     yield from (("another job", *interval) for interval in others)
     if billed.seconds <= MINIMUM_SECONDS:  # the uptime was not recorded, so the ledger may have missed a minimum charge
         seconds = metered.seconds_between(metered.start, end)
-        yield "minimum charge", end, end + max(0.0, MINIMUM_SECONDS - seconds - min(uptime, LONGEST_IDLE_SECONDS))
+        yield "minimum charge", end, end + max(0.0, MINIMUM_SECONDS - seconds - uptime)
     lost = metered.lost_ends * LOST_SECONDS
     yield "end not recorded", end, end + lost
     yield "ended later", end + lost, end + ENDS_LATER_SECONDS
@@ -290,7 +290,7 @@ def _match_hours(
         own = metered.seconds_between(low, high)
         rest, taken = max(0.0, hour.seconds - own), {}
         for cause, first, last in explained:
-            seconds = min(rest, max(0.0, min(last, high) - max(first, low)))
+            seconds = min(rest, min(last, high) - max(first, low))
             if seconds > 0:
                 taken[cause] = taken.get(cause, 0.0) + seconds
                 rest -= seconds

@@ -313,6 +313,7 @@ def test_a_lost_end_is_explained_for_fifteen_seconds_of_each_lost_node() -> None
     explained = {"end not recorded": 30, "ended later": 70}
     assert matched(metered((0, 1000), lost_ends=2), bill) == [(0, 1000, explained, 0)]
     assert matched(metered((0, 1000), lost_ends=0), bill) == [(0, 1000, {"ended later": 100}, 0)]
+    assert matched(metered((0, 1000)), billed((0, 1000.5))) == [(0, 1000, {"ended later": 0.5}, 0)]
     [(*_, explained, rest)] = matched(metered((0, 1000), lost_ends=2), billed((0, 1610)))
     assert (explained, rest) == ({"end not recorded": 30, "ended later": 570}, 10)
 
@@ -362,6 +363,9 @@ def test_a_daily_bill_has_no_further_hours() -> None:
     day.hours[at(0), at(24 * HOUR)] = BilledHour(start=at(0), end=at(24 * HOUR), seconds=8000, usd=Decimal(8))
     assert matched(metered((3000, 11000)), day) == [(0, 8000, {}, 0)]
     assert matched(metered((3000, 24 * HOUR + 1000)), day)[1:] == [(24 * HOUR, 1000, {}, 0)]
+    next_day = (at(24 * HOUR), at(48 * HOUR))
+    day.hours[next_day] = BilledHour(start=next_day[0], end=next_day[1])
+    assert [start for start, *_ in matched(metered((3000, 11000)), day)] == [0, 24 * HOUR]
     day.hours = {(at(HOUR), at(25 * HOUR)): BilledHour(start=at(HOUR), end=at(25 * HOUR), seconds=8000)}
     assert [start for start, *_ in matched(metered((3000, 11000)), day)] == [0, HOUR]
 
@@ -408,6 +412,21 @@ def test_the_offset_holds_for_an_instance_that_kept_running() -> None:
     assert instance.offset == -300
     assert [hour.own_seconds for hour in hours] == [1800] * 4
     assert [(hour.explained, hour.rest_seconds) for hour in hours] == [({}, 0), ({}, 0), ({}, 0), ({}, 670)]
+
+
+def test_the_offset_decides_in_which_hours_the_instance_was_metered() -> None:
+    """The agent's clock is 300 s ahead: the job began 100 s before the first billed hour, and ended within the last."""
+    instance = metered((HOUR + 200, 2 * HOUR + 2100), (3 * HOUR + 2100, 5 * HOUR + 200))
+    bill = billed((1, 3600), (2, 1800), (3, 1800), (4, 3500))
+    hours = match_instance(instance, bill, [], "demo")
+    assert instance.offset == -300
+    assert [(hour.start - WALL, hour.own_seconds) for hour in hours] == [
+        (0, 100),
+        (HOUR, 3600),
+        (2 * HOUR, 1800),
+        (3 * HOUR, 1800),
+        (4 * HOUR, 3500),
+    ]
 
 
 def hours_elsewhere(instance: MeteredInstance, bill: BilledInstance, *others: tuple[float, float]) -> list[int]:

@@ -333,6 +333,8 @@ def test_wrong_hours_are_listed_with_their_seconds_and_dollars() -> None:
         "10,800 s in the hours from 2027-01-15 12:00 UTC, 2027-01-15 13:00 UTC, 2027-01-15 14:00 UTC: "
         "metered, and not in this bill"
     )
+    four = reconciled(events, *[line("i-one", hour, 3600) for hour in (0, 1, 2, 7)])
+    assert findings(four)[0][3].endswith("13:00 UTC and 1 more: metered, and not in this bill")
     one = reconciled(node("i-one", 0, 1000), line("i-one", 0, 1000), line("i-one", 1, 700))
     assert findings(one) == [
         ("billed without use", "i-one", Decimal("0.7"), f"700 s in the hour from 2027-01-15 09:00 UTC: {NO_AGENT}")
@@ -654,6 +656,16 @@ def test_a_rendered_reconciliation_has_cents_from_ten_dollars_on() -> None:
     assert "  billed    $10.00  (1 of 1 instances found)" in lines["10"]
     metered = render(reconciled(node("i-one", 0, 3 * HOUR)))
     assert "  metered   $10.80  (from the job's events)" in metered and "unexplained: " not in metered
+
+
+def test_dollars_for_other_jobs_are_rendered_by_instance() -> None:
+    events = [*node("i-a", 0, 3600), *node("i-b", 0, 3600)]
+    others = [line("i-b", 5, 3600, tags={"ebbflowjob": "x"}), line("i-a", 5, 1800, tags={"ebbflowjob": "x"})]
+    found = reconciled(events, *others, line("i-a", 0, 3600), line("i-b", 0, 3600))
+    assert [text for text in render(found).splitlines() if "more at other times" in text] == [
+        "  · i-a: $1.8000 more at other times, not for this job",
+        "  · i-b: $3.6000 more at other times, not for this job",
+    ]
 
 
 def test_a_rendered_share_is_within_a_percent_or_not() -> None:
