@@ -96,7 +96,7 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     grouped = group_by_key(
         ((event.run, event.attempt, event.generation, event.node), event)
         for event in events
-        if event.generation in numbers and (event.rank >= 0 or event.name in (NODE_STARTED, NODE_HEARTBEAT, NODE_ENDED))
+        if event.generation in numbers
     )
     found = (_node(sorted(group, key=lambda event: event.t_mono)) for group in grouped.values())
     nodes = [node for node in found if node is not None]

@@ -186,10 +186,19 @@ def test_heartbeats_and_ends_alone_do_not_prove_a_generation() -> None:
 
 
 def test_a_node_without_a_list_of_ranks_has_as_many_as_the_largest_other_node() -> None:
-    lost = [of_node(BEAT, 30.0, node=1, seconds=20.0)]
-    assert [node.ranks for node in read_nodes([proof(), *lost])] == [[1]], "no node has ranks: one for each"
-    others = [of_node(STARTED, 0.0, ranks=[0, 1, 2]), of_node(STARTED, 0.0, node=2, ranks=[6])]
-    assert [node.ranks for node in read_nodes([*others, *lost])] == [[0, 1, 2], [3, 4, 5], [6]]
+    lost = [of_node(BEAT, 30.0, node=2, seconds=20.0)]
+    assert [node.ranks for node in read_nodes([proof(), *lost])] == [[2]], "no node has ranks: one for each"
+    others = [of_node(STARTED, 0.0, ranks=[0, 1, 2]), of_node(STARTED, 0.0, node=1, ranks=[3])]
+    assert [node.ranks for node in read_nodes([*others, *lost])] == [[0, 1, 2], [3], [6, 7, 8]]
+    assert only_node(of_node(STARTED, 0.0)).ranks == [0], "a start that does not name its ranks"
+
+
+def test_ranks_and_events_of_a_node_are_in_order() -> None:
+    """Events are read by the wall clock, which may jump back; those of a node are ordered by its monotonic clock."""
+    late, early = phase(30.0, "restore", 2.0, rank=8), phase(20.0, "startup", 3.0, rank=8)
+    node = only_node(of_node(STARTED, 0.0, ranks=[8, 1, 16]), late, early)
+    assert node.ranks == [1, 8, 16]
+    assert node.events == {8: [early, late]}
 
 
 def test_a_node_knows_each_fact_of_its_machine_that_is_recorded() -> None:
