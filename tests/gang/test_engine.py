@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -24,12 +23,12 @@ from ebbflow.infra.events import LedgerClass, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.data import prepare_tokens
-from ebbflow.training.errors import DivergenceError, RendezvousError
+from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang
 from ebbflow.training.limits import Limits, Stop
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.reporter import Clock, process_start_monotonic
-from ebbflow.training.step_sync import Row, StepSync, find_slowest
+from ebbflow.training.step_sync import find_slowest
 from ebbflow.training.workload import Cursor
 from tests.support.gangs import run_ranks, train_gang
 
@@ -214,24 +213,6 @@ def test_shares_of_a_batch_follow_one_another() -> None:
     for world_size in (1, 2, 3, 5, 8):
         shares = [Cursor(100, 8).share(rank, world_size) for rank in range(world_size)]
         assert [i for share in shares for i in range(share.first, share.first + share.count)] == list(range(100, 108))
-
-
-def row(**changes: float) -> Row:
-    values = dict.fromkeys(Row._fields, 1.0) | {"stop": 0.0}
-    return Row(**values | changes)
-
-
-def test_the_step_sync_averages_exactly_and_names_who_strays() -> None:
-    sync = StepSync([row(loss_sum=9.0, weight=3.0, square_sum=9.0), row(loss_sum=1.0, weight=2.0, square_sum=16.0)])
-    assert (sync.loss, sync.weight, sync.gradient_norm) == (2.0, 5.0, pytest.approx(2 / 5 * 5.0))
-    assert sync.non_finite == ""
-    assert "rank 1" in StepSync([row(), row(loss_sum=math.nan)]).non_finite
-    assert "rank 0" in StepSync([row(square_sum=math.inf), row()]).non_finite
-    assert StepSync([row(), row(stop=Stop.BUDGET), row(stop=Stop.INTERRUPTED)]).stop is Stop.INTERRUPTED
-    with pytest.raises(DivergenceError, match="rank 2 at step 7, sample 1; the others at step 1"):
-        StepSync([row(), row(), row(step=7.0)]).check()
-    with pytest.raises(DivergenceError, match="nothing to average"):
-        StepSync([row(weight=0.0)]).check()
 
 
 def test_limits_stop_before_the_money_or_the_time_is_gone() -> None:
