@@ -130,7 +130,7 @@ class NoticeWatcher:
             try:
                 self._absent[source.name] = source.begin()
             except Exception as error:
-                self._absent[source.name] = f"cannot be watched: {error or type(error).__name__}"
+                self._absent[source.name] = f"cannot be watched: {str(error) or type(error).__name__}"
         self._decided.set()
         watched = [source for source in self._sources if not self._absent[source.name]]
         due = {source.name: 0.0 for source in watched}
@@ -208,7 +208,7 @@ class MetadataSource:
         except TimeoutError:
             return self._without_token(limit - time.monotonic())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            return f"{self._service.endpoint} does not answer: {error or type(error).__name__}"
+            return f"{self._service.endpoint} does not answer: {str(error) or type(error).__name__}"
 
     def look(self) -> list[Notice]:
         found: list[Notice] = []
