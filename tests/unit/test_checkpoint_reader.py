@@ -346,8 +346,7 @@ def test_a_read_fills_several_objects_and_counts_the_bytes_of_whole_chunks(
     assert reader.figures.bytes == 2 * (150 + 20)
 
 
-def test_overlapping_ranges_of_growing_chunks_share_one_scratch_buffer(folder: Store) -> None:
-    """Two ranges that overlap are copied out of a scratch buffer, which has to grow with the chunks."""
+def test_overlapping_ranges_of_chunks_of_any_length_are_copied_out_of_scratch_memory(folder: Store) -> None:
     raws = [random.Random(size).randbytes(size) for size in (10, 64, 30)]
     objects = [put_object(folder, f"object {len(raw)}", raw) for raw in raws]
     targets = [[bytearray(len(raw)), bytearray(len(raw))] for raw in raws]
@@ -613,6 +612,14 @@ def test_an_error_about_a_missing_or_truncated_object_is_damage(
         VerifiedReader(store, [data]).read([WantedRange(0, 0, memoryview(bytearray(10)))])
     assert (str(damage.value), damage.value.object_key) == (problem, "object")
     assert len(store.asked) == 1
+
+
+def test_an_error_of_the_program_about_a_missing_object_is_not_called_damage(folder: Store) -> None:
+    data = put_object(folder, "object", bytes(10))
+    store = Troubled(folder, ValueError("odd"), times=9)
+    store.head = lambda key: None
+    with pytest.raises(ValueError, match="odd"):
+        VerifiedReader(store, [data]).read([WantedRange(0, 0, memoryview(bytearray(10)))])
 
 
 def test_an_error_of_a_store_that_also_hides_its_objects_is_not_called_damage(folder: Store) -> None:
@@ -928,6 +935,7 @@ def test_finished_saves_without_a_commit_are_found_and_no_others(folder: Store) 
         put_index(folder, name, 3, rank)
         put_index(folder, name, 6, rank)
         put_index(folder, "000002-aaaa", 7, rank)
+    put_index(folder, name, 5, 0, world_size=1)
     put_index(folder, name, 1, 0)  # the index of rank 1 is missing
     put_index(folder, name, 2, 1)  # the index of rank 0 is missing
     folder.put(index_key(name, 4, 0), b"")  # unreadable
@@ -938,6 +946,7 @@ def test_finished_saves_without_a_commit_are_found_and_no_others(folder: Store) 
     commit_of(folder, bytes(1), bytes(1))  # of step 7 of generation 1
     assert list(find_uncommitted(folder)) == [
         (3, index_prefix(name, 3)),
+        (5, index_prefix(name, 5)),
         (6, index_prefix(name, 6)),
         (7, index_prefix("000002-aaaa", 7)),
     ]

@@ -119,7 +119,7 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
             piece = want.view[low - want.start : high - want.start]
             parts[want.object, number].append(_Part(low - number * size, piece))
     chunks = []
-    for (place, number), found in sorted(parts.items(), key=lambda item: item[0]):
+    for (place, number), found in sorted(parts.items()):
         data = objects[place]
         base = number * data.chunk_bytes
         length = min(data.chunk_bytes, data.size - base)
@@ -171,7 +171,6 @@ class VerifiedReader:
         local = not data or store.local_path(data[0].key) is not None
         self._parallel = parallel or (_PARALLEL_LOCAL if local else _PARALLEL_REMOTE)
         self._local = local
-        self._scratch = threading.local()
         self.figures = ReadFigures()
 
     def read(self, wanted: Iterable[WantedRange]) -> None:
@@ -274,7 +273,8 @@ class VerifiedReader:
         return retry(fetch, left=lambda: deadline.remaining_seconds, curable=curable, pauses=pauses)
 
     def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> str:
-        gap = self._scratch_buffer(chunk.length)
+        # New for each read: an abandoned read may still write into its own.
+        gap = memoryview(bytearray(chunk.length))
         buffers = chunk.buffers(gap) if chunk.disjoint else [gap]
         download = verify = 0.0
         value, sha256, mark = 0, hashlib.sha256() if data.sha256 else None, time.perf_counter()
@@ -314,12 +314,6 @@ class VerifiedReader:
             return None
         found = f"has {meta.size} bytes, {data.size} were saved: truncated" if meta else "there is no such object"
         return CorruptCommit(f"{data.key}: {found}", object_key=data.key)
-
-    def _scratch_buffer(self, length: int) -> memoryview:
-        held: memoryview | None = getattr(self._scratch, "view", None)
-        if held is None or len(held) < length:
-            held = self._scratch.view = memoryview(bytearray(length))
-        return held[:length]
 
 
 def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
