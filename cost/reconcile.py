@@ -181,14 +181,14 @@ def reconcile(
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],
         shared=sorted({str(bill.node.instance_id) for bill in ledger.nodes if bill.sharers}),
     )
-    types = {str(bill.node.machine.get("instance_type") or "") for bill in ledger.nodes}
+    types = {bill.node.machine.get("instance_type") for bill in ledger.nodes}
     types |= {bill.price.pool.instance_type for bill in ledger.unreported if bill.price.pool}
     repeats = RepeatFilter()
     for line in lines:
-        _add_line(found, line, repeats, types - {""})
+        _add_line(found, line, repeats, types)
     _join_unreported(found, ledger)
     _drop_strangers(found)
-    used = [node for other in others for node in read_paid_nodes(sorted(other, key=lambda event: event.t_wall))]
+    used = [node for other in others for node in read_paid_nodes(other)]
     uses = [(node.instance_id, node.started_wall, node.ended_wall) for node in used if node.instance_id]
     parts, faults, notes = [], [], []
     for instance_id, metered in found.metered.items():
@@ -205,7 +205,7 @@ def reconcile(
     return found
 
 
-def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter, types: set[str]) -> None:
+def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter, types: set[str | None]) -> None:
     found.synthetic |= line.synthetic
     found.covers_until = max(found.covers_until, line.end)
     tag = line.tags.get(normalise_tag(found.job_tag), "")
@@ -297,14 +297,16 @@ def _split_gap(found: Reconciliation, metered: MeteredInstance, hours: list[Hour
                 usd[cause] = usd.get(cause, Decimal(0)) + left * to_decimal(spent) / unmetered
         if not billed.seconds:  # dollars without seconds, such as a fee
             usd[UNEXPLAINED] = usd.get(UNEXPLAINED, Decimal(0)) + billed.usd
-    contradiction = next((kind for kind, _ in _find_contradictions(metered, found.billed[metered.instance_id])), None)
-    cause = "price" if contradiction is None else f"other {contradiction}"
-    own, paid = metered.usd, found.billed[metered.instance_id]
-    rates = (
-        f"{common:,.0f} s billed at ${paid.usd / to_decimal(paid.seconds or 1.0) * 3600:.6f}/h, metered at "
-        f"${own / to_decimal(metered.seconds_between(metered.start, metered.end) or 1.0) * 3600:.6f}/h"
-    )
-    yield part(cause, priced, rates)
+    if priced:
+        paid = found.billed[metered.instance_id]
+        contradiction = next((kind for kind, _ in _find_contradictions(metered, paid)), None)
+        cause = "price" if contradiction is None else f"other {contradiction}"
+        metered_seconds = metered.seconds_between(metered.start, metered.end)
+        rates = (
+            f"{common:,.0f} s billed at ${paid.usd / to_decimal(paid.seconds) * 3600:.6f}/h, metered at "
+            f"${metered.usd / to_decimal(metered_seconds) * 3600:.6f}/h"
+        )
+        yield part(cause, priced, rates)
     yield part(UNEXPLAINED, -missing_usd, f"{missing:,.0f} s metered and not billed")
     for cause, amount in usd.items():
         words = _WORDS.get(cause, "billed while no agent of the job was there")
@@ -463,7 +465,7 @@ def _render_lines(found: Reconciliation) -> Iterator[str]:
 
 def _wrap(line: str) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False) or [""]
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def add_command(commands: Any) -> None:

@@ -53,7 +53,6 @@ class Supervisor:
         self._options, self._say, self._flow = options, say, flow
         self._child = FlowProcess()
         self._job = Job(name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS)
-        self._runs = 0
         self._unwritten: list[SupervisedRun] = []
         self._claim: Claim | None = None
 
@@ -85,7 +84,6 @@ class Supervisor:
             return 0
         while True:
             started = time.monotonic()
-            self._runs += 1
             code = self._child.run([sys.executable, str(self._flow), "run", *self._options.words])
             after = self._read()
             if after is None:
@@ -208,7 +206,7 @@ class Supervisor:
         return Outcome.INTERRUPTED.exit_code
 
     def _tally(self, record: JobRecord) -> str:
-        counts = [(len(record.runs) or self._runs, "run")]
+        counts = [(len(record.runs), "run")]
         if record.report is not None:
             report = record.report
             counts += [(report.interruptions, "interruption"), (report.failures, "failure")]

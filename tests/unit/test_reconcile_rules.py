@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.cost.bill import BillLine
+from ebbflow.cost.errors import BillError
 from ebbflow.cost.reconcile import BillingFinding, GapPart, Reconciliation, add_command, reconcile, render
 from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, Event
 from ebbflow.infra.layout import event_key
@@ -107,6 +108,11 @@ def test_the_gap_of_several_hours_is_summed_by_cause() -> None:
     ]
 
 
+def test_a_boot_over_two_hours_is_one_part() -> None:
+    found = reconciled(node("i-one", HOUR + 300, 2 * HOUR, uptime=600), line("i-one", 0, 300), line("i-one", 1, 3600))
+    assert parts(found) == [("boot time", Decimal("0.6"), "600 s from the instance's boot to the first agent")]
+
+
 def test_every_cause_has_its_words() -> None:
     lost = node("i-one", 1800, 3000, uptime=1700, ended=False)
     others = [node("i-one", 3300, 3500)]
@@ -140,7 +146,7 @@ def test_dollars_without_seconds_are_unexplained() -> None:
         node("i-one", 0, 2 * HOUR), line("i-one", 0, 3600), line("i-one", 1, 3600), line("i-one", 2, 0, "5")
     )
     assert [(cause, usd) for cause, usd, _ in parts(found)] == [("unexplained", Decimal(5))]
-    assert not found.agrees
+    assert not found.agrees and found.findings == ()
     only = reconciled(node("i-one", 0, 3600), line("i-one", 0, 0, "5"))
     assert parts(only) == [
         ("unexplained", Decimal("-3.6"), "3,600 s metered and not billed"),
@@ -236,6 +242,10 @@ def test_the_bounds_of_a_price_follow_the_agents_clock(change: float, usd: str, 
 def test_a_clock_that_is_behind_is_noted() -> None:
     found = reconciled(node("i-one", 1800 - 120, 5400 - 120), line("i-one", 0, 1800), line("i-one", 1, 1800))
     assert found.notes == ("i-one: its clock was about 120 s behind the bill's",)
+
+
+def test_a_price_that_differs_by_exactly_a_percent_is_right() -> None:
+    assert reconciled(node("i-one", 0, 990), line("i-one", 0, 990, "1.00")).agrees
 
 
 def test_hours_at_a_wrong_price_are_summed() -> None:
@@ -385,6 +395,12 @@ def test_lines_of_other_jobs_and_kinds_are_left_out() -> None:
     assert found.other_usd == {"storage": Decimal("0.75"), "transfer": Decimal("0.125")}
 
 
+def test_a_line_without_a_type_is_no_stranger_of_a_node_without_a_type() -> None:
+    events = node("i-one", 0, 3600, instance_type=None)
+    found = reconciled(events, line("i-x", 0, 100, tags={}, instance_type=""))
+    assert found.orphans == {}
+
+
 def test_orphans_are_named_by_their_tag_and_sorted() -> None:
     events = node("i-one", 0, 3600)
     found = reconciled(
@@ -414,6 +430,8 @@ def test_an_untagged_instance_is_an_orphan_only_while_the_job_ran(hour: int, orp
     assert ("i-x" in found.orphans) is orphan
     tagged = reconciled(events, line("i-x", hour, 3600))
     assert "i-x" in tagged.orphans
+    partly = reconciled(events, line("i-x", hour, 3600, tags={}), line("i-x", 9, 3600, tags={}))
+    assert ("i-x" in partly.orphans) is orphan
 
 
 def test_a_job_without_instances_has_no_untagged_orphans() -> None:
@@ -507,7 +525,7 @@ def test_a_node_without_events_has_booted_for_ten_minutes_at_the_most(billed: fl
 def test_a_node_without_events_takes_one_instance_of_its_type() -> None:
     job = silent(HOUR + 700, HOUR + 1700)
     other_type = line("i-a", 1, 1000, instance_type="g5.2xlarge")
-    found = reconciled([job], other_type, line("i-b", 1, 1000), line("i-c", 1, 1000))
+    found = reconciled([job], other_type, line("i-c", 1, 1000), line("i-b", 1, 1000))
     assert (list(found.metered), sorted(found.orphans)) == (["i-b"], ["i-a", "i-c"])
     both = reconciled(
         [job, silent(HOUR + 700, HOUR + 1700, job_id="job-2")], line("i-b", 1, 1000), line("i-c", 1, 1000)
@@ -545,6 +563,9 @@ def test_a_reconciliation_has_the_first_chosen_plans_forecast() -> None:
     exact.data["chosen"]["compute_usd"] = 0.8
     assert reconcile([exact, *events], []).forecast_usd == 0.8
     assert reconcile(events, []).forecast_usd is None
+    other = event("note", -3.0, chosen={"expected_usd": 7.0})
+    assert reconcile([other, plan_event(3.6)], []).forecast_usd == 0.9
+    assert reconcile([plan_event(3.6)], []).job == "demo"
     empty = reconcile([], [])
     assert (empty.job, empty.metered_usd, empty.unexplained_share, empty.agrees) == ("", 0, None, False)
     assert reconcile(events, []).job == "demo"
@@ -556,6 +577,8 @@ def test_a_reconciliation_reads_events_in_the_order_of_their_clocks() -> None:
     second = replace(second, t_mono=second.t_mono + 1.0)
     second.data["chosen"]["expected_usd"] = 5.0
     assert reconcile([second, first], []).forecast_usd == 0.9
+    rebooted = replace(second, t_wall=second.t_wall + 1.0, t_mono=-1.0)
+    assert reconcile([rebooted, first], []).forecast_usd == 0.9
     other = [plan_event(3.6), *node("i-one", 2 * HOUR, 3 * HOUR)]
     other.reverse()
     lines = [line("i-one", 0, 3600), line("i-one", 2, 3600)]
@@ -563,12 +586,13 @@ def test_a_reconciliation_reads_events_in_the_order_of_their_clocks() -> None:
 
 
 def test_instances_that_nodes_shared_are_listed_once() -> None:
-    machine = {**MACHINE, "instance_id": "i-one", "uptime_seconds": 0.0}
-    gang = GangLog(1, 0.0, [[0], [1]], machines=[machine, machine])
+    names = [f"i-{number}" for number in range(5) for _ in range(2)]
+    machines = [{**MACHINE, "instance_id": name, "uptime_seconds": 0.0} for name in reversed(names)]
+    gang = GangLog(1, 0.0, [[rank] for rank in range(10)], machines=machines)
     gang.steps(1, 1, useful_step=3600.0)
     gang.ended("node_lost", 3600.0)
-    found = reconciled([*gang.events, *node("i-two", 0, 3600)])
-    assert found.shared == ["i-one"]
+    found = reconciled([*gang.events, *node("i-alone", 0, 3600)])
+    assert found.shared == ["i-0", "i-1", "i-2", "i-3", "i-4"]
 
 
 def gap(cause: str, usd: str) -> GapPart:
@@ -614,9 +638,9 @@ def everything() -> Reconciliation:
         line("i-a", 3, 3600),
         line("i-b", 0, 1800),
         line("i-b", 1, 1800),
-        volume,
-        volume,
         stored("nat", "0.5", kind="transfer"),
+        volume,
+        volume,
         others=[node("i-a", 3 * HOUR, 4 * HOUR)],
     )
 
@@ -658,6 +682,14 @@ def test_a_rendered_reconciliation_has_cents_from_ten_dollars_on() -> None:
     assert "  metered   $10.80  (from the job's events)" in metered and "unexplained: " not in metered
 
 
+def test_a_long_line_is_wrapped_between_words_and_not_at_hyphens() -> None:
+    words = "x" * 70 + " ebbflow-job-of-a-team"
+    part = GapPart(cause="price", instance_id="i-one", usd=Decimal(1), words=words)
+    text = render(replace(reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600)), parts=(part,)))
+    assert f"  · i-one: price $1.0000: {'x' * 70}\n    ebbflow-job-of-a-team" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_dollars_for_other_jobs_are_rendered_by_instance() -> None:
     events = [*node("i-a", 0, 3600), *node("i-b", 0, 3600)]
     others = [line("i-b", 5, 3600, tags={"ebbflowjob": "x"}), line("i-a", 5, 1800, tags={"ebbflowjob": "x"})]
@@ -675,6 +707,8 @@ def test_a_rendered_share_is_within_a_percent_or_not() -> None:
     assert "  unexplained: 1.00 % of the bill, within 1 %" in render(within).splitlines()
     assert "  unexplained: 1.10 % of the bill, more than 1 %" in render(beyond).splitlines()
     assert "    price                     $3.00  (2 instances)" in render(beyond).splitlines()
+    causes = [text.split()[0] for text in render(beyond).splitlines() if text.startswith("    ") and "instance" in text]
+    assert causes == ["price", "unexplained"]
     assert "given twice" not in render(base) and "more at other times" not in render(base)
 
 
@@ -763,12 +797,59 @@ def test_the_command_takes_a_tag_and_other_jobs(command: Callable[..., tuple[int
     assert command(longer, "--also", "other")[0] == 0
 
 
+def allocations(path: Path, minutes: dict[str, float]) -> str:
+    pods = {pod: {"properties": {"pod": pod}, "minutes": lasted, "totalCost": 1.0} for pod, lasted in minutes.items()}
+    path.write_text(json.dumps({"code": 200, "data": [pods]}))
+    return str(path)
+
+
 def test_the_command_compares_allocations_of_a_cluster(command: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    """Files of allocations go to the comparison by attempt; among bills they are read as bills."""
-    allocation = tmp_path / "allocation.json"
-    allocation.write_text('{"data": [{}]}')
-    code, text = command(str(allocation))
-    assert code == 1 and "reconciliation of job" not in text
+    """It returns 0 if there are attempts, and the pods of all of them have the times that the cluster has."""
+    one, other = (
+        allocations(tmp_path / "one.json", {"js-1-a": 60.0}),
+        allocations(tmp_path / "2.json", {"js-2-a": 60.0}),
+    )
+    assert command(one)[0] == 1, "the job has no attempts"
+    times = {"started_utc": WALL, "stopped_utc": WALL + 3600, "node_times": [(WALL, WALL + 3600)]}
+    ended = {"status": "SUCCEEDED", "cause": "ended", "queue": "kubernetes", "nodes": 1, **times}
+    names = ("js-1", "js-2")
+    attempts = [event(BATCH_ATTEMPT, 3600.0, job_id=f"space/jobsets/{name}", job_name=name, **ended) for name in names]
+    store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
+    store.put(event_key(2, 0, "test", "000000.a"), "\n".join(attempt.to_json() for attempt in attempts).encode())
+    code, text = command(one, other)
+    assert code == 0 and "js-1: 1 pods, 3,600 s" in text and "reconciliation of job" not in text
+    assert command(one)[0] == 1, "an attempt has no pod"
+    with pytest.raises(BillError, match=r"one.json: not a Cost and Usage Report"):
+        command(one, report(tmp_path / "good.csv", {0: "3.6"}))
+
+
+def test_the_command_has_a_help(
+    command: Callable[..., tuple[int, str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        command("--help")
+    usage, *sentences = HELP
+    text = " ".join(capsys.readouterr().out.split())
+    assert usage in text
+    for sentence in sentences:
+        assert sentence in text
+    parser = argparse.ArgumentParser(prog="cost")
+    add_command(parser.add_subparsers())
+    assert "reconcile compare a job's forecast and ledger with what was billed" in " ".join(
+        parser.format_help().split()
+    )
+
+
+HELP = [
+    "[--store URI] [--tag KEY] [--also RUN] [--json] RUN FILE [FILE ...]",
+    "RUN a job's name, 'latest', or the folder or s3:// URI of a job",
+    "FILE Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON or CSV)",
+    "--store URI the job's store, if not known to this machine",
+    "--tag KEY cost allocation tag of a job (ebbflow-job)",
+    "--also RUN another job that may have used the same instances; repeatable",
+    "--json as JSON, dollars as exact strings",
+]
 
 
 @pytest.mark.parametrize(("record", "frozen"), [(GapPart, True), (BillingFinding, True), (Reconciliation, False)])

@@ -456,9 +456,12 @@ def test_a_job_that_cannot_be_claimed_runs_unprotected(desk: Desk) -> None:
     folder = desk.folder / "store" / "jobs" / "j"
     folder.mkdir(parents=True)
     (folder / "launchers").write_text("a file where the folder belongs")
-    assert desk.supervise(codes=[0]) == 0
+    assert desk.supervise(codes=[5, 0]) == 0
     assert desk.said[1].startswith("job j is not protected from a second launcher: ")
     assert CLAIM_VARIABLE not in desk.programs.started[0].options["env"]
+    desk.programs.during = [ask_to_leave]
+    assert desk.supervise(codes=[75]) == 75
+    assert desk.said[-1] == f"asked to leave; {UNKNOWN}; the same command continues it"
 
 
 def test_batch_jobs_left_behind_are_ended_before_a_run_is_judged(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
