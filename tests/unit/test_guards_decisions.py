@@ -219,6 +219,7 @@ def test_weights_are_compared_once_more_after_the_last_step(interval: int | None
 
     first, _ = call_on_ranks(2, compare)
     assert [event["step"] for event in first.events] == ([12] if raises else [])
+    assert first.guards.agreed_step is None, "nothing was compared, or the weights differ"
 
 
 def test_no_rank_goes_on_before_its_event_is_recorded() -> None:
