@@ -197,6 +197,8 @@ def test_without_an_offer_each_queue_explains_itself_with_the_pool_that_is_neare
     assert lines[1] == f"od: has p5, and {plain} is none of them", "no pool has its types, so the market's cheapest"
     assert lines[2].startswith("mixed: None, of which the plan has no pool"), "none has its market"
     assert lines[3] == f"its best is {plain}"
+    single = queues(queue("od", "on_demand", ["g5"], multi_node=False))
+    assert explain_no_offer([spot, plain], single) == f"od: takes no job of several nodes, and {plain} is one"
     only_spot = explain_no_offer([spot], queues(queue("od", "on_demand", ["p5"])))
     assert only_spot == f"od: on-demand, of which the plan has no pool; its best is {spot}"
 
@@ -386,6 +388,7 @@ def test_unreadable_placements_are_skipped() -> None:
     log = Log()
     log.add(PLACED, placement={"queue": "no more of it"})
     log.add(PLACED)
+    log.add("another", placement=placement().to_json())
     log.place("a")
     log.end("job-1")
     assert log.read() == [("a", "job-1", "reclaimed")]
@@ -431,6 +434,7 @@ def test_a_job_that_an_unanswered_submit_made_twice_belongs_to_no_placement() ->
     log = Log()
     log.place("a")
     log.submit("twin", twin_of="job-1")
+    log.add("another", job_id="job-1", twin_of=None)
     log.end("twin", cause="terminated")
     log.end("job-1")
     assert log.read() == [("a", "job-1", "reclaimed")]
@@ -446,6 +450,16 @@ def test_without_a_submit_the_first_record_before_the_next_placement_is_the_atte
     log.end("job-3", cause="ended")
     log.place("c")
     assert log.read() == [("a", "job-1", "reclaimed"), ("b", "job-3", "ended"), ("c", "", UNKNOWN)]
+
+
+def test_a_record_that_came_between_two_placements_may_come_again_for_the_later_one() -> None:
+    log = Log()
+    log.place("a")
+    log.end("job-1")
+    log.end("job-2", cause="unknown")
+    log.place("b")
+    log.end("job-2", cause="ended")
+    assert log.read() == [("a", "job-1", "reclaimed"), ("b", "job-2", "ended")]
 
 
 def test_a_record_of_a_submitted_job_is_not_taken_for_another_placements() -> None:
@@ -560,6 +574,7 @@ def test_a_notice_concerns_all_jobs_of_its_generation_and_no_other() -> None:
     log.add(NODE_STARTED, generation=1, batch_job_id="job-1")
     log.add(NODE_STARTED, generation=2, batch_job_id="job-2")
     log.add(NODE_STARTED, generation=3)
+    log.add("another", generation=1, batch_job_id="job-2")
     log.add(NOTICE, generation=1, **RECLAIM)
     log.add(NOTICE, generation=9, **RECLAIM)
     for number in range(3):

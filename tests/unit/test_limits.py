@@ -172,6 +172,13 @@ def test_slow_steps_lengthen_the_rest_once_32_of_them_were_measured(clock: Clock
         assert take_steps(limits, elapsed, durations[-1:], steps_left=10) is stop
 
 
+def test_fast_steps_do_not_shorten_the_rest(clock: Clock) -> None:
+    elapsed = Elapsed()
+    limits = make_limits(ON_SPOT, elapsed)
+    take_steps(limits, elapsed, [0.5] * 40)
+    assert take_steps(limits, elapsed, [0.5], steps_left=11) is Stop.INTERRUPTED
+
+
 def test_a_measured_step_of_a_plan_without_a_step_time_changes_nothing(clock: Clock) -> None:
     elapsed = Elapsed()
     limits = make_limits(replace(ON_SPOT, step_seconds=0.0), elapsed)

@@ -441,8 +441,24 @@ def test_a_refused_reservation_gives_way_until_an_attempt_has_started() -> None:
     assert place(pools, where=ALL, past=[full, attempt("reclaimed", at=60.0)]).queue == "held"
     alone = queues(SPOT_QUEUE, HELD_QUEUE)
     reserved = [spot_pool(), held_pool()]
-    assert place(reserved, where=alone, past=[full]).queue == "spot"
+    unguarded = place(reserved, where=alone, past=[full])
+    assert (unguarded.queue, unguarded.fallback) == ("spot", None)
     assert place(reserved, where=alone, past=[full, lacking]).queue == "held", "in turn"
+
+
+def test_the_only_pool_is_tried_again_although_it_was_full() -> None:
+    for pool, where in ((held_pool(), queues(HELD_QUEUE)), (on_demand_pool(), BOTH)):
+        full = attempt("never_started", queue="held" if pool.reservation else "on-demand", started=False)
+        found = place([pool], where=where, past=[full])
+        assert found.market == "on_demand"
+        assert found.reason.endswith("on-demand: no usable queue runs a Spot pool of the plan")
+
+
+def test_a_reservation_is_worth_a_wait_of_five_minutes() -> None:
+    pools = [spot_pool(), on_demand_pool(), held_pool()]
+    for minutes, worth in ((5.0, True), (4.99, False)):
+        config = make_config(runnable_minutes=minutes)
+        assert (place(pools, config=config, where=ALL).queue == "held") is worth
 
 
 def test_another_reservation_is_tried_if_the_first_one_was_full() -> None:

@@ -120,6 +120,7 @@ def test_dalys_interval_is_equation_37_up_to_a_save_of_twice_the_mean(
         ((900.0, 300.0, 0.5, 0.0), 300 / 1200 + 450 * 0.5 / 3600),
         ((900.0, 0.0, 0.0, 90.0), 0.0),
         ((900.0, 100.0, 7.2, 0.0), 1.0),
+        ((900.0, 100.0, 20.0, 0.0), 1.0),
         ((900.0, 100.0, 7.19, 0.0), 0.1 + 450 * 7.19 / 3600),
         ((0.5, 0.0, 1.0, 0.0), 0.25 / 3600),
     ],
@@ -190,6 +191,7 @@ def test_observations_add_up_and_many_of_them_overflow_nothing() -> None:
     assert (plan.interruptions, plan.hours) == (0.0, 0.0)
     assert plan.seen(1, 2.0).seen(3, 4.0) == plan.seen(4, 6.0) == PlannedHazard(0.5, 4, 6.0)
     assert plan.seen(20_000, 10_000.0).per_hour == pytest.approx(2.0, rel=1e-3)
+    assert plan.seen(20_000, 10.0).per_hour == pytest.approx(20_002 / 10.4, rel=1e-9)
     for wrong in ((0.0, 1, 1.0), (-1.0, 1, 1.0), (1.0, -1, 1.0), (1.0, 1, -1.0)):
         with pytest.raises(ValueError, match="must be positive"):
             PlannedHazard(*wrong)

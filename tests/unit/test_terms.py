@@ -90,6 +90,8 @@ def test_an_attempt_has_until_its_deadline_or_the_end_of_its_last_resort() -> No
 def test_the_message_after_the_deadline_has_no_negative_hours() -> None:
     assert "0.00 h are left" in leaves(guarded(deadline_utc=NOW), now_utc=NOW + 7200)
     assert "0.01 h are left" in leaves(guarded(deadline_utc=NOW), now_utc=NOW - 36)
+    far = guarded(replace(RESERVE, seconds=3.6e6), deadline_utc=NOW)
+    assert "200.00 h are left, and finishing on demand may take 1000.22 h" in leaves(far, now_utc=NOW - 720_000)
 
 
 def test_without_a_fallback_nothing_makes_an_attempt_leave_spot() -> None:
