@@ -78,7 +78,7 @@ class FlowProcess:
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
             does = "killed" if self._continued else "continued"
-            print(f"the run was stopped (state T) for {seconds:.0f} s: {does}", file=sys.stderr, flush=True)
+            print(f"the run was stopped (state T) for {seconds:.0f} s: {does}", file=sys.stderr)
             self._tell(signal.SIGKILL if self._continued else signal.SIGCONT)
             self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), True
 

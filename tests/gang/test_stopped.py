@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,12 +96,15 @@ def test_who_was_stopped_along_with_its_launcher_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("stops", "code"), [(1, 7), (2, -signal.SIGKILL)])
 def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
-    stops: int, code: int, monkeypatch: pytest.MonkeyPatch
+    stops: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert child_module.STOPPED_SECONDS == 60.0
     monkeypatch.setattr(child_module, "STOPPED_SECONDS", 0.5)
     program = f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), signal.SIGSTOP)\nos._exit(7)"
     flow = FlowProcess()
     assert [flow.run([sys.executable, "-c", program]) for _ in range(2)] == [code, code], "each run anew"
+    said = re.findall(r"^the run was stopped \(state T\) for \d+ s: (\w+)$", capsys.readouterr().err, re.MULTILINE)
+    assert said == ["continued", "killed"][:stops] * 2
 
 
 def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:

@@ -184,3 +184,15 @@ def test_a_program_of_the_supervisor_finds_ebbflow_and_dies_with_its_parent() ->
     assert (alive.returncode, alive.stdout) == (0, "['one', 'two']\n"), alive.stderr
     orphan = run(os.getpid() + 1)
     assert (orphan.returncode, orphan.stdout) == (75, ""), orphan.stderr
+
+
+def test_a_program_of_an_installed_supervisor_adds_no_folder_to_the_path(tmp_path: Path) -> None:
+    """There, no folder above it is a checkout, and another program's module may have the package's name."""
+    program = tmp_path / "flows" / "supervising" / "child.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(Path(child.__file__).read_text())
+    (tmp_path / "ebbflow.py").write_text("raise SystemExit(9)")
+    environment = {**os.environ, "PYTHONPATH": str(Path(child.__file__).resolve().parents[2])}
+    command = [sys.executable, str(program), str(os.getpid()), sys.executable, "-S", "-c", "print(1)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -35,6 +36,8 @@ from ebbflow.infra.events import (
 )
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Launcher, claim_job
 from ebbflow.infra.layout import launcher_key
+from ebbflow.infra.store import Store
+from ebbflow.infra.untrusted_text import GuardedStream
 from tests.support.commits import put_commit, put_generation
 from tests.support.programs import Programs
 from tests.support.timelines import plan_event
@@ -213,11 +216,18 @@ def test_permits_are_given_after_the_claim(desk: Desk) -> None:
 
 def test_a_running_job_may_be_taken_over(desk: Desk) -> None:
     other = claim_job(desk.job().store, "j", "run")
-    desk.now += 1.0
-    # The other launcher, which is this process, leaves while the supervisor waits for it.
-    desk.job().store.put(launcher_key(1), other.launcher.to_json().replace(b'"released": false', b'"released": true'))
+
+    class Said(list[str]):
+        """The other launcher, which is this process, leaves when it is told to."""
+
+        def append(self, line: str) -> None:
+            super().append(line)
+            if line.startswith("job j: taking over from `run` of "):
+                other.release()
+
+    desk.said = Said()
     assert desk.supervise("--take-over", codes=[0]) == 0
-    other.release()
+    assert [line.partition(" from ")[0] for line in desk.said[1:2]] == ["job j: taking over"]
 
 
 @pytest.mark.parametrize(
@@ -264,13 +274,16 @@ def test_failures_without_a_commit_end_the_job_as_a_crash_loop(desk: Desk) -> No
 
 
 def test_a_crash_loop_is_recorded_and_reported(desk: Desk) -> None:
-    failed = {"user_code": True, "culprit": "rank 3  of\n4"}
-    runs = [desk.gang(number, "rank_failed", **failed) for number in (1, 2)]
+    culprits = ("rank 2 of 4", "rank 3  of\n4")
+    runs = [
+        desk.gang(number, "rank_failed", user_code=True, culprit=culprit)
+        for number, culprit in enumerate(culprits, start=1)
+    ]
     assert desk.supervise("--max-failures", "2", "--pause-seconds", "0", codes=[1, 1], effects=runs) == 6
     message = "crash loop: 2 failures with no new commit in between, the last run with exit code 1: rank 3 of 4"
     tally = "2 runs, 2 interruptions, 2 failures, 0 redone steps"
     assert desk.said[1:4] == [
-        f"failure 1 of 2 without a new commit (exit code 1): rank 3 of 4; {FREE}; going on",
+        f"failure 1 of 2 without a new commit (exit code 1): rank 2 of 4; {FREE}; going on",
         f"stopped, {message}",
         f"after {tally}; {FREE}; fix it, then start the supervisor again",
     ]
@@ -279,6 +292,9 @@ def test_a_crash_loop_is_recorded_and_reported(desk: Desk) -> None:
     assert [event.data["failures"] for event in desk.events(SUPERVISED)] == [1, 1]
     [report] = desk.folder.glob("runs/**/report.json")
     assert json.loads(report.read_text())["outcome"] == "crash_loop"
+    report.unlink()
+    assert desk.supervise("--max-failures", "3", codes=[1], effects=[desk.gang(3, "rank_failed", user_code=True)]) == 6
+    assert report.exists(), "also in a folder that exists"
 
 
 def test_a_report_that_cannot_be_rewritten_does_not_hide_a_crash_loop(desk: Desk) -> None:
@@ -334,6 +350,23 @@ def test_a_wait_with_longer_pauses_than_usual_is_one_wait(desk: Desk) -> None:
     assert "none for 4.0 h" in desk.said[-1]
 
 
+def test_a_run_that_lasts_long_is_no_gap_in_the_wait(desk: Desk) -> None:
+    def last_long() -> None:
+        desk.now += 5000.0
+
+    words = ("--capacity-pause-seconds", "40", "--wait-hours", "1")
+    assert desk.supervise(*words, codes=[5, 5], effects=[lambda: None, last_long]) == Outcome.NO_CAPACITY.exit_code
+
+
+def test_a_wait_goes_on_with_a_supervisor_that_is_started_within_an_hour(desk: Desk) -> None:
+    """The longest pause of ten minutes counts beside that hour, whatever the pause for capacity is."""
+    desk.gang(1, "node_lost")()
+    desk.emit((SUPERVISED, {"verdict": "no_capacity", "exit_code": 5, "seconds": 1.0, "commit": None}))
+    desk.now += 4100.0
+    words = ("--capacity-pause-seconds", "40", "--wait-hours", "1")
+    assert desk.supervise(*words, codes=[5]) == Outcome.NO_CAPACITY.exit_code
+
+
 def passed(desk: Desk, **plan: Any) -> None:
     desk.emit((PLAN, {**plan_event().data, **plan}))
     desk.gang(1, "node_lost")()
@@ -352,13 +385,14 @@ def test_a_refusal_after_a_pass_is_counted_and_waited_for(desk: Desk) -> None:
     assert desk.pauses == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("late", "runs"), [(0.0, 2), (0.5, 1)])
-def test_a_refusal_after_the_deadline_ends_the_job(desk: Desk, late: float, runs: int) -> None:
+@pytest.mark.parametrize(
+    ("late", "runs", "hours"), [(0.0, 2, "0.2"), (0.5, 1, "0.0"), (179.97, 1, "0.0"), (180.0, 1, "0.1")]
+)
+def test_a_refusal_after_the_deadline_ends_the_job(desk: Desk, late: float, runs: int, hours: str) -> None:
     """The first run ends after a second, and the second one more than ten minutes later."""
     passed(desk, started_utc=desk.now + 1 - 3600 - late)
     words = ("--set", "cost.deadline_hours=1", "--pause-seconds", "7200")
     assert desk.supervise(*words, codes=[3] * runs) == Outcome.DEADLINE.exit_code
-    hours = "0.0" if runs == 1 else "0.2"
     assert desk.said[-1].startswith(f"stopped, deadline: it passed {hours} h ago, while preflight refused to go on; ")
 
 
@@ -413,10 +447,11 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     answers: list[bool] = []
     read = supervisor.read_record
 
-    def read_record(*arguments: Any) -> Any:
+    def read_record(store: Store, config: Any) -> Any:
+        assert store.request_seconds == 30.0
         if answers and not answers.pop(0):
             raise StoreUnavailable("no answer")
-        return read(*arguments)
+        return read(store, config)
 
     monkeypatch.setattr(supervisor, "read_record", read_record)
     return answers
@@ -469,6 +504,7 @@ def test_batch_jobs_left_behind_are_ended_before_a_run_is_judged(desk: Desk, mon
     runs: list[str] = []
 
     def end(job: Job, say: Callable[[str], None]) -> None:
+        assert (job.name, job.config, job.request_seconds) == ("j", desk.options().config, 30.0)
         runs.append(job.run)
         desk.emit((BATCH_ATTEMPT, {"job_id": "x-1", "cause": "reclaimed"}))
 
@@ -479,6 +515,57 @@ def test_batch_jobs_left_behind_are_ended_before_a_run_is_judged(desk: Desk, mon
     assert desk.said[1].startswith("interrupted (exit code 1), 1 run, ")
 
 
+def test_batch_jobs_left_behind_are_ended_without_a_claim_too(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.run))
+    desk.emit((BATCH_SUBMITTED, {"job_id": "x-1", "step": "train", "task": "5"}))
+    (desk.folder / "store" / "jobs" / "j" / "launchers").write_text("a file where the folder belongs")
+    assert desk.supervise(codes=[0]) == 0
+    assert ended == ["run-1", "run-1"], "before the first run and after it"
+
+
+class Output(io.StringIO):
+    """An output that records what has been flushed."""
+
+    flushed = ""
+
+    def flush(self) -> None:
+        self.flushed = self.getvalue()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line replaces its process's streams, which here are pytest's."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+
+
+@pytest.mark.usefixtures("streams")
+def test_the_command_line_runs_the_flow_and_prints_at_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output()
+    monkeypatch.setattr(sys, "stdout", output)
+    seen: list[str] = []
+    desk.programs.codes = [0]
+    desk.programs.at_start = lambda: seen.append(output.flushed)
+    assert main([CONFIG, "--job", "j", "--set", f"store={desk.folder / 'store'}"]) == 0
+    assert seen == [f"supervise: job j in {desk.folder / 'store'} begins\n"]
+    [started] = desk.programs.started
+    assert started.command[3:6] == [sys.executable, str(ROOT / "flows" / "train_flow.py"), "run"]
+    assert isinstance(sys.stdout, GuardedStream), "what others wrote into the store may hold control characters"
+
+
+@pytest.mark.usefixtures("streams")
+def test_the_command_line_goes_on_without_a_reader(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete(desk)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", closefd=False) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main([CONFIG, "--job", "j", "--set", f"store={desk.folder / 'store'}"]) == 0
+    os.close(writer)
+
+
+@pytest.mark.usefixtures("streams")
 def test_the_command_line_prints_for_whom_it_speaks(
     desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
