@@ -183,8 +183,10 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
     events = read_events(job.store)
     submitted = unsettled_jobs(events)
-    client = batch_client(context.config.batch.region) if submitted else None
-    found = _describe_all(submitted, events, client, ANSWER_SECONDS) if submitted else {}
+    found: dict[str, BatchAttempt] = {}
+    if submitted:
+        client = batch_client(context.config.batch.region)
+        found = _describe_all(submitted, events, client, ANSWER_SECONDS)
     left = [_describe_left_behind(one, submitted[one.job_id]) for one in found.values() if not one.finished]
     if not left:
         return passed(f"AWS Batch runs nothing of job {context.job}")

@@ -16,6 +16,7 @@ import pytest
 
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
 from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.prices.reservations import CapacityEvidence
 from ebbflow.flows.attempts import placement
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.placement import (
@@ -25,6 +26,7 @@ from ebbflow.flows.attempts.placement import (
     PlacementResult,
     describe_order,
     give_up_reason,
+    make_fresh_plan,
     make_order,
     place_attempt,
 )
@@ -32,12 +34,13 @@ from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import JobIsRunning, Outcome
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, COMMIT, PLACED, PLAN, Event, read_events
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
 from ebbflow.infra.store import Store
 from tests.support.batch_service import JobService, serve_jobs
 from tests.support.capacity import JobLog, batch_config, placed_now, planned
 from tests.support.records import is_frozen, takes_names_only
-from tests.support.timelines import event
+from tests.support.timelines import WALL, GangLog, event, plan_event
 
 NAME = AttemptName(run="1733", step="train_node", task="5", attempt=2)
 
@@ -286,16 +289,74 @@ def test_a_wrong_clock_of_the_launcher_is_told_and_corrected(
     assert abs(order.placement["start_by_utc"] - right.placement["start_by_utc"] - off) < 100
 
 
-@pytest.mark.parametrize(("later", "told"), [(59.0, False), (62.0, True)])
+@pytest.mark.parametrize(("later", "told"), [(60.0, False), (61.0, True)])
 def test_batchs_clock_counts_as_the_stores(
     service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, later: float, told: bool
 ) -> None:
-    now = time.time()
+    now = float(int(time.time()))
     monkeypatch.setattr(time, "time", lambda: now)
     past(flow, service, 1, startedAt=1000, stoppedAt=(now + later) * 1000, statusReason="Host EC2 (x) terminated.")
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
     assert order.placement["reason"].startswith("the launcher's clock is 1.0 min behind ") is told
+
+
+def test_the_clock_that_is_furthest_off_counts(
+    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's clock is ten minutes behind the launcher's, and Batch's is 30 s ahead of it."""
+    now = time.time() + 600.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    past(flow, service, 1, startedAt=1000, stoppedAt=(now + 30) * 1000, statusReason="Host EC2 (x) terminated.")
+    order = place_attempt(ask(flow)).order
+    assert order is not None and order.placement is not None
+    assert order.placement["reason"].startswith("the launcher's clock is 10.0 min ahead of the store's ")
+
+
+def test_an_attempt_without_a_configured_region_is_placed_in_the_default_one(
+    service: JobService, make_flow: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    order = place_attempt(ask(make_flow(regions=["us-west-2"]))).order
+    assert order is not None and order.placement is not None and order.placement["region"] == "us-east-1"
+
+
+def test_placing_waits_twenty_seconds_for_the_store(
+    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: set[float] = set()
+    opened = Store.open
+
+    def open_store(uri: str, *, request_timeout_seconds: float) -> Store:
+        waits.add(request_timeout_seconds)
+        return opened(uri, request_timeout_seconds=request_timeout_seconds)
+
+    monkeypatch.setattr(Store, "open", open_store)
+    assert place_attempt(ask(flow)).trouble == ""
+    assert waits == {20.0}
+
+
+def test_a_fresh_plan_is_one_of_the_remaining_work(flow: SimpleNamespace) -> None:
+    job = Job.of(flow, NAME.run)
+    evidence = CapacityEvidence()
+    first = replace(plan_event(3.6, t=50.0), run="another")
+    mine = replace(plan_event(3.6, t=100.0), run=NAME.run)
+    fresh = make_fresh_plan(job, [first, mine], None, WALL + 200, evidence)
+    assert (fresh.made_utc, fresh.started_utc, fresh.done_steps) == (WALL + 200, WALL + 100, 0)
+    gang = GangLog(1, 100.0, [[0]])
+    gang.steps(1, 120, useful_step=1.0)
+    gang.commit(120)
+    gang.ended("node_lost", 120.0)
+    later = make_fresh_plan(job, [mine, *gang.events], None, WALL + 400, evidence)
+    assert (later.done_steps, later.spent_usd) == (120, pytest.approx(0.12))
+    small = causal_lm_shape(job.config.model)
+    large = replace(small, flops_per_sample=100 * small.flops_per_sample)
+    shaped = [
+        make_fresh_plan(job, [], {"shape": json.loads(json.dumps(vars(shape)))}, WALL, evidence)
+        for shape in (small, large)
+    ]
+    plain = make_fresh_plan(job, [], None, WALL, evidence)
+    assert plain.ranked[0].expected_hours == shaped[0].ranked[0].expected_hours < shaped[1].ranked[0].expected_hours
 
 
 def test_pods_are_placed_on_the_nodes_of_the_run(

@@ -683,11 +683,16 @@ def test_a_rendered_reconciliation_has_cents_from_ten_dollars_on() -> None:
 
 
 def test_a_long_line_is_wrapped_between_words_and_not_at_hyphens() -> None:
-    words = "x" * 70 + " ebbflow-job-of-a-team"
-    part = GapPart(cause="price", instance_id="i-one", usd=Decimal(1), words=words)
-    text = render(replace(reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600)), parts=(part,)))
-    assert f"  · i-one: price $1.0000: {'x' * 70}\n    ebbflow-job-of-a-team" in text
-    assert max(map(len, text.splitlines())) <= 100
+    base = reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600))
+
+    def rendered(words: str) -> str:
+        part = GapPart(cause="price", instance_id="i-one", usd=Decimal(1), words=words)
+        return render(replace(base, parts=(part,)))
+
+    start, word = "  · i-one: price $1.0000: ", "x" * 70
+    assert f"{start}{word}\n    ebbflow-job-of-a-team" in rendered(f"{word} ebbflow-job-of-a-team")
+    assert f"{start}{word} abc" in rendered(f"{word} abc"), "100 characters"
+    assert f"{start}{word}\n    abcd" in rendered(f"{word} abcd")
 
 
 def test_dollars_for_other_jobs_are_rendered_by_instance() -> None:

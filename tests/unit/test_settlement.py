@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ebbflow.flows.attempts.settlement import (
+    CHECKS,
     check_left_behind,
     end_leftovers,
     find_placement,
@@ -27,6 +28,7 @@ from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, P
 from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
 from ebbflow.infra.preflight import PreflightContext
 from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
 from tests.support.batch_service import JobService, serve_jobs
 from tests.support.timelines import event
 
@@ -339,6 +341,23 @@ def test_preflight_waits_twelve_seconds_for_batch(service: JobService, clock: Cl
     assert check_left_behind(context(job)).status == "passed"
     clock.now -= 1.0
     assert check_left_behind(context(job)).status == "skipped"
+    [check] = CHECKS
+    assert (check.id, check.deadline_seconds) == ("aws-left-behind", 25.0), "a request to the store, one to Batch"
+
+
+def test_preflight_waits_twelve_seconds_for_the_store(
+    service: JobService, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    opened = Store.open
+
+    def open_store(uri: str, *, request_timeout_seconds: float) -> Store:
+        waits.append(request_timeout_seconds)
+        return opened(uri, request_timeout_seconds=request_timeout_seconds)
+
+    monkeypatch.setattr(Store, "open", open_store)
+    check_left_behind(context(job))
+    assert waits == [12.0]
 
 
 def test_a_report_settles_all_attempts_within_six_seconds(
@@ -446,3 +465,11 @@ def test_a_backend_settles_only_its_own_attempts(cluster: JobService, clock: Clo
     cluster.requests = []
     settle_for_report(job)
     assert cluster.looks() == 0 and ("GET", OWNER) in cluster.requests
+
+
+def test_an_incomplete_attempt_in_a_cluster_is_asked_for_there(cluster: JobService, clock: Clock, job: Job) -> None:
+    submit(job, POD_ATTEMPT)
+    with job.events("test") as log:
+        log.emit(BATCH_ATTEMPT, job_id=POD_ATTEMPT, status="FAILED", started_utc=1.0, stopped_utc=None, reason="")
+    settle_for_report(job)
+    assert ("GET", OWNER) in cluster.requests and cluster.looks() == 0
