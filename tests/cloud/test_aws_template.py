@@ -168,7 +168,9 @@ def test_what_is_stored_is_encrypted_private_and_forgotten_in_time(template: dic
     assert plain["Effect"] == "Deny" and plain["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
     assert keep["Effect"] == "Deny" and {"s3:DeleteObjectVersion", "s3:PutBucketVersioning"} <= set(keep["Action"])
     assert keep["Principal"] == {"AWS": [{"Fn::GetAtt": [role, "Arn"]} for role in ("JobRole", "HeadRole")]}
-    for log in of_type(template, "AWS::Logs::LogGroup").values():
+    logs = of_type(template, "AWS::Logs::LogGroup").values()
+    assert len(logs) >= 2
+    for log in logs:
         assert log["RetentionInDays"] == {"Ref": "LogRetentionDays"}
     [repository] = of_type(template, "AWS::ECR::Repository").values()
     images = json.loads(repository["LifecyclePolicy"]["LifecyclePolicyText"])["rules"]

@@ -131,7 +131,7 @@ def test_scraped_pods_keep_their_job_and_the_target_has_the_label_that_the_rules
     monitor = of_kind("ServiceMonitor")[0]["spec"]
     services = [one["metadata"]["labels"] for one in of_kind("Service")]
     [labels] = [one for one in services if one.items() >= monitor["selector"]["matchLabels"].items()]
-    assert all(endpoint["honorLabels"] is True for endpoint in monitor["endpoints"])
+    assert [endpoint["honorLabels"] for endpoint in monitor["endpoints"]] == [True]
     assert f'up{{job="{labels[monitor["jobLabel"]]}"}}' in RULES.read_text()
 
 

@@ -158,10 +158,11 @@ def test_parts_are_summed_sent_and_put_together(monkeypatch: pytest.MonkeyPatch)
     assert stored.chunks == tuple(
         crc_digits(crc64nvme(data[at : at + CHUNK_BYTES])) for at in range(0, len(data), CHUNK_BYTES)
     )
-    for request in memory.seen:
-        if request.part is not None:
-            stated = int.from_bytes(base64.b64decode(request.headers["x-amz-checksum-crc64nvme"]), "big")
-            assert stated == crc64nvme(request.body)
+    parts = [request for request in memory.seen if request.part is not None]
+    assert sorted(request.part for request in parts) == [1, 2, 3]
+    for request in parts:
+        stated = int.from_bytes(base64.b64decode(request.headers["x-amz-checksum-crc64nvme"]), "big")
+        assert stated == crc64nvme(request.body)
 
 
 def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

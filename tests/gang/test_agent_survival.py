@@ -110,11 +110,18 @@ def test_no_text_ends_an_agent_that_prints_it_on_a_strict_terminal(
     print_line("after the end of the terminal")
 
 
-def test_a_rank_that_removes_its_own_log_does_not_end_its_agent(tmp_path: Path) -> None:
+def test_a_rank_that_removes_its_own_log_does_not_end_its_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     worker = ended_worker(tmp_path, 1)
     echo = TerminalEcho(SimpleNamespace(workers=[worker]))
+    worker.log_path.write_text("first\n")
+    echo.echo_new_lines()
     worker.log_path.unlink()
     echo.echo_new_lines()
+    worker.log_path.write_text("first\nsecond\n")
+    echo.echo_new_lines()
+    assert capsys.readouterr().out == "first\nsecond\n"
 
 
 def test_an_agent_that_raises_counts_as_a_failure_and_ends_in_a_crash_loop(

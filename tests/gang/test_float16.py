@@ -58,6 +58,7 @@ def test_losses_and_norms_are_those_of_float32(tmp_path: Path) -> None:
     for name, fsdp in (("half", HALF), ("single", {})):  # ddp computes under autocast, fsdp2 in float16 throughout
         run_alone(configured(tmp_path, 6, fsdp=fsdp, parallel={"mode": "ddp"}), name)
     half, single = (steps_of(tmp_path, name) for name in ("half", "single"))
+    assert list(half) == list(single) == [1, 2, 3, 4, 5, 6]
     for step, event in single.items():
         assert "skipped" not in half[step].data
         assert half[step].data["loss"] == pytest.approx(event.data["loss"], rel=1e-3)
