@@ -173,6 +173,9 @@ def test_a_faster_last_resort_may_cost_a_quarter_more_if_only_it_makes_spot_safe
     assert ample.fallback == asdict(usual), "the plan's first one, if that suffices"
     guarded = place([QUICK_SPOT, on_demand_pool(), replace(FAST, expected_usd=50.0)], deadline_hours=needed + 1)
     assert guarded.fallback == asdict(make_fallback(make_config(), QUICK_SPOT, FAST, steps=1000))
+    slow = spot_pool(instance_type="g6.xlarge", work_hours=12.0)
+    one_of_two = place([slow, QUICK_SPOT, on_demand_pool(), FAST], deadline_hours=needed + 1)
+    assert (one_of_two.market, one_of_two.instance_type) == ("spot", "g5.xlarge"), "it need not be safe for all"
     dearest = place([spot_pool(), on_demand_pool(), FAST], deadline_hours=1.0)
     assert (dearest.market, dearest.instance_type) == ("on_demand", "g5.xlarge")
 
@@ -443,6 +446,7 @@ def test_a_refused_reservation_gives_way_until_an_attempt_has_started() -> None:
     reserved = [spot_pool(), held_pool()]
     unguarded = place(reserved, where=alone, past=[full])
     assert (unguarded.queue, unguarded.fallback) == ("spot", None)
+    assert place(reserved, where=alone, past=[attempt("ended", queue="held")]).queue == "held", "it was not full"
     assert place(reserved, where=alone, past=[full, lacking]).queue == "held", "in turn"
 
 
@@ -517,6 +521,11 @@ def test_a_reservation_without_plain_on_demand_must_itself_finish_after_the_wait
         found = place([held], where=alone, deadline_hours=needed + 0.25)
         assert found.reason == "reservation cr-1, where the rest costs no more"
         assert found.runnable_seconds == pytest.approx((begins + 0.25) * HOUR, abs=1.0)
+
+
+def test_a_reservation_that_is_the_last_resort_is_waited_for_although_it_is_too_late() -> None:
+    found = place([held_pool(wait_hours=2.0)], where=queues(HELD_QUEUE), deadline_hours=4.0)
+    assert found.runnable_seconds == 2.5 * HOUR
 
 
 def test_the_end_of_a_reservation_that_is_the_last_resort_limits_the_time_on_spot() -> None:
