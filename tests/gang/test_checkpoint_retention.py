@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.errors import StoreForbidden, StoreFull
+from ebbflow.infra.errors import StoreFull
 from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key, secret_key, signature_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
@@ -133,19 +133,6 @@ def test_whatever_the_policy_the_newest_and_the_pinned_stay(
         assert set(choose_commits(survivors, policy)) == set(kept), "what was kept once is kept again"
 
 
-def test_torn_commits_never_count(job: Store) -> None:
-    generation = open_generation(job, run="r", attempt=0)
-    for step in range(1, 6):
-        put_commit(job, generation, step)
-    for step in (3, 5):
-        job.delete(data_key(generation.name, step, 0))
-    assert run(job, generation, keep_last=2) == [1]
-    assert steps(job) == [2, 3, 4, 5], "2 and 4 are the last whole ones; the torn between them stay until newer come"
-    for step in (2, 4):
-        job.delete(data_key(generation.name, step, 0))
-    assert run(job, generation, keep_last=1) == [], "nothing goes while nothing is whole"
-
-
 def test_orphans_and_what_does_not_count_go_when_they_are_old(job: Store) -> None:
     zombie = open_generation(job, run="r", attempt=0)
     put_commit(job, zombie, 10)
@@ -231,23 +218,6 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
     left = {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")}
     assert left == ({"10"} if writable else {"10", "20"})
     assert job.list("clock") == []
-
-
-def test_a_role_that_may_not_tag_deletes_all_the_same(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    generation = open_generation(job, run="r", attempt=0)
-    for step in (1, 2):
-        put_commit(job, generation, step)
-    put, refused = Store.put, []
-
-    def refuse(self: Store, key: str, data: bytes, *, tags: Any = None) -> None:
-        if tags:
-            refused.append(key)
-            raise StoreForbidden(f"put {key}: s3:PutObjectTagging is missing")
-        put(self, key, data)
-
-    monkeypatch.setattr(Store, "put", refuse)
-    assert run(job, generation, keep_last=1) == [1]
-    assert steps(job) == [2] and len(refused) == 1
 
 
 def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
@@ -339,7 +309,7 @@ def test_two_records_of_one_save_count_once_and_share_their_data(job: Store) -> 
         put_commit(job, generation, step)
     put_commit(job, generation, 3, loss=1.0)  # the same data under another manifest
     assert run(job, generation, keep_last=2) == [1]
-    assert steps(job) == [3, 3, 2] or sorted(steps(job)) == [2, 3, 3]
+    assert steps(job) == [2, 3, 3]
     assert len(job.list("data")) == 2
     put_commit(job, generation, 4)
     run(job, generation, keep_last=1)

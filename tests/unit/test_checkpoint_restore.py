@@ -437,7 +437,7 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
         self._world_size = world_size
         self._rows: dict[int, Tensor] = {}
-        self._meeting = threading.Barrier(world_size, timeout=60)
+        self._meeting = threading.Barrier(world_size, timeout=20)
         self._local = threading.local()
         self.slept: dict[int, list[float]] = {rank: [] for rank in range(world_size)}
         monkeypatch.setattr(dist, "is_initialized", lambda: True)

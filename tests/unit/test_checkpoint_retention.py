@@ -755,16 +755,17 @@ def test_a_refused_commit_is_kept_however_old_it_is(store: RecordingStore, signi
 
 def test_manifests_are_read_once_and_forgotten_with_their_commits(store: RecordingStore) -> None:
     generation = put_generation(store, 1)
-    refs = commits_of(store, generation, 101, 102, 103)
+    first = 987_654_321  # no other test has manifests of these steps
+    commits_of(store, generation, first, first + 1, first + 2)
     retention = Retention(RetentionPolicy(keep_last=2))
     retention.choose_commits(store)
     store.forget()
     retention.choose_commits(store)
     assert [key for key in store.got if key.startswith("commits/")] == []
-    assert run(retention, store, generation) == [refs[0].step]
+    assert run(retention, store, generation) == [first]
     gc.collect()
-    known = [found for found in gc.get_objects() if isinstance(found, Manifest) and found.save.step > 100]
-    assert sorted(manifest.save.step for manifest in known) == [102, 103]
+    known = [found for found in gc.get_objects() if isinstance(found, Manifest) and found.save.step >= first]
+    assert sorted(manifest.save.step for manifest in known) == [first + 1, first + 2]
 
 
 def test_a_superseded_generation_runs_no_retention(store: RecordingStore) -> None:
