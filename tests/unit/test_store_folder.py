@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -110,6 +111,7 @@ def test_no_operation_on_a_folder_leaves_a_descriptor_open(folder: FolderBackend
         open_regular(folder.root / "fifo")
     folder.list("", "")
     folder.delete("b")
+    assert names_in(folder.root) == ["a", "c", "fifo"]
     assert open_descriptors() == before
 
 
@@ -137,6 +139,34 @@ def test_a_listing_leaves_out_unfinished_files_only(folder: FolderBackend, name:
     assert keys_of(folder.list("", "")) == ([name] if listed else [])
 
 
+def test_a_listing_leaves_out_nothing_beside_what_is_no_key(folder: FolderBackend) -> None:
+    keys = [f"k{number:02d}" for number in range(20)]
+    put(folder, *keys)
+    for number in range(20):
+        (folder.root / f"k{number:02d}#1").write_bytes(b"x")
+        (folder.root / f"link{number:02d}").symlink_to("none")
+        os.mkdir(os.fsencode(folder.root) + b"/\xff%d" % number)
+        Path(os.fsdecode(os.fsencode(folder.root) + b"/\xff%d" % number), "k").write_bytes(b"x")
+    assert keys_of(folder.list("", "")) == keys
+
+
+def test_a_folder_of_another_device_is_no_circle_though_its_number_is_the_same(
+    folder: FolderBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, "a/k")
+    real = os.stat
+
+    def number_alike(path: Any, **options: Any) -> os.stat_result:
+        fields = [*real(path, **options)]
+        fields[1:3] = [7, len(Path(path).parts)]
+        return os.stat_result(fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", number_alike)
+        listed = folder.list("", "")
+    assert keys_of(listed) == ["a/k"]
+
+
 def test_a_listing_of_a_folder_begins_after_a_key(folder: FolderBackend) -> None:
     put(folder, "a/1", "a/2", "b/3")
     os.utime(folder.root / "a" / "2", (5.0, 7.0))
@@ -159,8 +189,7 @@ def test_a_listing_passes_over_links_that_lead_nowhere_or_back(folder: FolderBac
 
 
 def test_a_listing_says_which_entry_it_cannot_examine(folder: FolderBackend) -> None:
-    put(folder, "a/k")
-    (folder.root / "a" / "long").symlink_to("x" * 300)
+    (folder.root / "long").symlink_to("x" * 300)
     with pytest.raises(OSError, match="File name too long"):
         folder.list("", "")
 
@@ -198,6 +227,33 @@ def test_a_guarded_call_that_is_late_says_what_hangs_and_what_to_do() -> None:
         "put /store/k: no answer from the file system within 0.0123 s; fix: check the mount (NFS, FUSE) or the disk, "
         "or use another store"
     )
+
+
+def run_until_just_after_the_deadline(guard: HangGuard) -> None:
+    """Run a call that ends, but whose thread is held up before it can hand over the result, until it is late."""
+    at_end, is_late = threading.Event(), threading.Event()
+
+    def hold_up(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_filename.endswith("store/folder.py"):
+            at_end.set()
+            is_late.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "join", lambda *_: at_end.wait(60))
+        threading.setprofile(hold_up)
+        try:
+            guard.run(lambda: None, 60, "put x")
+        finally:
+            threading.setprofile(None)
+            is_late.set()
+
+
+def test_a_guarded_call_that_ends_just_as_its_deadline_passes_does_not_count_as_one_that_hangs() -> None:
+    guard = HangGuard()
+    for _ in range(64):
+        with pytest.raises(StoreTimeout, match="no answer"):
+            run_until_just_after_the_deadline(guard)
+    assert guard.run(lambda: 7, 60, "put x") == 7
 
 
 @pytest.mark.parametrize("abandoned", [False, True])

@@ -74,19 +74,6 @@ def test_a_start_does_not_wait_for_an_event_log_that_hangs(
         over.set()
 
 
-def test_calls_that_end_just_as_they_are_abandoned_are_counted_once() -> None:
-    pool, late = HangGuard(), 0
-    for call in range(300):  # from well in time to well past it, so that some end in the very moment
-        try:
-            pool.run(lambda seconds=call * 1e-5: time.sleep(seconds), 0.0006, "put x")
-        except StoreTimeout:
-            late += 1
-    limit = time.monotonic() + 20
-    while pool._abandoned and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert pool._abandoned == 0 and late
-
-
 @pytest.mark.parametrize("create", [False, True])
 def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create: bool
