@@ -3,6 +3,7 @@
     python -m tests.mutants --seed 3 --count 200        draw mutants, run the tests of their lines, print the survivors
     python -m tests.mutants --map                       only bring the map from lines to tests up to date
     python -m tests.mutants --count 0 FILE…             all mutants of files
+    python -m tests.mutants --nearest --minutes 3       without a map: the unit tests that import the changed module
 
 The map is kept in .mutants/ and brought up to date before the draw, outside of the time that is printed.
 """
@@ -19,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from tests.mutants.equivalents import is_equivalent, read_equivalents
-from tests.mutants.line_map import LineMap, stale_test_files, update_map
+from tests.mutants.line_map import LineMap, guess_map, stale_test_files, update_map
 from tests.mutants.mutations import Mutant, draw_mutants
 from tests.mutants.trial import Result, Verdict, serve_trials
 
@@ -32,9 +33,12 @@ _ALLOWED_EQUIVALENTS = 0.03  # of a draw; more of them count as survivors
 def main(words: list[str]) -> int:
     """Draw mutants, try them, and print the survivors. Returns 1 if fewer than `--at-least` percent were noticed."""
     options = _parse(words)
-    known = LineMap.load(options.map_file)
-    if not options.stale:
-        _bring_up_to_date(known, options)
+    if options.nearest:
+        known = guess_map(ROOT)
+    else:
+        known = LineMap.load(options.map_file)
+        if not options.stale:
+            _bring_up_to_date(known, options)
     if options.map:
         return 0
     known.move_to(ROOT)
@@ -72,6 +76,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--map", action="store_true", help="only build the map from lines to tests")
     parser.add_argument("--map-file", type=Path, default=MAP_FILE, help="where the map is kept")
     parser.add_argument("--tests", action="append", help="bring the map up to date for this test file only (repeat it)")
+    parser.add_argument("--nearest", action="store_true", help="run the unit tests that import a module, without a map")
     parser.add_argument("--stale", action="store_true", help="use the map as it is, without new and changed tests")
     return parser.parse_args(words)
 
