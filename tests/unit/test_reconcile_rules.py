@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.cost.bill import BillLine
@@ -155,6 +155,7 @@ def test_dollars_without_seconds_are_unexplained() -> None:
     assert kinds(only) == ["not billed"]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 5000)), min_size=1, max_size=4),
     st.integers(0, 3500),

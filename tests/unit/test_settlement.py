@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,17 +70,22 @@ class Clock:
     The deadlines of requests to AWS use the real time. A clock that is behind it leaves them less time.
     """
 
-    now: float
+    real: Callable[[], float]
+    now: float = 0.0
     slept: float = 0.0
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.slept += seconds
 
+    def set_behind(self, seconds: float) -> None:
+        self.now = self.real() - seconds
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock(time.monotonic())
+    found = Clock(time.monotonic)
+    found.set_behind(0.0)
     monkeypatch.setattr(time, "sleep", found.sleep)
     monkeypatch.setattr(time, "monotonic", lambda: found.now)
     return found
@@ -303,14 +308,14 @@ def test_only_the_launcher_that_holds_the_job_settles_it(
 def test_a_request_to_batch_has_the_given_deadline(service: JobService, clock: Clock, job: Job) -> None:
     submit(job, "x")
     service.jobs = {"x": [RUNNING]}
-    clock.now -= 29.0
+    clock.set_behind(22.0)
     assert settled(job, deadline_seconds=30.0) == [] and len(service.terminated()) == 1
-    clock.now -= 1.0
+    clock.set_behind(30.0)
     with pytest.raises(CloudError, match="timed out"):
         settled(job, deadline_seconds=30.0)
-    clock.now += 10.5
+    clock.set_behind(11.0)
     assert settled(job) == [], "20 s by default"
-    clock.now -= 0.5
+    clock.set_behind(20.0)
     with pytest.raises(CloudError, match="timed out"):
         settled(job)
 
@@ -337,9 +342,9 @@ def test_preflight_finds_running_jobs_that_no_process_waits_for(service: JobServ
 def test_preflight_waits_twelve_seconds_for_batch(service: JobService, clock: Clock, job: Job) -> None:
     submit(job, "x")
     service.jobs = {"x": [ENDED]}
-    clock.now -= 11.0
+    clock.set_behind(7.0)
     assert check_left_behind(context(job)).status == "passed"
-    clock.now -= 1.0
+    clock.set_behind(12.0)
     assert check_left_behind(context(job)).status == "skipped"
     [check] = CHECKS
     assert (check.id, check.deadline_seconds) == ("aws-left-behind", 25.0), "a request to the store, one to Batch"
@@ -376,10 +381,10 @@ def test_a_report_settles_all_attempts_within_six_seconds(
     assert {one.run for one in settled_by} == {"1"} and capsys.readouterr().out == ""
     submit(job, "y")
     service.jobs = {"y": [RUNNING]}
-    clock.now -= 5.5 + clock.slept
+    clock.set_behind(3.5)
     settle_for_report(job)
     assert capsys.readouterr().out == "" and len(service.terminated()) == 1
-    clock.now -= 0.5
+    clock.set_behind(6.0)
     settle_for_report(job)
     text = "the end of the last attempt is unknown yet, so the bill uses its agents' records: "
     assert capsys.readouterr().out.startswith(text)
@@ -411,12 +416,12 @@ def test_leftovers_of_a_batch_that_does_not_answer_are_told(service: JobService,
     """Within 90 s for the first look, and 20 s for each further one."""
     submit(job, "x")
     service.jobs = {"x": [RUNNING]}
-    clock.now -= 90.0
+    clock.set_behind(90.0)
     said: list[str] = []
     end_leftovers(job, said.append)
     assert service.requests == []
     assert len(said) == 1 and said[0].startswith("cannot check for jobs left behind: ")
-    clock.now += 1.0
+    clock.set_behind(60.0)
     end_leftovers(job, said.append)
     assert service.looks() == 1 and len(service.terminated()) == 1
     assert len(said) == 2 and said[1].startswith("cannot check for jobs left behind: ")
