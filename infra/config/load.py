@@ -22,7 +22,6 @@ from ebbflow.infra.config.keys import (
     Origin,
     annotation_of,
     environment_source,
-    free_mappings,
     leaf_fields,
     mapping_of,
     override_name,
@@ -143,7 +142,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "data.path": (),
     "data.tokenizer": ("bytes",),
     "training.initial_weights": (),
-    "cost.prices": ("static", "live"),
+    "cost.prices": (),
 }
 
 
@@ -207,7 +206,7 @@ def load_config(
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
     # Values that could not be read are unknown: rules about them would judge defaults that the user did not choose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
-    unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, entries, values)}
+    unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, values)}
     config = _validate(values, given, unknown)
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
@@ -273,18 +272,16 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
             continue
         if name_rules.ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
             continue
-        if key == "cost.prices" and not Path(value).suffix:  # an unknown word is not a file
+        if key == "cost.prices" and not Path(value).suffix:  # "static", "live", or an unknown word
             continue
         base = project_root if key not in entries or entries[key].origin == "file" else cwd
-        value = value.removeprefix("file://") if key == "store" else value
-        values[key] = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
+        path = os.path.expanduser(value.removeprefix("file://"))
+        values[key] = os.path.abspath(os.path.join(base, path))
 
 
-def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
+def _hides(bad: str, key: str, values: Mapping[str, Any]) -> bool:
     """Return whether the intended value of `key` is unknown because of a problem with the key or section `bad`."""
-    if key in values and key in entries:
-        return False
-    return bool(bad) and (key == bad or key.startswith(f"{bad}."))
+    return key not in values and (key == bad or key.startswith(f"{bad}."))
 
 
 def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
@@ -316,7 +313,7 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     """
     sources: dict[str, str] = {}
     for key in leaf_fields():
-        names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
+        names = [name for name in entries if mapping_of(name) == key]
         sources |= {name: _source(entries.get(name)) for name in names or [key]}
     return sources
 

@@ -80,7 +80,8 @@ class SourceText:
     def span_at(self, index: int) -> SourceSpan:
         """Return the line and column of the character at `index` in the text, as a span of length 1."""
         lines = _LINE_BREAK.split(self.text[:index])
-        return self.span(*(_mark(len(lines) - 1, len(lines[-1]) + shift) for shift in (0, 1)))
+        mark = _mark(len(lines) - 1, len(lines[-1]))
+        return self.span(mark, mark)
 
 
 def parse(source: SourceText) -> Node | None:

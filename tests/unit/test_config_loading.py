@@ -51,7 +51,9 @@ def test_a_named_pipe_is_no_configuration(tmp_path: Path) -> None:
 
 def test_the_hint_for_a_missing_file_lists_those_of_three_folders_and_the_most_similar(tmp_path: Path) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    for path in (project / "configs" / "a.yaml", elsewhere / "bench.yaml", elsewhere / "anvil.yaml"):
+    paths = [project / "configs" / "a.yaml"]
+    paths += [elsewhere / f"{name}.yaml" for name in ("d", "bench", "anvil", "c")]
+    for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     (project / "configs" / "a.yml").touch()
@@ -61,11 +63,15 @@ def test_the_hint_for_a_missing_file_lists_those_of_three_folders_and_the_most_s
             load_config(name, project_root=project, cwd=tmp_path, environment={})
         return caught.value.problems[0].hint
 
-    there = "configurations that exist: elsewhere/anvil.yaml, elsewhere/bench.yaml, project/configs/a.yaml"
+    there = (
+        "configurations that exist: elsewhere/anvil.yaml, elsewhere/bench.yaml, elsewhere/c.yaml, elsewhere/d.yaml, "
+        "project/configs/a.yaml"
+    )
     assert hint("elsewhere/beach.yaml") == f"did you mean elsewhere/bench.yaml? {there}"
     assert hint("elsewhere/zzzzz.txt") == there
     assert hint("elsewhere") == there
     assert hint("x.yaml") == "configurations that exist: project/configs/a.yaml"
+    assert hint("n" * 300) == f"write one; there is no *.yaml in {tmp_path} or {project / 'configs'}"
     (project / "configs" / "a.yaml").unlink()
     assert hint("x.yaml") == f"write one; there is no *.yaml in {tmp_path} or {project / 'configs'}"
 
@@ -175,6 +181,8 @@ def test_a_rule_blames_the_key_of_the_last_source_and_of_several_the_first(tmp_p
     assert blamed(file, "model.hidden_size=771", **heads) == ("model.hidden_size", "--set model.hidden_size=771:1:19")
     both = {**heads, "EBBFLOW__MODEL__HIDDEN_SIZE": "771"}
     assert blamed(file, **both) == ("model.hidden_size", "environment EBBFLOW__MODEL__HIDDEN_SIZE:1:29")
+    last = blamed(file, "model.num_heads=13", EBBFLOW__MODEL__HIDDEN_SIZE="771")
+    assert last == ("model.num_heads", "--set model.num_heads=13:1:17")
     options = "workload_options: {width: 3, depth: 4}"
     assert blamed(options) == ("workload_options", "job.yaml:1:27")
 
@@ -333,6 +341,8 @@ def test_names_of_a_free_mapping_have_a_source_each(tmp_path: Path) -> None:
     assert loaded.sources["workload_options.b"] == "--set"
     assert loaded.sources["batch.tags.t"] == "job.yaml:3"
     assert not {"workload_options", "batch.tags"} & loaded.sources.keys()
+    options = load(tmp_path, "workload: 'mine:Own'\nworkload_options: {a: 1}")
+    assert {"workload_options.a", "batch.tags"} <= options.sources.keys()
     empty = load(tmp_path, "")
     assert (empty.sources["workload_options"], empty.sources["batch.tags"]) == ("default", "default")
     assert list(empty.sources)[:3] == ["store", "script", "script_args"]

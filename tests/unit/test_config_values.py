@@ -105,6 +105,8 @@ LARGEST = 10**15
         ("str", "inf", "inf"),
         ("str", "''", ""),
         ("str", "!!str 3", "3"),
+        ("str", "=", "="),
+        ("str", "<<", "<<"),
         ("list", "[a, 'b', c d]", ["a", "b", "c d"]),
         ("list", "[]", []),
         ("mode", "fsdp2", "fsdp2"),
@@ -286,7 +288,8 @@ def test_an_empty_node_has_no_content() -> None:
     assert is_empty(empty_node())
     for text in ("''", "null", "a", "[]", "{}"):
         assert not is_empty(parse(SourceText("x", text))), text
-    assert (empty_node().start_mark.line, empty_node().start_mark.column) == (0, 0)
+    for mark in (empty_node().start_mark, empty_node().end_mark):
+        assert (mark.line, mark.column) == (0, 0)
     assert convert(empty_node(), Expected.of(int | None)) is None
 
 
@@ -322,8 +325,9 @@ def test_a_span_without_an_end_reaches_the_last_character_of_its_line() -> None:
 def test_a_span_behind_the_text_is_an_empty_line() -> None:
     node = parse(SourceText("f", "a:\n  - b\n  - c\n"))
     assert isinstance(node, MappingNode)
-    span = SourceText("f", "a:").span(node.value[0][1].value[1].start_mark)
-    assert (span.line, span.column, span.length, span.text) == (3, 1, 1, "")
+    for number, item in enumerate(node.value[0][1].value, start=2):
+        span = SourceText("f", "a:").span(item.start_mark)
+        assert (span.line, span.column, span.length, span.text) == (number, 1, 1, "")
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r"])
@@ -334,6 +338,7 @@ def test_lines_are_counted_at_each_line_break_of_yaml(line_break: str) -> None:
     assert isinstance(node, MappingNode)
     for span in (source.span_of(node.value[1][1]), source.span_at(text.index("23"))):
         assert (span.line, span.column, span.text) == (3, 4, "b: 23")
+    assert source.span_at(text.index("23")).length == 1
 
 
 @pytest.mark.parametrize("separator", ["\x85", "\u2028", "\u2029"])
