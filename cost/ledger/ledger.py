@@ -113,7 +113,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     Raises:
         LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more than 50 ms.
     """
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    ordered = _order_by_time(events)
     generations = read_generations(ordered, running=running)
     bills = compute_bills(ordered, generations)
     sums = _Sums(merge_batch_status(generations, bills.nodes))
@@ -145,7 +145,7 @@ def compute_spent_usd(events: Sequence[Event]) -> float:
     The result depends only on the paid time of nodes. Therefore overlapping intervals of a rank, which `fold` rejects,
     do not matter here.
     """
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    ordered = _order_by_time(events)
     bills = compute_bills(ordered, read_generations(ordered))
     return float(round_amount(sum((bill.usd for bill in (*bills.nodes, *bills.unreported)), Decimal(0))))
 
@@ -157,6 +157,10 @@ def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -
     """
     reported = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
+
+
+def _order_by_time(events: Sequence[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: (event.t_wall, event.t_mono))
 
 
 class _Sums:

@@ -6,7 +6,7 @@ state. EC2's responses are parsed according to botocore's models; this code was 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from decimal import Decimal
 from typing import Any, Self
 
@@ -217,4 +217,4 @@ def _moment(value: datetime | None) -> float | None:
 
 
 def _unix(text: str | None) -> float | None:
-    return None if text is None else datetime.fromisoformat(text).astimezone(UTC).timestamp()
+    return None if text is None else datetime.fromisoformat(text).timestamp()

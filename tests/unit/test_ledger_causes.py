@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -145,6 +146,27 @@ def test_cells_divide_the_same_seconds_and_dollars_by_cause_and_class() -> None:
         ("interruption: hang", "startup"): (10.0, Decimal("0.01")),
     }
     assert ledger.paid_microseconds == 50_000_000
+    assert {line.cause: line.usd for line in ledger.causes} == {
+        "start and end": Decimal("0.01"),
+        "interruption: hang": Decimal("0.04"),
+    }
+
+
+def test_ledgers_are_equal_by_their_figures_and_not_by_their_bills() -> None:
+    ledger = fold([plan_event(), *phases_log(1, 0.0, "hang", "startup")])
+    figures = Ledger(
+        lines=ledger.lines,
+        paid_microseconds=ledger.paid_microseconds,
+        total_usd=ledger.total_usd,
+        price_kind=ledger.price_kind,
+        useful_on_demand_usd=ledger.useful_on_demand_usd,
+        redone_steps=ledger.redone_steps,
+        causes=ledger.causes,
+        cells=ledger.cells,
+    )
+    assert ledger == figures and ledger.nodes and figures.nodes == figures.unreported == ()
+    silent = fold([event(BATCH_ATTEMPT, 9.0, job_id="j", started_utc=WALL, stopped_utc=WALL + 5.0)])
+    assert silent.unreported and replace(silent, unreported=()) == silent
 
 
 def test_the_price_kind_is_that_of_the_last_node() -> None:
@@ -287,6 +309,8 @@ def test_spent_dollars_are_those_of_all_nodes_even_if_intervals_contradict_each_
     assert compute_spent_usd(events) == 0.15
     assert compute_spent_usd([late, plan_event(), *log.events]) == 0.04
     assert compute_spent_usd([]) == 0.0
+    plans = [plan_event(36.0, t=-5.0), plan_event(3.6, t=-10.0)]
+    assert compute_spent_usd([*plans, *log.events]) == 0.4, "the newer of two plans, wherever it is in the list"
 
 
 def test_start_up_and_end_of_a_node_are_in_the_order_of_events_whatever_the_order_of_the_list() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
@@ -98,6 +100,17 @@ def test_a_price_just_inside_the_limits_is_read(usd: str) -> None:
     assert record is not None and record.usd_per_hour == Decimal(usd)
 
 
+@pytest.fixture
+def far_from_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Local time is Tokyo's."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("far_from_utc")
 @pytest.mark.parametrize(
     "moment",
     [
@@ -207,6 +220,9 @@ def test_zones_known_by_name_only_may_have_any_other_id(zone: str | None, names:
     by_id = replace(SPOT, zone_name="us-east-1c", zone_id="use1-az4")
     prices = zone_prices(SPOT, replace(SPOT, zone_name="us-east-1b"), by_id, zones=("use1-az4",))
     assert list(prices.zones_by_name(KIND, "us-east-1", zone)) == names
+    [[quote]] = quotes_of(SPOT).values()
+    regional = {("g5.xlarge", "us-east-1"): (replace(quote, zone=None, zone_name=None),)}
+    assert list(ZonePrices(quotes=regional, known_zones={}).zones_by_name(KIND, "us-east-1", zone)) == []
 
 
 def test_prices_of_a_region_were_last_known_to_be_valid_at_the_newest_of_its_quotes() -> None:
@@ -315,6 +331,7 @@ def test_a_recording_is_written_in_order_and_unpacked_or_packed_by_its_name(tmp_
     text = (tmp_path / "prices.json").read_text()
     data = json.loads(text)
     assert list(data) == ["RecordedAt", "AvailabilityZones", "SpotPriceHistory"] and text.endswith("}\n")
+    assert text.startswith('{\n "RecordedAt"'), "one line for each value"
     assert data["RecordedAt"] == "2026-09-21T14:13:20Z"
     assert json.dumps(data["AvailabilityZones"]) == (
         '{"eu-west-1": {}, "us-east-1": {"us-east-1a": "use1-az4", "us-east-1b": "use1-az6"}}'
@@ -338,12 +355,12 @@ def test_a_recording_is_written_in_order_and_unpacked_or_packed_by_its_name(tmp_
 def test_a_record_may_be_ten_minutes_later_than_its_file(seconds: int, fits: bool, tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
     later = datetime.fromtimestamp(NOW + seconds, UTC).isoformat()
-    data = {"SpotPriceHistory": [RECORD | {"Timestamp": later}], "RecordedAt": RECORD["Timestamp"]}
+    data = {"SpotPriceHistory": [RECORD, RECORD | {"Timestamp": later}], "RecordedAt": RECORD["Timestamp"]}
     path.write_text(json.dumps(data))
     if fits:
-        assert len(read_recording(path).records) == 1
+        assert len(read_recording(path).records) == 2
         return
-    with pytest.raises(PriceError, match="is after the file's RecordedAt"):
+    with pytest.raises(PriceError, match=r"record 2: Timestamp: .* is after the file's RecordedAt"):
         read_recording(path)
 
 
