@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
         return 0
     known.move_to(ROOT)
     seed = _commit_seed() if options.seed is None else options.seed
-    mutants = draw_mutants(ROOT, seed, options.count or sys.maxsize, options.files or None)
+    mutants = draw_mutants(ROOT, seed, options.count or sys.maxsize, options.files or None, empty=options.empty)
     print(f"{len(mutants)} mutants, seed {seed}", flush=True)
     began = time.monotonic()
     results = try_mutants(mutants, known, options)
@@ -76,6 +76,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--map", action="store_true", help="only build the map from lines to tests")
     parser.add_argument("--map-file", type=Path, default=MAP_FILE, help="where the map is kept")
     parser.add_argument("--tests", action="append", help="bring the map up to date for this test file only (repeat it)")
+    parser.add_argument("--empty", action="store_true", help="empty whole functions instead of changing lines")
     parser.add_argument("--nearest", action="store_true", help="run the unit tests that import a module, without a map")
     parser.add_argument("--stale", action="store_true", help="use the map as it is, without new and changed tests")
     return parser.parse_args(words)

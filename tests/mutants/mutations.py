@@ -43,6 +43,7 @@ DECISION_MODULES = (
     "training/optimizer.py",
     "training/step_sync.py",
 )
+_LONGEST_SHOWN = 300  # characters of the changed source
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -93,6 +94,8 @@ class Mutant:
     def change(self) -> str:
         """The change on one line."""
         before = " ".join(self.before.split())
+        if len(before) > _LONGEST_SHOWN:
+            before = before[:_LONGEST_SHOWN] + " …"
         after = " ".join(self.after.split())
         return f"{before} → {after}"
 
@@ -106,13 +109,21 @@ def decision_files(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for pattern in DECISION_MODULES for path in sorted(root.glob(pattern))]
 
 
-def draw_mutants(root: Path, seed: int, count: int, files: list[str] | None = None) -> list[Mutant]:
+def draw_mutants(
+    root: Path, seed: int, count: int, files: list[str] | None = None, *, empty: bool = False
+) -> list[Mutant]:
     """Draw `count` different mutants of the decision modules, or of `files`; each mutant is equally likely.
+
+    Args:
+        empty: Draw functions without their body instead: a test of such a function that passes cannot fail.
 
     Returns:
         The mutants in the order of their files and lines; all of them if there are fewer than `count`.
     """
-    candidates = [mutant for file in files or decision_files(root) for mutant in list_mutants(root, file)]
+    list_candidates = list_empty_functions if empty else list_mutants
+    candidates: list[Mutant] = []
+    for file in files or decision_files(root):
+        candidates += list_candidates(root, file)
     random.Random(seed).shuffle(candidates)
     drawn: list[Mutant] = []
     for mutant in candidates:
@@ -142,6 +153,35 @@ def list_mutants(root: Path, path: str) -> list[Mutant]:
                 end=end,
             )
     return list(mutants.values())
+
+
+def list_empty_functions(root: Path, path: str) -> list[Mutant]:
+    """Return each function of a file without what it does: it returns None at once."""
+    source = (root / path).read_bytes()
+    offsets = _line_offsets(source)
+    mutants: list[Mutant] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        body = node.body if ast.get_docstring(node, clean=False) is None else node.body[1:]
+        if not body:
+            continue
+        first = body[0]
+        last = body[-1]
+        start = offsets[first.lineno - 1] + first.col_offset
+        end = offsets[(last.end_lineno or last.lineno) - 1] + (last.end_col_offset or 0)
+        mutants.append(
+            Mutant(
+                path=path,
+                line=first.lineno,
+                at_import=False,
+                before=source[start:end].decode(),
+                after="return None",
+                start=start,
+                end=end,
+            )
+        )
+    return mutants
 
 
 def _is_change(root: Path, mutant: Mutant) -> bool:

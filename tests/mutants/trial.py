@@ -63,7 +63,7 @@ def choose_tests(mutant: Mutant, known: LineMap, *, limit_seconds: float) -> lis
     """
     covering = known.tests_of_file(mutant.path)
     tests = [test for test, lines in covering.items() if mutant.at_import or mutant.line in lines]
-    if not mutant.at_import and not tests and "\n" in mutant.before:
+    if not tests and "\n" in mutant.before:  # the first line of an expression may be none that is executed
         last = mutant.line + mutant.before.count("\n")
         tests = [test for test, lines in covering.items() if any(mutant.line <= line <= last for line in lines)]
 
