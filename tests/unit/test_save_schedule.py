@@ -146,14 +146,18 @@ def test_the_cost_of_a_save_is_the_median_stall_of_the_last_eight() -> None:
     assert schedule.choice().upload_seconds == 80.0
 
 
-def test_the_slowdown_of_a_save_is_measured_once_three_steps_of_each_kind_are_known() -> None:
+@pytest.mark.parametrize("last_is_busy", [True, False])
+def test_the_slowdown_of_a_save_is_measured_once_three_steps_of_each_kind_are_known(last_is_busy: bool) -> None:
     schedule = schedule_of(Clock())
     schedule.saved(1, 0.0)
     schedule.saved(2, 0.0)
-    for busy, seconds in ((False, 1.0), (True, 4.0), (False, 2.0), (True, 5.0), (False, 3.0)):
-        schedule.record_step(seconds, busy=busy)
-        assert schedule.choice().slow_down_seconds == 0.0
-    schedule.record_step(6.0, busy=True)
+    seconds_of = {False: [1.0, 2.0, 3.0], True: [4.0, 5.0, 6.0]}
+    last_seconds = seconds_of[last_is_busy].pop()
+    for busy, durations in seconds_of.items():
+        for seconds in durations:
+            schedule.record_step(seconds, busy=busy)
+            assert schedule.choice().slow_down_seconds == 0.0
+    schedule.record_step(last_seconds, busy=last_is_busy)
     assert schedule.choice().slow_down_seconds == (5.0 - 2.0) * 3 / 2, "three busy steps of two saves"
 
 
