@@ -122,7 +122,7 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
     message = f"not valid YAML: {cause}" + (f" {error.context}" if error.context else "")
     if mark is None:
         return Problem(message=f"{source.name}: {message}", hint=hint)
-    return Problem(message=message, place=source.span(mark, _mark(mark.line, mark.column + 1)), hint=hint)
+    return Problem(message=message, place=source.span(mark, mark), hint=hint)
 
 
 class MismatchError(InfraError, outcome=Outcome.CONFIG):
@@ -152,7 +152,7 @@ class Expected:
         """Return the values that fit a type annotation such as ``int | Literal["auto"]``."""
         types, choices, nullable, section = set(), [], False, None
         for part in _alternatives(annotation):
-            if part in (None, type(None)):
+            if part is type(None):
                 nullable = True
             elif get_origin(part) is Literal:
                 choices += [str(choice) for choice in get_args(part)]
@@ -252,7 +252,7 @@ def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
         if abs(value) > _LARGEST:
             raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
         return value if int in types else float(value)
-    elif isinstance(value, float) and float in types:
+    elif float in types:
         if not math.isfinite(value):
             raise MismatchError(f"must be a finite number, not {text}")
         if abs(value) > _LARGEST_FLOAT:
