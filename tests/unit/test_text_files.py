@@ -166,6 +166,7 @@ def split_bytes(path: Path, content: bytes, fraction: float) -> tuple[bytes, byt
         ("012😀789".encode(), 0.6, 7),
         ("012😀78".encode(), 0.55, 7),
         (b"012\x80\x80\x80\x80\x80\x80", 0.66, 3),
+        (b"012\x80\x80\x80\x80ab", 0.66, 3),
         (b"ab", 0.5, 1),
     ],
 )
@@ -363,6 +364,22 @@ def test_text_that_changes_between_its_two_readings_is_refused(tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path)
     assert str(caught.value) == f"{path} changed while it was read; fix: start again when no process writes to it"
+
+
+def test_text_that_is_appended_between_the_readings_of_a_single_file_is_left_out(tmp_path: Path) -> None:
+    content = b"one\ntwo\nthree\nfour\n"
+    path = put(tmp_path / "book.txt", content)
+
+    class Growing:
+        """A store that is opened when the file has been read once."""
+
+        def sub(self, prefix: str) -> Store:
+            path.write_bytes(content + b"five\n" * 10)
+            return Store.open(str(tmp_path / "store")).sub(prefix)
+
+    store: Any = Growing()
+    tokens = prepare_tokens(DataConfig(path="book.txt", held_out_fraction=0.25), store, project_root=tmp_path)
+    assert (tokens.bytes, tokens.held_out_bytes, tokens.held_out_tokens) == (19, 5, 5)
 
 
 def test_a_binary_file_is_found_when_all_of_it_is_read(tmp_path: Path) -> None:

@@ -92,8 +92,7 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _find_below(root, tuple(data.suffixes), f"the standard library at {root}")
-    path = Path(data.path).expanduser()
-    path = path if path.is_absolute() else project_root / path
+    path = project_root / Path(data.path).expanduser()
     if path.is_file():
         return [SourceFile(path.name, path)]
     if path.exists() and not path.is_dir():
@@ -202,7 +201,7 @@ def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], 
     if feed < 0 or nominal <= 0:  # no line ends there: cut between two characters
         feed = next((at for at, byte in enumerate(block[1:5]) if byte & 0xC0 != 0x80), 0)
     cut = nominal + feed
-    if not 0 < cut < size:
+    if cut <= 0:
         raise DataError(
             f"{file.path} has {size} bytes, too few to split into train and held-out text; "
             "fix: set data.path to more text"
