@@ -137,7 +137,8 @@ class NoticeWatcher:
         failed = {source.name: 0 for source in watched}
         if not watched:
             self._looked.set()
-        while watched and not self._closed.is_set():
+            return
+        while not self._closed.is_set():
             for source in watched:
                 if time.monotonic() >= due[source.name]:
                     failed[source.name] = 0 if self._look(source, failed[source.name]) else failed[source.name] + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,7 +57,7 @@ class Agent:
             config=config,
             store_uri=str(self.folder),
             prepared={},
-            log_folder=str(self.folder / "logs"),
+            log_folder=str(self.folder / "job" / "logs"),
         )
         drain = Drain(spec)
         self.drains.append(drain)
@@ -270,8 +271,7 @@ def test_a_pending_notice_is_waited_out(agent: Agent, capsys: pytest.CaptureFixt
     assert agent.clock.seconds - began == pytest.approx(40.1, abs=0.11)
     assert left[:2] == pytest.approx([40.0, 39.9]) and left[-1] == pytest.approx(0.0, abs=0.11)
     assert not drain.leaving and drain.record_notices(agent.emit) == []
-    preemption.print_line("end")
-    output = wait_until("the output", lambda: capsys.readouterr().out, timeout=60)
+    output = printed(capsys)
     assert f"node 1: this machine is going away in 30 s ({METAFLOW}): no rank is started before that" in output
     assert "node 1: the notice has expired and this machine is still there: starting" in output
     assert output.count("going away") == 1
@@ -481,6 +481,46 @@ def test_a_hop_limit_is_printed_since_no_notice_can_come(
         service.token_status = 403
         drain = agent.open()
         wait_until("the sources", lambda: agent.forward(drain) or agent.named("notice_sources"), timeout=60, pause=0.01)
-    preemption.print_line("end")
-    output = wait_until("the output", lambda: capsys.readouterr().out, timeout=60)
+    output = printed(capsys)
     assert ("node 1: spot interruption notices cannot be received" in output) is hop_limit
+
+
+def test_a_source_that_fails_is_reported(agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
+    drain = agent.open(notice_file=str(agent.folder))  # a folder cannot be read
+
+    def look() -> list[dict[str, Any]]:
+        agent.clock.seconds += 10.0  # each look is due
+        agent.forward(drain)
+        return [event for event in agent.named("notice_sources") if "problem" in event]
+
+    [event] = wait_until("the problem", look, timeout=60, pause=0.02)
+    assert event["problem"].startswith("metaflow: 5 requests in a row failed, the last: [Errno 21] Is a directory")
+    assert f"node 1: notices may be missed: {event['problem']}" in printed(capsys)
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    preemption.print_line("end")
+    parts: list[str] = []
+    wait_until(
+        "the output", lambda: parts.append(capsys.readouterr().out) or "end\n" in "".join(parts), timeout=60, pause=0.01
+    )
+    return "".join(parts)
+
+
+def test_notices_are_printed_with_what_they_lead_to(agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
+    drain = agent.open()
+    drain.on_signal()
+    agent.forward(drain)
+    agent.rehearse(drain, action="rebalance", seconds=float("inf"))
+    wait_until("the notice", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01)
+    output = printed(capsys)
+    assert "node 1: notice by signal: leave, 20 s left; the gang is to leave" in output
+    assert "node 1: notice by rehearsal: rebalance; the gang is to save" in output
+
+
+def test_a_closed_drain_looks_for_no_more_notices(agent: Agent) -> None:
+    first = agent.open()
+    second = agent.open()  # of the next attempt, in the same folder
+    first.close()
+    second.close()
+    assert "notices" not in [thread.name for thread in threading.enumerate()]

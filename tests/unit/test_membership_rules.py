@@ -239,7 +239,7 @@ def test_all_followers_hear_the_number_of_the_next_generation(gang: Gang) -> Non
     follower.poll()
     assert gang.opened[1] == []
     coordinator.announce_generation(5)
-    wait_until("the number", lambda: follower.poll() or gang.opened[1] == [5], timeout=60, pause=0.002)
+    wait_until("the number", lambda: follower.poll() is None and gang.opened[1] == [5], timeout=60, pause=0.002)
 
 
 def ended_after(gang: Gang, follower: FollowerPeers, deadline_seconds: float = 1.0) -> float:
@@ -441,7 +441,9 @@ def test_a_wait_for_the_store_holds_three_seconds_on_all_nodes(gang: Gang) -> No
     assert not any(peers.store_wait_active for peers in everyone)
     gang.followers[1].waiting()
     for peers in everyone:
-        wait_until("the word", lambda peers=peers: peers.poll() or peers.store_wait_active, timeout=60, pause=0.002)
+        wait_until(
+            "the word", lambda peers=peers: peers.poll() is None and peers.store_wait_active, timeout=60, pause=0.002
+        )
     gang.clock.seconds += 2.75
     assert all(peers.store_wait_active for peers in everyone)
     gang.clock.seconds += 0.25
@@ -462,7 +464,9 @@ def test_a_first_failure_asks_all_nodes_for_positions_once(gang: Gang) -> None:
     everyone = (coordinator, follower)
     assert not any(peers.take_witness_request() for peers in everyone)
     coordinator.report(failed(0))
-    wait_until("the request", lambda: follower.poll() or follower.take_witness_request(), timeout=60, pause=0.002)
+    wait_until(
+        "the request", lambda: follower.poll() is None and follower.take_witness_request(), timeout=60, pause=0.002
+    )
     assert coordinator.take_witness_request() and not any(peers.take_witness_request() for peers in everyone)
     coordinator.report(failed(1))
     time.sleep(0.02)
@@ -885,7 +889,7 @@ def test_a_smaller_gang_takes_a_lost_node_in_when_it_is_back(gang: Gang) -> None
     assert coordinator.regroup(5.0, never) == [0, 2]
     gang.start(generation=2)
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() or coordinator.orders(), timeout=60, pause=0.002)
+    wait_until("its return", lambda: coordinator.poll() is None and coordinator.orders(), timeout=60, pause=0.002)
     joining.join()
     [order] = heard(gang.followers[2])
     assert order == RankOrder(seconds=25.0, cause=RETURNED, node=0)
@@ -930,9 +934,33 @@ def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(moment: 
     else:
         coordinator.report_results({0: COMPLETED})
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() or not joining.is_alive(), timeout=60, pause=0.002)
+    wait_until("its return", lambda: coordinator.poll() is None and not joining.is_alive(), timeout=60, pause=0.002)
     gang.settle()
     assert coordinator.orders() == []
+    coordinator.close()
+    assert not port_is_open(gang)
+
+
+@pytest.mark.usefixtures("jobset")
+def test_a_node_that_is_back_is_told_to_wait_for_the_next_start(gang: Gang) -> None:
+    coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
+    gang.start()
+    lose(gang, 1)
+    all_ready(gang, 2)
+    coordinator.regroup(5.0, never)
+    gang.start(generation=2)
+    joining = gang.join(1)
+    wait_until("its return", lambda: coordinator.poll() is None and not joining.is_alive(), timeout=60, pause=0.002)
+    gang.clock.seconds += 1.0
+    began = gang.clock.seconds
+
+    def run_on() -> bool:
+        if began + 0.5 <= gang.clock.seconds < began + 1.0:
+            assert coordinator.poll() is None
+        return False
+
+    gang.stopped = run_on
+    assert ended_after(gang, gang.followers[1]) == pytest.approx(1.5, abs=0.1)
 
 
 @pytest.mark.usefixtures("jobset")
@@ -944,7 +972,7 @@ def test_a_gang_that_leaves_for_a_notice_does_not_go_on_for_a_node_that_is_back(
     coordinator.regroup(5.0, never)
     gang.start(generation=2)
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() or coordinator.orders(), timeout=60, pause=0.002)
+    wait_until("its return", lambda: coordinator.poll() is None and coordinator.orders(), timeout=60, pause=0.002)
     joining.join()
     coordinator.order(to_leave(0, SIGTERM))
     gang.followers[2].report_results({1: INTERRUPTED})
@@ -963,7 +991,7 @@ def test_a_gang_that_has_room_ends_with_its_work(results: dict[str, Any], gang: 
     gang.start(generation=2)
     if results is COMPLETED:
         joining = gang.join(1)
-        wait_until("its return", lambda: coordinator.poll() or coordinator.orders(), timeout=60, pause=0.002)
+        wait_until("its return", lambda: coordinator.poll() is None and coordinator.orders(), timeout=60, pause=0.002)
         joining.join()
     gang.followers[2].report_results({1: results})
     coordinator.report_results({0: results})

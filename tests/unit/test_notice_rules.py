@@ -29,6 +29,9 @@ from ebbflow.infra.notices import (
 from tests.support.clock import StandingClock
 
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
     return StandingClock(monkeypatch, notices)
@@ -247,6 +250,7 @@ def test_sources_are_unavailable_for_the_reason_that_they_give(watching: Watchin
         "c": "cannot be watched: KeyError",
     }
     assert not any(source.done.is_set() for source in refusing), "none of them is polled"
+    watcher.close()
 
 
 def test_what_a_watcher_knows_grows_as_its_sources_begin(watching: Watching) -> None:
