@@ -274,16 +274,16 @@ def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
 def _count_redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
     """Count the discarded step executions. A step counts once per generation, because all ranks execute it together.
 
-    A killed rank has not recorded its last steps, but its agent knows which was the last one.
+    A killed rank has not recorded its last steps, but its agent knows which was the last one. All steps up to it were
+    executed.
     """
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
-    recorded = {number: one.parent_step for number, one in generations.items()}
-    for generation, step in executed:
-        recorded[generation] = max(step, recorded[generation])
     for event in events:
-        if event.name == NODE_HEARTBEAT and (last := event.data.get("trained")) and event.generation in generations:
-            executed |= {(event.generation, step) for step in range(recorded[event.generation] + 1, last + 1)}
-    return sum(not generations[generation].keeps(step) for generation, step in executed)
+        last = event.data.get("trained") if event.name == NODE_HEARTBEAT else None
+        generation = generations.get(event.generation)
+        if last is not None and generation is not None:
+            executed |= {(generation.number, step) for step in range(generation.parent_step + 1, last + 1)}
+    return sum(not generations[number].keeps(step) for number, step in executed)
 
 
 def _read_setting(events: Sequence[Event], key: str) -> str:

@@ -172,7 +172,7 @@ def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
     now, cost = time.time(), config.cost
     prices = open_prices(config, now, project_root=project_root)
     kinds = load_catalogue().matching(config.cluster.instance_types)
-    quotes = sorted(_quotes(prices, config, kinds), key=lambda found: (found[1].usd_per_hour, found[1].instance_type))
+    quotes = sorted(_quotes(prices, config, kinds), key=lambda found: found[1].usd_per_hour)
     for market, quote in quotes:
         print(_line(market, quote, now, cost))
     without = sum(not any(prices.spot(kind, region) for region in cost.regions) for kind in kinds)

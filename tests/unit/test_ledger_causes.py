@@ -18,6 +18,7 @@ from ebbflow.infra.events import (
     NODE_HEARTBEAT,
     NODE_STARTED,
     PHASE,
+    PLACED,
     STEP,
     Event,
     LedgerClass,
@@ -45,7 +46,7 @@ def test_each_class_of_a_planned_generation_has_its_cause() -> None:
     log = GangLog(1, 0.0, [[0]])
     for kind in ("startup", "restore"):
         log.phase(kind, 10.0)
-    log.steps(1, 2, useful_step=10.0, data_wait=3.0, evaluation=2.0, checkpoint_stall=1.0)
+    log.steps(1, 2, useful_step=10.0, data_wait=1.0, evaluation=2.0, checkpoint_stall=1.0)
     log.wait(5.0)
     log.add(STEP, log.now + 4.0, rank=0, step=3, seconds={"useful_step": 4.0}, skipped="loss")
     log.clock[0] += 4.0
@@ -56,7 +57,7 @@ def test_each_class_of_a_planned_generation_has_its_cause() -> None:
     assert causes_of(ledger) == {
         "useful work": 20.0,
         "start and end": 26.0,
-        "waiting for data": 6.0,
+        "waiting for data": 2.0,
         "unattributed": 5.0,
         "evaluation": 4.0,
         "steps left out": 4.0,
@@ -65,11 +66,11 @@ def test_each_class_of_a_planned_generation_has_its_cause() -> None:
     assert [line.cause for line in ledger.causes] == [
         "useful work",
         "start and end",
-        "waiting for data",
         "unattributed",
         "evaluation",
         "steps left out",
         "saves",
+        "waiting for data",
     ], "useful work, then by dollars, then by name"
     assert [line.ledger_class for line in ledger.lines] == [
         kind for kind in LedgerClass if kind in {line.ledger_class for line in ledger.lines}
@@ -292,6 +293,8 @@ def test_redone_steps_of_a_later_generation_count_from_its_parent() -> None:
     assert fold(events).redone_steps == 1 + 2, "step 5, and then steps 5 and 6"
     unknown = event(NODE_HEARTBEAT, 50.0, generation=9, trained=6, seconds=1.0)
     assert fold([*events, unknown]).redone_steps == 3, "a generation that no event proves executed nothing"
+    placed = event(PLACED, 50.0, generation=2, step="train", trained=9)
+    assert fold([*events, placed]).redone_steps == 3, "another event's step is the name of a step of the flow"
     evaluated = event(STEP, 30.0, generation=2, rank=0, step=None, seconds={"evaluation": 1.0})
     assert fold([*events, evaluated]).redone_steps == 3
 

@@ -315,10 +315,14 @@ def test_price_changes_need_an_answer_of_the_region_of_the_plan() -> None:
         read_price_changes(cost_config(prices="live"), nowhere, now_utc=NOW, client=lambda region: denied())
 
 
-def parsed(*arguments: str, root: Path = Path()) -> argparse.Namespace:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True), root)
-    return parser.parse_args(["prices", *arguments])
+    add_commands(parser.add_subparsers(required=True), Path())
+    return parser
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return command_parser().parse_args(["prices", *arguments])
 
 
 def test_the_command_that_records_has_defaults() -> None:
@@ -328,6 +332,37 @@ def test_the_command_that_records_has_defaults() -> None:
     some = parsed("record", "--output", "x", "--regions", "a", "b", "--instance-types", "g5", "--hours", "1.5")
     assert (some.regions, some.instance_types, some.hours) == (["a", "b"], ["g5"], 1.5)
     assert parsed("record", "--output", "x", "--instance-types").instance_types == []
+
+
+def test_the_command_that_shows_takes_a_configuration_and_its_overrides() -> None:
+    assert (parsed("show").config, parsed("show").set) == (None, [])
+    arguments = parsed("show", "a.yaml", "--set", "cost.prices=live", "--set", "cost.zones=[]")
+    assert (arguments.config, arguments.set) == (Path("a.yaml"), ["cost.prices=live", "cost.zones=[]"])
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ((), ["COMMAND", "write EC2's present prices to a file", "show the quotes that a plan would use"]),
+        (
+            ("record",),
+            ["--regions REGION", "default: us-east-1", "--instance-types [PREFIX", "such as g5 p4d; default: all"],
+        ),
+        (
+            ("record",),
+            ["--hours HOURS", "also record the changes of this many past hours", "--output FILE", "JSON; gzip"],
+        ),
+        (("show",), ["[CONFIG]", "default: configs/laptop.yaml", "--set KEY=VALUE", "override one key; repeatable"]),
+    ],
+)
+def test_commands_explain_their_arguments(
+    command: tuple[str, ...], texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*command, "--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "record live spot prices, or show those" in command_parser().format_help()
+    assert [text for text in texts if text not in said] == []
 
 
 @pytest.mark.parametrize(
@@ -450,5 +485,8 @@ def test_only_quotes_of_the_configured_zones_are_shown(
     assert lines[2] == "2 quotes; 0 of 1 instance types have no spot price"
     lines = shown(tmp_path, capsys, both, one_type)
     assert [line.split()[2] for line in lines[:4]] == ["use1-az4", "use1-az6", "usw2-az1", "us-east-1"]
+    write_prices(tmp_path / "prices.json", east, west, entry("0.6", NOW - HOUR, zone="us-west-2a", kind="g6.xlarge"))
+    partly = shown(tmp_path, capsys, both)
+    assert "6 quotes; 1 of 3 instance types have no spot price" in partly, "one region with a price is enough"
     static = shown(tmp_path, capsys, one_type, "cost.prices=static", "cost.zones=[use1-az6]")
     assert [line.split()[1:3] for line in static[:2]] == [["spot", "us-east-1"], ["on-demand", "us-east-1"]]

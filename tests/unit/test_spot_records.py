@@ -424,6 +424,18 @@ def test_a_missing_column_is_named(column: str, tmp_path: Path) -> None:
         read_recording(path)
 
 
+def test_a_damaged_gzipped_file_is_no_price_file(tmp_path: Path) -> None:
+    """The data within the file are damaged, its checksum, or its end is missing."""
+    path = tmp_path / "prices.json.gz"
+    packed = gzip.compress(json.dumps([RECORD]).encode())
+    path.write_bytes(packed)
+    assert len(read_recording(path).records) == 1
+    for damaged in (packed[:10] + b"\xff" * 20 + packed[30:], packed[:-8] + bytes(8), packed[:-4]):
+        path.write_bytes(damaged)
+        with pytest.raises(PriceError, match="cannot be read"):
+            read_recording(path)
+
+
 def test_a_folder_is_no_price_file(tmp_path: Path) -> None:
     with pytest.raises(PriceError, match="cannot be read"):
         read_recording(tmp_path)
