@@ -245,16 +245,24 @@ def test_work_is_retried_only_for_curable_errors() -> None:
     assert given == "done"
 
 
-def test_the_caller_goes_on_while_work_runs() -> None:
-    looks: list[float] = []
+def test_the_caller_goes_on_every_10_ms_while_work_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    looks: list[int] = []
     enough = threading.Event()
+    sleep = time.sleep
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(0.001)
 
     def look() -> None:
-        looks.append(time.monotonic())
+        looks.append(len(pauses))
         if len(looks) == 4:
             enough.set()
 
-    assert run_while(lambda: enough.wait(30), look) is True
-    assert 0.03 <= looks[3] - looks[0] < 2, "every 10 ms"
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", pause)
+        assert run_while(lambda: enough.wait(30), look) is True
+    assert looks[:4] == [0, 1, 2, 3] and set(pauses) == {0.01}
     with pytest.raises(KeyError):
         run_while(lambda: {}["missing"], lambda: None)
