@@ -275,7 +275,7 @@ class MetadataSource:
         # Stale: the machine was stopped and restarted, or was not taken after all.
         if ends_at < time.monotonic() - STALE_SECONDS:
             return None
-        action = str(document.get("action") or "terminate")
+        action = str(document.get("action"))
         return Notice(
             source=self.name, action=action if action in RECLAIMS else "terminate", ends_at=ends_at, detail=text[:200]
         )

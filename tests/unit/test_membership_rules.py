@@ -549,11 +549,12 @@ def test_a_lone_call_is_a_failure_once_it_has_lasted_for_all_ranks(nodes: int, g
 
 
 def test_an_idle_rank_for_which_all_others_wait_is_a_stall(gang: Gang) -> None:
-    coordinator = gang.open(2)
+    coordinator = gang.open(3)
     gang.start()
     coordinator.report(seen(0, waiting=False, idle_seconds=5.0))
-    assert coordinator.stall is None, "rank 1 has not reported"
     coordinator.report(seen(1))
+    assert coordinator.stall is None, "rank 2 has not reported"
+    coordinator.report(seen(2))
     assert coordinator.stall is not None and coordinator.stall.rank == 0
     coordinator.report(seen(0))
     assert coordinator.stall is None
@@ -632,6 +633,15 @@ def test_what_a_follower_says_of_an_ended_generation_is_ignored(gang: Gang) -> N
     coordinator.start(replace(gang.start(generation=2), generation=2))
     gang.settle()
     assert not coordinator.take_witness_request() and not coordinator.store_wait_active
+
+
+def test_what_a_follower_says_before_the_first_generation_is_ignored(gang: Gang) -> None:
+    coordinator = gang.open(2)
+    gang.followers[1].ready()
+    for _ in range(20):
+        coordinator.admit_nodes()
+        time.sleep(0.001)
+    assert coordinator.nodes == [0, 1]
 
 
 def test_a_follower_that_sends_nonsense_is_lost(gang: Gang) -> None:

@@ -28,7 +28,6 @@ from ebbflow.infra.notices import (
 )
 from tests.support.clock import StandingClock
 
-
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
@@ -272,6 +271,7 @@ def test_what_a_watcher_knows_grows_as_its_sources_begin(watching: Watching) -> 
 
 def test_a_closed_watcher_has_no_thread(watching: Watching) -> None:
     watcher, _ = watching.run([[]])
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "notices"] == [True]
     for source in watching.sources:
         source.released.set()
     watcher.close()
@@ -333,7 +333,7 @@ def test_metaflows_notice_is_void_ten_seconds_after_its_time(
 def test_metaflows_file_may_be_missing_empty_or_foreign(clock: StandingClock, tmp_path: Path) -> None:
     file = tmp_path / "notice"
     source = MetaflowSource(file)
-    assert (source.begin(), source.look()) == ("", [])
+    assert (source.begin(), source.look(), source.poll_seconds) == ("", [], 0.5)
     file.write_text(" \n")
     assert source.look() == []
     file.write_bytes(b"\xff" + b"x" * 300)
@@ -346,7 +346,8 @@ def test_a_rehearsed_notice_is_taken_from_its_file(clock: StandingClock, tmp_pat
     file = tmp_path / "notice.json"
     rehearse_notice(file, action="stop", seconds=40.0)
     source = RehearsalSource(file)
-    assert (source.begin(), source.look(), file.exists()) == ("", [], False), "an earlier attempt left it"
+    assert (source.begin(), source.look(), source.poll_seconds) == ("", [], 0.1)
+    assert not file.exists(), "an earlier attempt left it"
     rehearse_notice(file, action="stop", seconds=40.0)
     began = clock.seconds
     clock.seconds += 3.0
@@ -573,6 +574,7 @@ def test_an_interruption_and_a_recommendation_are_two_notices(service: Service, 
         ({"action": "stop"}, "stop"),
         ({"action": "rebalance"}, "terminate"),
         ({"action": ""}, "terminate"),
+        ({"action": []}, "terminate"),
         ({}, "terminate"),
         ([], "terminate"),
         ("x" * 300, "terminate"),
@@ -585,7 +587,7 @@ def test_an_interruption_that_cannot_be_read_takes_the_machine_in_half_a_minute(
     service.interrupt(document)
     [notice] = source.look()
     assert (notice.action, notice.ends_at) == (action, clock.seconds + 30.0)
-    assert len(notice.detail) <= 200
+    assert notice.detail == (document if isinstance(document, str) else json.dumps(document))[:200]
 
 
 @pytest.mark.parametrize(("seconds", "heard"), [(-9.5, True), (-10.5, False)])
