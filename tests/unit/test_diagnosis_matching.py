@@ -118,6 +118,29 @@ def test_triggers_are_the_longest_texts_that_most_literals_share(
         assert chosen == triggers[: len(chosen)] and len(chosen) >= 1
 
 
+COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
+
+
+@pytest.mark.parametrize("word", COMMON)
+def test_a_word_of_healthy_logs_is_no_trigger(word: str) -> None:
+    assert choose_triggers([f"q{word}", f"z{word}"]) == [f"q{word}", f"z{word}"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "triggers"),
+    [
+        ("kvj", ["qkvj", "zkvj"]),
+        ("kvjb", ["kvjb"]),
+        ("kvjbn", ["kvjbn"]),
+        ("kvjbng", ["kvjbng"]),
+        ("kvjbngf", ["kvjbngf"]),
+        ("kvjbngfh", ["kvjbngf"]),
+    ],
+)
+def test_a_trigger_has_four_to_seven_characters(shared: str, triggers: list[str]) -> None:
+    assert choose_triggers([f"q{shared}", f"z{shared}"]) == triggers
+
+
 def test_a_matcher_names_its_triggers_as_bytes() -> None:
     matcher = Matcher([make_rule("R1", "disk is full"), make_rule("R2", "tape is full")])
     assert matcher.triggers == (b" is ful",)
@@ -175,6 +198,7 @@ def test_a_prefix_of_a_launcher_is_no_part_of_a_line() -> None:
 
 def test_a_match_counts_each_line_once_and_keeps_the_first_three() -> None:
     found = Seen(make_rule("R1", "x"))
+    assert (found.count, found.order) == (0, 0)
     lines = [line(number, "x") for number in range(1, 6)]
     for number, each in enumerate(lines, 11):
         found.add(each, number)
