@@ -295,6 +295,8 @@ def test_each_order_to_save_is_answered_once(tmp_path: Path) -> None:
         control.write(RankOrder(seconds=math.inf, cause="rebalance recommendation", node=0))
         assert limits.save_wanted()
         assert not limits.save_wanted()
+    late = make_limits(None, control=control)
+    assert late.save_wanted(), "an order that was there before"
     assert not limits.drain_requested, "an order to save is none to leave"
     assert not make_limits(None).save_wanted()
 
