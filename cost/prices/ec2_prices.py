@@ -7,7 +7,7 @@ static table are used, and `describe` gives the reason.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -55,9 +55,9 @@ class PriceAnswers:
 class LivePrices(ZonePrices):
     """Live spot prices of the regions that answered. Regions in `failed` have the prices of the static table."""
 
-    failed: Mapping[str, str] = field(default_factory=dict)  # reason for each region without an answer
+    failed: Mapping[str, str]  # reason for each region without an answer
     # by region, the reason why its zone ids are unavailable
-    names_only: Mapping[str, str] = field(default_factory=dict)
+    names_only: Mapping[str, str]
     asked_at: float  # Unix time of the requests
 
     @classmethod

@@ -131,10 +131,13 @@ def open_evidence(
     )
     blocks: list[Reservation] = []
     kinds = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)]
-    for region in cost.regions if cost.capacity_block_days else ():
+    days = cost.capacity_block_days or 0
+    for region in cost.regions if days else ():
         for name in (name for name in kinds if name.startswith(_BLOCK_FAMILIES)):
             what = f"Capacity Blocks of {name} in {region}"
-            blocks += ask(what, lambda name=name, region=region: _blocks(config, name, make(region), deadline), [])
+            blocks += ask(
+                what, lambda name=name, region=region: _blocks(config, name, days, make(region), deadline), []
+            )
     scores: dict[tuple[str, str], int] = {}
     if config.cluster.market != "on_demand" and len(kinds) >= _LEAST_TYPES:
         scores = ask("Spot placement scores", lambda: _scores(config, kinds, make(cost.regions[0]), deadline), {})
@@ -163,9 +166,11 @@ def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Rese
     )
 
 
-def _blocks(config: RunConfig, instance_type: str, client: Any, deadline: RequestDeadline) -> list[Reservation]:
+def _blocks(
+    config: RunConfig, instance_type: str, days: int, client: Any, deadline: RequestDeadline
+) -> list[Reservation]:
     """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one instance if that is "auto"."""
-    region, nodes, days = client.meta.region_name, config.cluster.nodes, config.cost.capacity_block_days or 1
+    region, nodes = client.meta.region_name, config.cluster.nodes
     wanted = {"InstanceType": instance_type, "InstanceCount": 1 if nodes == "auto" else nodes}
     return [
         Reservation(

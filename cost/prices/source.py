@@ -198,7 +198,7 @@ def _quotes(prices: PriceSource, config: RunConfig, kinds: tuple[InstanceType, .
 
 def _line(market: str, quote: Quote, now: float, cost: CostConfig) -> str:
     place = quote.zone or quote.region
-    name = f" ({quote.zone_name})" if quote.zone_name and quote.zone_name != quote.zone else ""
+    name = f" ({quote.zone_name})" if quote.zone_name != quote.zone else ""
     age = format_short_age(now - quote.observed)
     known = quote.describe(now, cost.max_price_age_hours)
     price = f"${quote.usd_per_hour:f}/h"

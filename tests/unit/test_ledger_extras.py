@@ -179,7 +179,8 @@ def test_a_batch_job_without_an_id_or_both_times_was_not_paid_for(data: dict[str
 
 
 def test_the_newest_record_of_a_batch_job_counts_if_it_is_complete() -> None:
-    records = [attempt(stopped=50.0), attempt(stopped=70.0), attempt(stopped=None), attempt(job_id="k")]
+    other = event(PLACED, 2e6, **attempt(stopped=90.0).data)
+    records = [attempt(stopped=50.0), attempt(stopped=70.0), attempt(stopped=None), attempt(job_id="k"), other]
     assert {name: job.stopped for name, job in read_batch_jobs(records).items()} == {"j": 70.0, "k": 100.0}
 
 
@@ -330,6 +331,15 @@ def test_a_pause_between_generations_of_a_node_is_idle(stopped: float, expected:
     """Two generations of 40 s with a pause of 15 s, in the order of their numbers."""
     nodes = [paid_node(55.0, 40.0, generation=2), paid_node(0.0, 40.0, generation=1)]
     assert batch_extras(job("j", 0.0, stopped), *nodes) == expected
+
+
+def test_generations_of_a_node_are_ordered_by_number_and_then_by_their_start() -> None:
+    """A machine that was started anew counts its seconds from zero; a number may have been started twice."""
+    rebooted = [paid_node(10.0, 40.0, generation=2), paid_node(500.0, 40.0, generation=1)]
+    known = generations(True, False)
+    assert batch_extras(job("j", 500.0, 590.0), *rebooted, known=known) == [("idle", 580.0, 10.0)]
+    twice = [paid_node(55.0, 40.0), paid_node(0.0, 40.0)]
+    assert batch_extras(job("j", 0.0, 95.0), *twice) == [("idle", 40.0, 15.0)]
 
 
 def test_several_pauses_share_the_time_that_is_left() -> None:

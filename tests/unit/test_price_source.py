@@ -30,6 +30,7 @@ from tests.support.fake_ec2 import FakeEc2, record_joins, refusal
 
 NOW = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
 HOUR = 3600.0
+ROOT = Path(__file__).parents[2]
 KIND = load_catalogue()["g5.xlarge"]
 ZONES = {
     "AvailabilityZones": [
@@ -262,13 +263,13 @@ def test_without_any_live_answer_the_table_gives_each_reason_once() -> None:
 
 PLAN = {"made_utc": NOW, "chosen": {"instance_type": "g5.xlarge", "region": "us-east-1"}}
 CHANGES = [
+    entry("0.7", NOW + 1.0, zone="us-east-1b"),
     entry("0.1", NOW - 9.0),
     entry("0.2", NOW),
     entry("0.300", NOW + 5.0),
     entry("0.4", NOW + 10.0),
     entry("0.5", NOW + 10.25),
     entry("0.6", NOW - 5.0),
-    entry("0.7", NOW + 1.0, zone="us-east-1b"),
     entry("0.8", NOW + 1.0, kind="g6.xlarge"),
 ]
 
@@ -440,7 +441,7 @@ def test_recording_nothing_is_an_error_that_says_why(tmp_path: Path) -> None:
 def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> list[str]:
     types = "cluster.instance_types=[g5.xlarge,g6.xlarge,p5.48xlarge]"
     chosen = ["cluster.plan_for=kubernetes", types, f"cost.prices={tmp_path}/prices.json", *settings]
-    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "config.yaml").write_text("cost:\n  max_price_age_hours: 1.25\n")
     arguments = argparse.Namespace(config=tmp_path / "config.yaml", set=chosen)
     assert show_prices(arguments, tmp_path) == 0
     return capsys.readouterr().out.splitlines()
@@ -456,7 +457,7 @@ def test_quotes_are_shown_cheapest_first_with_their_place_and_age(
     write_prices(tmp_path / "prices.json", with_id, named, same)
     quotes = shown(tmp_path, capsys)[:6]
     place = "g5.xlarge         spot      us-east-1b                      $0.4/h   2.0h"
-    assert quotes[0] == f"{place}  recorded 2026-09-21 12:13 UTC, 2.0 h old"
+    assert quotes[0] == f"{place}  recorded 2026-09-21 12:13 UTC, 2.0 h old: stale"
     assert [line.split()[:4] for line in quotes] == [
         ["g5.xlarge", "spot", "us-east-1b", "$0.4/h"],
         ["g6.xlarge", "spot", "us-east-1b", "$0.4/h"],
@@ -467,7 +468,7 @@ def test_quotes_are_shown_cheapest_first_with_their_place_and_age(
     ]
     count, source, *_ = shown(tmp_path, capsys)[6:]
     assert count == "6 quotes; 1 of 3 instance types have no spot price"
-    assert source.startswith("spot prices: recorded in prices.json (us-east-1 2026-09-21 12:13 UTC, 2.0 h old)")
+    assert source.startswith("spot prices: recorded in prices.json (us-east-1 2026-09-21 12:13 UTC, 2.0 h old): stale")
 
 
 def test_only_quotes_of_the_configured_zones_are_shown(
@@ -485,8 +486,16 @@ def test_only_quotes_of_the_configured_zones_are_shown(
     assert lines[2] == "2 quotes; 0 of 1 instance types have no spot price"
     lines = shown(tmp_path, capsys, both, one_type)
     assert [line.split()[2] for line in lines[:4]] == ["use1-az4", "use1-az6", "usw2-az1", "us-east-1"]
+    lines = shown(tmp_path, capsys, both, one_type, "cost.zones=[usw2-az1]")
+    assert [line.split()[1:3] for line in lines[:1]] == [["spot", "usw2-az1"]], "no zone of the first region"
     write_prices(tmp_path / "prices.json", east, west, entry("0.6", NOW - HOUR, zone="us-west-2a", kind="g6.xlarge"))
     partly = shown(tmp_path, capsys, both)
     assert "6 quotes; 1 of 3 instance types have no spot price" in partly, "one region with a price is enough"
     static = shown(tmp_path, capsys, one_type, "cost.prices=static", "cost.zones=[use1-az6]")
     assert [line.split()[1:3] for line in static[:2]] == [["spot", "us-east-1"], ["on-demand", "us-east-1"]]
+
+
+def test_quotes_of_the_default_configuration_are_shown_without_another(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argparse.Namespace(config=None, set=["cluster.instance_types=[g5.xlarge]", "cost.prices=static"])
+    assert show_prices(arguments, ROOT) == 0
+    assert "2 quotes; 0 of 1 instance types have no spot price" in capsys.readouterr().out
