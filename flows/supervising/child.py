@@ -37,7 +37,6 @@ class FlowProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._left = threading.Event()
         self._limit: float | None = None
-        self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
         self.environment: dict[str, str] = {}  # additional variables of the commands
 
     @property
@@ -60,7 +59,8 @@ class FlowProcess:
         tied = [sys.executable, __file__, str(os.getpid()), *command]
         # In its own session, so that the child gets a terminal's Ctrl-C only once, from this process.
         self._process = subprocess.Popen(tied, env={**os.environ, **self.environment}, start_new_session=True)
-        self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
+        self._stopped = StoppedProcesses(STOPPED_SECONDS)
+        self._continued = False  # whether the command was suspended for too long, and continued
         if self.asked_to_leave:  # a signal came between the check and the start
             self._tell(signal.SIGTERM)
         while (code := self._ended()) is None:
@@ -80,7 +80,8 @@ class FlowProcess:
             does = "killed" if self._continued else "continued"
             print(f"the run was stopped (state T) for {seconds:.0f} s: {does}", file=sys.stderr)
             self._tell(signal.SIGKILL if self._continued else signal.SIGCONT)
-            self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), True
+            self._stopped = StoppedProcesses(STOPPED_SECONDS)
+            self._continued = True
 
     def _ended(self) -> int | None:
         assert self._process is not None
