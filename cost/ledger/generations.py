@@ -36,7 +36,7 @@ class RecordedGeneration:
     running: bool  # whether it is still running
     # pair (after, last) of step numbers. The steps after the first number, up to and including the second, are part of
     # the final weights. All other steps of the generation were discarded.
-    kept: tuple[float, float] = (0.0, 0.0)
+    kept: tuple[float, float]
 
     @property
     def unplanned(self) -> bool:

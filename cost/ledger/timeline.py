@@ -61,9 +61,9 @@ class NodeTime:
     end: float
     measured: bool  # whether an event recorded the node's end
     ranks: list[int]  # numbers of the ranks on the node
-    events: dict[int, list[Event]] = field(default_factory=dict)  # the events of each rank
+    events: dict[int, list[Event]]  # the events of each rank
     # facts about the machine such as instance_id and zone (`infra.instance`), as far as known
-    machine: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any]
     rank_times: dict[RecordedGeneration, list[RankTime]] = field(default_factory=dict, repr=False, compare=False)
 
     @property

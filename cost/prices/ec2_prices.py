@@ -146,7 +146,7 @@ def query_spot_prices(
         thread.start()
     limit = time.monotonic() + deadline_seconds
     for thread in threads:
-        thread.join(max(0.0, limit - time.monotonic()))
+        thread.join(limit - time.monotonic())
     in_time = {region: answered[region] for region in regions if region in answered}
     late = f"did not answer within {deadline_seconds:g} s"
     return PriceAnswers(

@@ -55,6 +55,7 @@ def paid_node(
         end=start + seconds,
         measured=True,
         ranks=list(range(ranks)),
+        events={},
         machine=dict(machine),
     )
 

@@ -286,6 +286,7 @@ def generation(number: int, reason: str | None) -> RecordedGeneration:
         user_code=False,
         planned=False,
         running=False,
+        kept=(0.0, 0.0),
     )
 
 

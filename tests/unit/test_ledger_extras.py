@@ -280,6 +280,7 @@ def generations(*unplanned: bool) -> dict[int, RecordedGeneration]:
             user_code=False,
             planned=not cut_off,
             running=False,
+            kept=(0.0, 0.0),
         )
         for number, cut_off in enumerate(unplanned, start=1)
     }

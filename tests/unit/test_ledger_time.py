@@ -284,6 +284,8 @@ def test_time_of_ranks_is_computed_once_for_each_reading_of_the_generation() -> 
     first = compute_rank_times(node, KILLED)
     assert compute_rank_times(node, KILLED) is first
     assert seconds_of(compute_rank_times(node, generation("hang"))[0]) == {"hang": 9.0}
+    assert node == only_node(of_node(STARTED, 0.0, ranks=[0]), of_node(ENDED, 9.0, seconds=9.0)), "it is a cache"
+    assert "rank_times" not in repr(node)
 
 
 WORK = {"useful_step": 4.0, "data_wait": 2.0, "evaluation": 1.0, "checkpoint_stall": 0.5, "startup": 0.25}
