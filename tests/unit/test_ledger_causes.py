@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -321,3 +322,20 @@ def test_start_up_and_end_of_a_node_are_in_the_order_of_events_whatever_the_orde
     shuffled = [one for name in (NODE_ENDED, PHASE, NODE_STARTED) for one in events if one.name == name]
     rest = [one for one in events if one not in shuffled]
     assert fold([plan_event(), *shuffled, *rest]) == fold([plan_event(), *events])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_total_of_half_a_unit_is_rounded_once_for_lines_and_causes(seed: int) -> None:
+    """A sum of Decimals depends on its order in the 28th digit, which decides how a half is rounded."""
+    draw = random.Random(seed)
+    first, second = sorted(draw.sample(range(1, 9_000_000), 2))
+    log = GangLog(1, 0.0, [list(range(7))])
+    for kind, micros in (("shutdown", first), ("restore", second - first), ("evaluation", 9_000_000 - second)):
+        log.phase(kind, micros / 1e6)
+    log.ended("completed", 9.0)
+    plan = plan_event()
+    # Nine seconds at an odd multiple of $0.0002 an hour are an odd number of half micro-dollars.
+    plan.data["chosen"]["quoted_usd_per_hour"] = str((2 * draw.randrange(2000) + 1) * Decimal("0.0002"))
+    ledger = fold([plan, *log.events])
+    assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
+    assert sum((line.usd for line in ledger.causes), Decimal(0)) == ledger.total_usd
