@@ -179,6 +179,8 @@ def test_lines_that_differ_in_digits_share_a_result_unless_an_expression_counts(
     matcher = Matcher([make_rule("R1", r"disk \d{2} full"), make_rule("R2", "tape full"), make_rule("R3", "x{2,3}yzw")])
     for text, number in (("disk 12 full", 1), ("disk 1 full", 0), ("disk 34 full", 1), ("disk 5 full", 0)):
         assert len(matcher.match(text)) == number, text
+    both = Matcher([make_rule("R1", r"disk \d{2} full"), make_rule("R2", "disk", rank=1)])
+    assert [both.match(text)[0][0] for text in ("disk 12 full", "disk 1 full")] == [0, 1]
     first = matcher.match("tape full 1")
     assert matcher.match("tape full 22") is first
     assert matcher.match("tape full, at last") is not first
@@ -191,6 +193,9 @@ def test_a_prefix_of_a_launcher_is_no_part_of_a_line() -> None:
     assert ids(rules, "disk full") == ["R1"]
     assert ids(rules, "[default3]:disk full") == ["R1"]
     assert ids(rules, "the disk full") == []
+    inside = [make_rule("R1", r"^end \[default4\]:disk")]
+    assert ids(inside, "end [default4]:disk") == ["R1"]
+    assert ids(inside, "[default3]:end [default4]:disk") == ["R1"]
 
 
 # What is recorded
@@ -279,6 +284,7 @@ def test_expressions_of_each_role_are_recorded() -> None:
     assert (found.count, found.strong, found.needed, found.order) == (3, False, False, 6)
     assert found.hints == {"is slow", "is hot"}
     assert seen.keys() == {"R1"}
+    assert Matcher([rule]).collect([line(1, "disk full"), line(2, "x")], {}) == 2
     found = collect([rule], "on a node", "disk full")["R1"]
     assert (found.count, found.strong, found.needed, found.hints) == (1, True, True, set())
     found = collect([rule], "disk full", "disk is slow")["R1"]
