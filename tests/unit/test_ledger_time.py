@@ -224,6 +224,8 @@ def test_time_of_a_rank_is_start_up_then_its_intervals_then_the_end() -> None:
         (18.0, 25.0),
         (25.0, 100.0),
     ]
+    at_once = rank_time([step(4.0, useful_step=4.0)], seconds=4.0)
+    assert [(span.start, span.end) for span in at_once.spans] == [(0, 0), (0, 4_000_000), (4_000_000, 4_000_000)]
     assert seconds_of(rank_time(events, KILLED))["interruption"] == 75.0
     assert seconds_of(rank_time(events, generation("hang")))["hang"] == 75.0
     leaving = [*events, phase(26.0, "shutdown", 1.0)]
