@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.imds import FakeMetadata
+from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 from ebbflow.infra import notices
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.notices import Notice, NoticeSource, rehearse_notice
@@ -196,6 +197,7 @@ def test_a_rebalance_recommendation_does_what_the_configuration_says(
     agent.forward(drain)
     assert agent.sent == ([] if seconds is None else [to_leave(seconds, REBALANCE)])
     assert drain.leaving is (does == "leave")
+    assert drain.cause == (f"{REBALANCE} to node 1" if does == "leave" else "")
     [event] = agent.named("notice")
     assert (event["source"], event["action"], event["seconds_left"]) == ("metadata", "rebalance", None)
     assert (event["save_seconds"], event["does"]) == (SAVE_SECONDS if does == "leave" else None, does)
@@ -247,10 +249,23 @@ def test_a_notice_is_waited_out_unless_there_is_time_to_train(
     assert drain.record_notices(agent.emit) == ([] if pending else [to_leave(30.0 - MARGIN_SECONDS)])
 
 
-def test_without_a_notice_the_ranks_may_start(agent: Agent) -> None:
+def test_of_two_pending_notices_the_sooner_one_counts(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    moment = datetime.fromtimestamp(agent.clock.time() + 100.0, UTC).isoformat()
+    agent.write_notice(30.0)
+    with FakeMetadata({INTERRUPTION_PATH: json.dumps({"action": "stop", "time": moment})}) as service:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.address)
+        drain = agent.open()
+        assert drain.find_pending(60.0) == to_leave(40.0)
+    drain.record_pending(agent.emit)
+    assert [event["source"] for event in agent.named("notice")] == ["metadata", "metaflow"]
+
+
+def test_without_a_notice_the_ranks_may_start(agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
     drain = agent.open()
     assert drain.find_pending(float("inf")) is None and not drain.leaving
     assert drain.wait_out_notices(lambda seconds: "not called") == ""
+    assert "the notice has expired" not in printed(capsys)
 
 
 def test_a_notice_that_has_expired_meanwhile_keeps_no_rank_from_starting(agent: Agent) -> None:
@@ -278,7 +293,7 @@ def test_a_pending_notice_is_waited_out(agent: Agent, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("why", ["SIGTERM", "the gang has ended"])
-def test_a_wait_for_a_notice_ends_for_a_reason(why: str, agent: Agent) -> None:
+def test_a_wait_for_a_notice_ends_for_a_reason(why: str, agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
     agent.write_notice(30.0)
     drain = agent.open()
     drain.find_pending(600.0)
@@ -292,6 +307,7 @@ def test_a_wait_for_a_notice_ends_for_a_reason(why: str, agent: Agent) -> None:
 
     assert drain.wait_out_notices(meanwhile) == f"{why}, and this machine is going away in 30 s"
     assert asked == [40.0]
+    assert "the notice has expired" not in printed(capsys)
     assert drain.leaving is (why == "SIGTERM")
 
 
