@@ -57,6 +57,8 @@ def ids(rules: list[SymptomRule], text: str) -> list[str]:
         ("xyz(?:abcd|efgh)", ("abcd", "efgh")),
         ("xyz(?:abcd|ef)", ("xyz",)),
         ("(?:abc|def)(?:ghi|jkl|mno)", ("abc", "def")),
+        ("(?:def|ghi)abc", ("abc",)),
+        ("(?:abcdef|ghi)wxyz", ("wxyz",)),
         ("error 404 x", ("error 404 x",)),
         ("12345 abc", ("12345 abc",)),
         ("12345 ab|cdef", ("12345 ab", "cdef")),
@@ -289,6 +291,20 @@ def test_expressions_of_each_role_are_recorded() -> None:
     assert (found.count, found.strong, found.needed, found.hints) == (1, True, True, set())
     found = collect([rule], "disk full", "disk is slow")["R1"]
     assert (found.strong, found.hints) == (True, {"is slow"})
+
+
+def test_a_line_may_end_one_symptom_and_be_evidence_of_others() -> None:
+    rules = [
+        make_rule("R1", "node has started"),
+        make_rule("R2", "is waiting", cleared=("node has started",)),
+        make_rule("R3", "is waiting", need=("node has started",)),
+        make_rule("R4", "node has started"),
+    ]
+    seen = collect(rules, "is waiting", "node has started")
+    assert seen.keys() == {"R1", "R3", "R4"}
+    assert seen["R3"].needed
+    for order in (rules[::-1], rules[1:] + rules[:1]):
+        assert collect(order, "is waiting", "node has started").keys() == {"R1", "R3", "R4"}
 
 
 FRAME = '  File "a.py", line 3, in run'
