@@ -387,7 +387,8 @@ def test_lines_of_other_jobs_and_kinds_are_left_out() -> None:
         stored("bucket", "9", tags={"ebbflowjob": "another"}),
         stored("i-one", "9", tags={}),
         stored("volume", "9", tags={}, zone="us-east-1a"),
-        replace(stored("shared", "9", tags={}), instance_type="g5.xlarge"),
+        replace(stored("shared", "9", tags={}, line_id="s"), instance_type="g5.xlarge"),
+        replace(stored("shared", "8", tags={}, line_id="s"), instance_type="g5.xlarge"),  # of no interest
         stored("vol-1", "0.25"),
         stored("vol-2", "0.5"),
         stored("i-one", "0.125", kind="transfer"),
