@@ -94,13 +94,18 @@ def test_a_placement_is_read_from_json_of_any_version() -> None:
 
 
 def test_a_placement_is_logged_without_its_reserve() -> None:
-    assert "fallback" not in repr(placement(fallback={"usd": 1.0}))
+    stored = placement(fallback={"usd": 1.0}).to_json()
+    assert "fallback" not in repr(Placement.from_json(stored))
 
 
 def test_records_of_attempts_are_named_and_cannot_be_changed() -> None:
-    past = PastAttempt(placement=placement(), placed_utc=WALL)
-    offer = QueueOffer(candidate=spot_pool(), queue="spot")
-    for record, name in ((placement(), "queue"), (past, "cause"), (offer, "queue"), (AttemptHistory(), "attempts")):
+    [offer] = find_offers([spot_pool()], queues(in_region(None)))
+    log = Log()
+    log.place()
+    history = read_attempts(log.events)
+    last = history.last
+    assert last is not None
+    for record, name in ((last.placement, "queue"), (last, "cause"), (offer, "queue"), (history, "attempts")):
         with pytest.raises(FrozenInstanceError):
             setattr(record, name, "other")
         with pytest.raises(TypeError, match="positional"):
@@ -111,6 +116,7 @@ def test_the_causes_are_those_that_batch_records_tell() -> None:
     assert {RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN} == set(CAUSES)
     assert (RECLAIMED, USER_CODE, NEVER_STARTED) == ("reclaimed", "user_code", "never_started")
     assert (NOT_MADE, TERMINATED, ENDED, UNKNOWN) == ("not_made", "terminated", "ended", "unknown")
+    assert {cause for cause in CAUSES if past(cause).refused} == {NEVER_STARTED, TERMINATED}
 
 
 def test_a_job_may_ask_for_the_memory_that_kernel_system_and_agent_leave() -> None:
@@ -205,9 +211,11 @@ def test_without_an_offer_each_queue_explains_itself_with_the_pool_that_is_neare
 
 def test_without_a_queue_or_a_pool_in_its_region_the_explanation_says_so() -> None:
     assert explain_no_offer([spot_pool()], {}) == "the account has no queue that training may go to"
-    where = queues(in_region("us-west-2", "a"), in_region("eu-west-1", "b"), in_region(None, "c"))
+    regions = ("us-west-2", "us-west-1", "eu-west-3", "eu-west-2", "eu-west-1", "ca-central-1", None)
+    where = queues(*(in_region(region, f"in-{region}") for region in regions))
     assert explain_no_offer([spot_pool()], where, region="ap-south-1") == (
-        "the plan has no pool in ap-south-1, eu-west-1, us-west-2, where the queues are; fix: name it in cost.regions"
+        "the plan has no pool in ap-south-1, ca-central-1, eu-west-1, eu-west-2, eu-west-3, us-west-1, us-west-2, "
+        "where the queues are; fix: name it in cost.regions"
     )
     here = queues(in_region("us-west-2", "a"), in_region("us-east-1", "b", usable=False, problem="is DISABLED"))
     assert explain_no_offer([spot_pool()], here) == "a: is in us-west-2; b: is DISABLED"

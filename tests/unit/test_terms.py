@@ -180,7 +180,7 @@ def test_terms_survive_json_with_and_without_a_fallback() -> None:
 
 
 def test_terms_of_older_versions_get_the_defaults_of_what_they_lack() -> None:
-    terms = Terms(usd_per_rank_second=1.0)
+    terms = Terms.from_json({"usd_per_rank_second": 1.0})
     assert (terms.spent_usd, terms.reserve_usd, terms.reserve_seconds) == (0.0, 0.0, 0.0)
     assert (terms.hazard_per_hour, terms.last_notified_threshold, terms.step_seconds) == (0.0, 0.0, 0.0)
     assert (terms.budget_usd, terms.deadline_utc, terms.fallback, terms.end_utc) == (None, None, None, None)
@@ -190,7 +190,8 @@ def test_terms_of_older_versions_get_the_defaults_of_what_they_lack() -> None:
 
 
 def test_terms_and_their_reserve_are_named_and_cannot_be_changed() -> None:
-    for terms, name in ((RESERVE, "usd"), (guarded(), "budget_usd")):
+    stored = Terms.from_json(guarded().to_json())
+    for terms, name in ((stored.fallback, "usd"), (stored, "budget_usd")):
         with pytest.raises(FrozenInstanceError):
             setattr(terms, name, 1e9)
     with pytest.raises(TypeError, match="positional"):
