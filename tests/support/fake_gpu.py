@@ -218,7 +218,8 @@ class FakeGpu(TorchDispatchMode):
     def _to_copy(self, func: Any, args: Any, plain_args: Any, plain_kwargs: dict[str, Any], to: str | None) -> Any:
         on_gpu = isinstance(args[0], GpuTensor)
         out = func(*plain_args, **plain_kwargs)
-        if to == "cuda" and not on_gpu and not self.is_pinned(args[0]):
+        later = bool(plain_kwargs.get("non_blocking"))
+        if to == "cuda" and not on_gpu and not (later and self.is_pinned(args[0])):
             self.note("pageable copy")
         return self._wrap(out) if to == "cuda" or (to is None and on_gpu) else out
 
