@@ -174,7 +174,7 @@ def test_a_frozen_uploader_costs_one_save_and_holds_up_nothing_else(tmp_path: Pa
     job = Store.open(str(tmp_path))
     generation = open_generation(job, run="r", attempt=0)
     with Checkpointer(job.uri, generation=generation, deadline_seconds=1.0) as saver:
-        saver.save(1, nn.Linear(8, 8), None, {})
+        saver.save(1, nn.Linear(8, 8), None, {}, deadline_seconds=60.0)
         assert saver.wait().step == 1
         os.kill(frozen := saver.uploader_pid, signal.SIGSTOP)
         saver.save(2, nn.Linear(8, 8), None, {})
