@@ -105,6 +105,7 @@ def test_each_literal_has_a_trigger(literals: list[str]) -> None:
         (["qwertyuiop", "qwertyuizz"], ["qwertyu", "wertyui"]),
         (["disk"], ["disk"]),
         (["xy1234z words"], ["z words"]),
+        (["zz1kkkk"], ["kkkk"]),
         (["rank 12", "rank 13"], ["ank "]),  # "rank" is in logs of healthy runs
         (["größer", "größte"], ["größer", "größte"]),  # a trigger is ASCII
         (["aaab", "aaac", "baab", "baac"], None),
