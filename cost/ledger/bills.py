@@ -202,9 +202,8 @@ def _find_gaps(rank: RankTime) -> Iterator[Span]:
 
 
 def _make_gap(start: int, end: int) -> Span:
-    """Make a span of unattributed time, which is empty if `end` is not after `start`."""
-    duration = max(0, end - start)
-    return Span(start, start + duration, {LedgerClass.UNATTRIBUTED: duration})
+    """Make a span of unattributed time. It does not last if `end` is not after `start`."""
+    return Span(start, end, {LedgerClass.UNATTRIBUTED: end - start})
 
 
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:

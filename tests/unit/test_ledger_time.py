@@ -173,7 +173,7 @@ def test_nodes_are_told_apart_by_run_attempt_generation_and_number() -> None:
         Event(**{**first.__dict__, "generation": 0}),
         Event(**{**first.__dict__, "node": 1}),
     ]
-    nodes = read_nodes([first, *others])
+    nodes = read_nodes([*reversed(others), first])
     assert [(node.generation, node.node) for node in nodes] == [(0, 0), (1, 0), (1, 0), (1, 0), (1, 1)]
     assert all(len(events) == 1 for node in nodes for events in node.events.values())
 
