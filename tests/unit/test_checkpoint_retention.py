@@ -159,7 +159,7 @@ def test_a_kept_commit_has_each_of_its_reasons() -> None:
     }
 
 
-# Kept without a cap: 80, 70, 60 (last), 30, 20, 10 (best, in this order), 25, 50, 75 (every 25), 5 (pinned).
+# Kept without a cap: 80, 75, 70 (last), 5, 30, 20, 10 (best, in this order), 25, 50, 75 (every 25), 5 (pinned).
 CAPPED = [
     whole(80),
     whole(75),
@@ -169,7 +169,7 @@ CAPPED = [
     whole(25, size=20),
     whole(20, metric=2.0),
     whole(10, metric=3.0),
-    whole(5, pinned=True),
+    whole(5, pinned=True, metric=0.5),
 ]
 
 
@@ -192,7 +192,7 @@ CAPPED = [
     ],
 )
 def test_a_cap_drops_the_least_valuable_first_and_no_more_than_needed(cap: int, dropped: list[int]) -> None:
-    policy = {"keep_last": 3, "keep_every_steps": 25, "keep_best": 3, "max_total_bytes": cap}
+    policy = {"keep_last": 3, "keep_every_steps": 25, "keep_best": 4, "max_total_bytes": cap}
     kept = kept_steps(CAPPED, **policy)
     assert sorted({commit.step for commit in CAPPED} - set(kept)) == dropped
 
