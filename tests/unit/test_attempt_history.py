@@ -1,9 +1,7 @@
-"""Placements, the queues that can run each pool, and how earlier attempts ended (`cost.capacity.placement`)."""
+"""How earlier attempts ended, as read from a job's events in any order (`cost.capacity.placement`)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
@@ -12,10 +10,8 @@ import pytest
 from ebbflow.cost.capacity import (
     AttemptHistory,
     PastAttempt,
-    Placement,
     batch_attempt_data,
     read_attempts,
-    with_placement,
 )
 from ebbflow.cost.capacity.placement import (
     ENDED,
@@ -25,15 +21,9 @@ from ebbflow.cost.capacity.placement import (
     TERMINATED,
     UNKNOWN,
     USER_CODE,
-    QueueOffer,
-    explain_no_offer,
     find_offers,
-    memory_mib,
-    pool_id,
 )
-from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.infra.batch.jobs import CAUSES, BatchAttempt
-from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
     BATCH_SUBMITTED,
@@ -43,59 +33,10 @@ from ebbflow.infra.events import (
     PLACED,
     Event,
 )
-from tests.support.capacity import queue, queues
-from tests.support.pools import on_demand_pool, spot_pool, template_plan
+from tests.support.capacity import queues
+from tests.support.placing import in_region, placement
+from tests.support.pools import spot_pool
 from tests.support.timelines import WALL, event
-
-CATALOGUE = load_catalogue()
-
-
-def placement(**values: Any) -> Placement:
-    known = {
-        "queue": "arn:aws:batch:us-east-1:123456789012:job-queue/spot",
-        "market": "spot",
-        "instance_type": "g5.xlarge",
-        "region": "us-east-1",
-        "zone": "use1-az1",
-        "nodes": 2,
-        "processes_per_node": 1,
-        "cpu": 4,
-        "gpu": 1,
-        "memory_mib": 15000,
-        "wall_seconds": 60,
-        "runnable_seconds": 60,
-        "usd_per_hour": 1.5,
-        "quoted_usd_per_hour": "1.50",
-        "price_kind": "live",
-        "expected_hours": 1.0,
-        "expected_usd": 2.0,
-        "reason": "it is cheap",
-    }
-    return Placement(**{**known, **values})
-
-
-def test_a_placement_names_its_pool_and_costs_the_price_of_all_nodes() -> None:
-    found = placement()
-    assert found.pool == pool_id("spot", "g5.xlarge", 2) == "spot/2xg5.xlarge"
-    assert found.gang_usd_per_hour == 3.0
-    assert str(placement(market="on_demand", nodes=1)) == "1 × g5.xlarge on-demand in queue spot"
-
-
-def test_a_placement_is_read_from_json_of_any_version() -> None:
-    stored = json.loads(json.dumps(placement(fallback={"usd": 1.0}).to_json()))
-    assert Placement.from_json({**stored, "of a later version": 1}) == placement(fallback={"usd": 1.0})
-    for name in ("policy", "start_by_utc", "reservation", "fallback"):
-        del stored[name]
-    older = Placement.from_json(stored)
-    assert (older.policy, older.start_by_utc, older.reservation, older.fallback) == ("", None, None, None)
-    del stored["nodes"]
-    with pytest.raises(TypeError, match="nodes"):
-        Placement.from_json(stored)
-
-
-def test_a_placement_is_logged_without_its_reserve() -> None:
-    stored = placement(fallback={"usd": 1.0}).to_json()
-    assert "fallback" not in repr(Placement.from_json(stored))
 
 
 def test_records_of_attempts_are_named_and_cannot_be_changed() -> None:
@@ -117,108 +58,6 @@ def test_the_causes_are_those_that_batch_records_tell() -> None:
     assert (RECLAIMED, USER_CODE, NEVER_STARTED) == ("reclaimed", "user_code", "never_started")
     assert (NOT_MADE, TERMINATED, ENDED, UNKNOWN) == ("not_made", "terminated", "ended", "unknown")
     assert {cause for cause in CAUSES if past(cause).refused} == {NEVER_STARTED, TERMINATED}
-
-
-def test_a_job_may_ask_for_the_memory_that_kernel_system_and_agent_leave() -> None:
-    """8 GiB register as 7,985 MiB with AWS Batch, so 2.5 % are the kernel's; 5 % are kept for the system."""
-    kind = CATALOGUE["g5.xlarge"]
-    for gib, mib in ((16.0, 15143), (64.0, 60670), (1.0, 916)):
-        assert memory_mib(replace(kind, ram_gib=gib)) == mib == int(gib * 1024 * 0.975 * 0.95) - 32
-
-
-def test_a_plan_that_follows_a_placement_has_its_pool_first_and_its_reserve() -> None:
-    pools = [on_demand_pool(), spot_pool(zone="use1-az1"), spot_pool(zone="use1-az2"), on_demand_pool(nodes=4)]
-    plan = replace(template_plan(), ranked=tuple(pools), reserve_seconds=1800.0, reserve_usd=77.0)
-    followed = with_placement(plan, placement(zone="use1-az2"))
-    assert followed.ranked == (pools[2], pools[0], pools[1], pools[3])
-    assert followed.reserve_usd == 3.0 * 0.5
-    with pytest.raises(KeyError, match=r"2 × g5\.xlarge spot in queue spot is not among the 4 pools of the plan"):
-        with_placement(plan, placement(zone="use1-az3"))
-    with pytest.raises(KeyError):
-        with_placement(plan, placement(zone="use1-az2", reservation="cr-1"))
-
-
-def in_region(region: str | None, name: str = "q", types: Sequence[str] = (), **values: Any) -> QueueState:
-    arn = "" if region is None else f"arn:aws:batch:{region}:123456789012:job-queue/{name}"
-    return queue(name, "spot", types, multi_node=True, arn=arn, **values)
-
-
-@pytest.mark.parametrize(
-    ("queue_region", "region", "pool_region", "offered"),
-    [
-        ("us-east-1", None, "us-east-1", True),
-        ("us-west-2", None, "us-east-1", False),
-        ("us-east-1", "us-west-2", "us-east-1", True),
-        (None, "us-east-1", "us-east-1", True),
-        (None, "us-west-2", "us-east-1", False),
-        (None, None, "us-east-1", True),
-        (None, "us-west-2", None, True),
-        ("us-west-2", None, None, True),
-    ],
-)
-def test_a_queue_runs_pools_of_its_region_or_of_any_if_it_has_none(
-    queue_region: str | None, region: str | None, pool_region: str | None, offered: bool
-) -> None:
-    found = find_offers([spot_pool(region=pool_region)], queues(in_region(queue_region)), region=region)
-    assert len(found) == int(offered)
-
-
-def test_each_queue_type_and_size_is_offered_once_in_the_plans_order() -> None:
-    cheap = spot_pool(zone="use1-az1")
-    dear = spot_pool(zone="use1-az2", usd_per_hour=9.0)
-    other = spot_pool(instance_type="g6.xlarge")
-    where = queues(in_region("us-east-1", "a"), in_region("us-east-1", "b", ["g5.xlarge"]))
-    found = find_offers([on_demand_pool(), cheap, other, dear], where)
-    assert [(offer.id, offer.candidate) for offer in found] == [
-        ("a/2xg5.xlarge", cheap),
-        ("b/2xg5.xlarge", cheap),
-        ("a/2xg6.xlarge", other),
-    ]
-    assert all(offer.is_spot for offer in found)
-    assert not QueueOffer(candidate=on_demand_pool(), queue="a").is_spot
-
-
-def test_the_given_catalogue_decides_which_pools_fit_a_queue() -> None:
-    large = replace(CATALOGUE, types=(replace(CATALOGUE["g5.xlarge"], vcpu=64),))
-    where = queues(in_region("us-east-1", max_vcpus=100))
-    assert len(find_offers([spot_pool()], where)) == 1
-    assert find_offers([spot_pool()], where, catalogue=large) == ()
-    assert "has 8" not in explain_no_offer([spot_pool()], where, catalogue=large)
-    assert "has 128" in explain_no_offer([spot_pool()], where, catalogue=large)
-    assert "has 8" in explain_no_offer([spot_pool()], queues(in_region("us-east-1", max_vcpus=7)))
-
-
-def test_without_an_offer_each_queue_explains_itself_with_the_pool_that_is_nearest_to_it() -> None:
-    spot = spot_pool()
-    arm = spot_pool(instance_type="g5g.xlarge")
-    plain = on_demand_pool()
-    where = queues(
-        queue("arm", "spot", ["g5g"]),
-        queue("od", "on_demand", ["p5"]),
-        queue("mixed", None, ["g5"], multi_node=True),
-    )
-    text = explain_no_offer([plain, spot, arm], where)
-    lines = text.split("; ")
-    assert lines[0] == f"arm: AWS Batch runs no job of several nodes on Spot, and {arm} is one"
-    assert lines[1] == f"od: has p5, and {plain} is none of them", "no pool has its types, so the market's cheapest"
-    assert lines[2].startswith("mixed: None, of which the plan has no pool"), "none has its market"
-    assert lines[3] == f"its best is {plain}"
-    single = queues(queue("od", "on_demand", ["g5"], multi_node=False))
-    assert explain_no_offer([spot, plain], single) == f"od: takes no job of several nodes, and {plain} is one"
-    only_spot = explain_no_offer([spot], queues(queue("od", "on_demand", ["p5"])))
-    assert only_spot == f"od: on-demand, of which the plan has no pool; its best is {spot}"
-
-
-def test_without_a_queue_or_a_pool_in_its_region_the_explanation_says_so() -> None:
-    assert explain_no_offer([spot_pool()], {}) == "the account has no queue that training may go to"
-    regions = ("us-west-2", "us-west-1", "eu-west-3", "eu-west-2", "eu-west-1", "ca-central-1", None)
-    where = queues(*(in_region(region, f"in-{region}") for region in regions))
-    assert explain_no_offer([spot_pool()], where, region="ap-south-1") == (
-        "the plan has no pool in ap-south-1, ca-central-1, eu-west-1, eu-west-2, eu-west-3, us-west-1, us-west-2, "
-        "where the queues are; fix: name it in cost.regions"
-    )
-    here = queues(in_region("us-west-2", "a"), in_region("us-east-1", "b", usable=False, problem="is DISABLED"))
-    assert explain_no_offer([spot_pool()], here) == "a: is in us-west-2; b: is DISABLED"
 
 
 def past(cause: str, **times: float | None) -> PastAttempt:
