@@ -25,6 +25,7 @@ DECISION_MODULES = (
     "infra/config/shape_rules.py",
     "infra/diagnose/judging.py",
     "infra/notices.py",
+    "infra/reliability.py",
     "infra/store/*.py",
     "infra/terms.py",
     "training/checkpoint/commit.py",
@@ -40,6 +41,7 @@ DECISION_MODULES = (
     "training/launch/membership.py",
     "training/launch/preemption.py",
     "training/launch/watch.py",
+    "training/limits.py",
     "training/optimizer.py",
     "training/step_sync.py",
 )
