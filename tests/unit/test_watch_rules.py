@@ -713,3 +713,12 @@ def test_a_closed_watch_makes_no_more_dumps(node: Node) -> None:
     watch.request_witnesses()
     with pytest.raises(RuntimeError, match="shutdown"):
         watch.check()
+
+
+def test_one_suspicious_rank_is_enough_for_a_dump(node: Node) -> None:
+    watch = node.start(2, floor_seconds=100.0)
+    node.take_steps(watch)
+    node.pass_time(watch, 2.0)
+    node.beats[0].beat(8, "forward")
+    node.pass_time(watch, 1.125)
+    assert [record.rank for record in look(watch)] == [0, 1]
