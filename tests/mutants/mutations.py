@@ -67,6 +67,19 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.Mult,
     ast.Pow: ast.Mult,
 }
+_TYPES = {
+    "Callable",
+    "Future",
+    "Iterable",
+    "Iterator",
+    "Mapping",
+    "Sequence",
+    "deque",
+    "dict",
+    "frozenset",
+    "list",
+    "tuple",
+}
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "ceil": "floor", "floor": "ceil"}
 
 
@@ -227,12 +240,15 @@ def _decisive_nodes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, boo
                 left_out = ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom | ast.Assert
                 if isinstance(child, ast.Raise) and not at_import:
                     yield child, at_import  # it may be deleted; its message is not changed
-                if isinstance(child, ast.AST) and not isinstance(child, left_out) and not _is_type_checking(child):
+                if isinstance(child, ast.AST) and not isinstance(child, left_out) and not _is_for_types(child):
                     pending.append((child, at_import and not inside))
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+def _is_for_types(node: ast.AST) -> bool:
+    """Return whether only type checkers read a node: `if TYPE_CHECKING:`, or a type such as `Callable[[int], str]`."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.Subscript) and ast.unparse(node.value) in _TYPES
 
 
 def _replacements(node: ast.expr | ast.stmt) -> Iterator[str]:
