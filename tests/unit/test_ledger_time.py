@@ -348,6 +348,7 @@ def test_wasted_time_is_added_to_time_of_the_same_class() -> None:
         # The node starts at 0 s: an interval from -6 s to 4 s loses its first 6 s, of the longest class first.
         ([step(4.0, useful_step=7.0, data_wait=3.0)], {"useful_step": 1.0, "data_wait": 3.0}),
         ([step(1.0, useful_step=7.0, data_wait=3.0)], {"data_wait": 1.0}),
+        ([step(4.0, data_wait=3.0, useful_step=7.0)], {"useful_step": 1.0, "data_wait": 3.0}),
         # It ends at 20 s: of an interval from 12 s to 24 s, 4 s are not paid.
         ([step(24.0, useful_step=7.0, data_wait=5.0)], {"startup": 12.0, "useful_step": 3.0, "data_wait": 5.0}),
         # Both ends are outside.
