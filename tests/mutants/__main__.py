@@ -90,28 +90,41 @@ def _commit_seed() -> int:
 def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespace) -> list[Result]:
     """Try mutants in several processes, and print each survivor as soon as it is known."""
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    context = multiprocessing.get_context("spawn")
     waiting = list(reversed(mutants))
-    busy: list[Connection] = []
+    trying: dict[Connection, Mutant] = {}
+
+    def give_next(pipe: Connection) -> None:
+        if waiting and time.monotonic() < deadline:
+            trying[pipe] = waiting.pop()
+            pipe.send(trying[pipe])
+        else:
+            pipe.send(None)
+
     for _ in range(min(options.processes, len(waiting))):
-        here, there = context.Pipe()
-        context.Process(target=serve_trials, args=(there, ROOT, known, options.test_seconds)).start()
-        here.send(waiting.pop())
-        busy.append(here)
+        give_next(_start_trials(known, options))
     results: list[Result] = []
-    while busy:
-        for pipe in wait(busy):
+    while trying:
+        for pipe in wait(list(trying)):
             assert isinstance(pipe, Connection)
-            result: Result = pipe.recv()
+            mutant = trying.pop(pipe)
+            try:
+                result: Result = pipe.recv()
+            except EOFError:  # the mutant ended the process that tried it
+                result = Result(mutant, Verdict.KILLED, "the trial process ended", 0.0)
+                pipe = _start_trials(known, options)
             results.append(result)
             if result.verdict is not Verdict.KILLED:
                 print(_describe(result), flush=True)
-            if waiting and time.monotonic() < deadline:
-                pipe.send(waiting.pop())
-            else:
-                pipe.send(None)
-                busy.remove(pipe)
+            give_next(pipe)
     return results
+
+
+def _start_trials(known: LineMap, options: argparse.Namespace) -> Connection:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=serve_trials, args=(there, ROOT, known, options.test_seconds)).start()
+    there.close()
+    return here
 
 
 def _describe(result: Result) -> str:

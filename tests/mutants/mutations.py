@@ -72,6 +72,7 @@ _TYPES = {
     "Future",
     "Iterable",
     "Iterator",
+    "Literal",
     "Mapping",
     "Sequence",
     "deque",

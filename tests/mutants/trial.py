@@ -159,9 +159,15 @@ def _run_in_child(tests: list[str], known: LineMap) -> str | None:
 
 
 def _be_child(tests: list[str], writer: int) -> None:
+    # A mutant may send signals to the parent of its process, which must not be the trial process.
+    os.setsid()
+    tests_process = os.fork()
+    if tests_process:
+        os.close(writer)
+        _, status = os.waitpid(tests_process, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     code = 1
     try:
-        os.setsid()
         _forget_own_modules()
         recorder = _FailureRecorder(writer)
         code = _run_pytest(["-x", *tests], recorder)
