@@ -85,8 +85,8 @@ batch-demo: $(VENV)/dev.stamp  ## a run on a local AWS Batch, its Spot machine t
 	$(BIN)/python -m tests.support.batch.demo $(ARGS)
 
 audit: $(AUDIT)/audit.stamp $(VENV)/run.stamp  ## compare packages with published advisories, and the AWS template and manifests with checkov's rules
-	$(AUDIT)/bin/checkov --directory infra --framework cloudformation kubernetes --compact --quiet
-	$(AUDIT)/bin/checkov --file infra/docker/Dockerfile --framework dockerfile --skip-check CKV_DOCKER_2,CKV_DOCKER_7 --compact --quiet
+	$(AUDIT)/bin/checkov --directory ebbflow/infra --framework cloudformation kubernetes --compact --quiet
+	$(AUDIT)/bin/checkov --file ebbflow/infra/docker/Dockerfile --framework dockerfile --skip-check CKV_DOCKER_2,CKV_DOCKER_7 --compact --quiet
 	$(AUDIT)/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean:  ## remove the environment and caches; runs/ stays

@@ -64,7 +64,7 @@ def make_environment(folder: Path, python: str, torch: str) -> str:
 def _try_job(python: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="compat-job-") as folder:
         certificate = Path(folder, "certificate.json")
-        command = [str(python), "-m", "ebbflow.training", "certify", str(_ROOT / "configs" / "laptop.yaml")]
+        command = [str(python), "-m", "ebbflow.training", "certify", str(_ROOT / "ebbflow/configs" / "laptop.yaml")]
         command += [part for setting in _SETTINGS for part in ("--set", setting)]
         command += ["--steps", _STEPS, "--only", "a rank is killed", "--json", str(certificate), "--folder", folder]
         try:

@@ -47,7 +47,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=_positive, default=15, help="of which medians are taken (default 15)")
     parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
     engine = parser.add_argument_group("engine")
-    default = PROJECT_ROOT / "configs" / "laptop.yaml"
+    default = PROJECT_ROOT / "ebbflow/configs" / "laptop.yaml"
     engine.add_argument("--config", default=str(default), help="whose model and batch (default configs/laptop.yaml)")
     engine.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_layers=6")
     engine.add_argument("--steps", type=_positive, default=10, help="in a round (default 10)")

@@ -86,7 +86,7 @@ def test_metaflows_stack_and_the_users_own_settings_come_first(
 def test_what_the_template_makes_is_adopted_as_the_example_has_it(aws: Account, tmp_path: Path) -> None:
     assert main(["deploy", "--apply", "--stack", "ebbflow"]) == 0
     config, settings = adopted(tmp_path, "--stack", "ebbflow")
-    example = load_config(ROOT / "configs" / "aws.yaml", project_root=ROOT, environment={}).config.batch
+    example = load_config(ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}).config.batch
     own = {queue.name: queue for queue in config.batch.queues if queue.name.startswith("ebbflow-")}
     assert own == {queue.name: queue for queue in example.queues}
     assert config.batch.light_queue == example.light_queue == settings["METAFLOW_BATCH_JOB_QUEUE"]

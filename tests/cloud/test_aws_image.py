@@ -11,7 +11,7 @@ import pytest
 from ebbflow.infra.aws.deploy import TEMPLATE, read_template
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
+DOCKERFILE = ROOT / "ebbflow/infra" / "docker" / "Dockerfile"
 
 
 @pytest.fixture(scope="module")

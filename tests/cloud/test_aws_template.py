@@ -31,7 +31,7 @@ def template() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return load_config(ROOT / "configs" / "aws.yaml", project_root=ROOT, environment={}).config
+    return load_config(ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}).config
 
 
 def of_type(template: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:

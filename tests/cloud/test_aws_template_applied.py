@@ -56,7 +56,7 @@ def applied(account: Path, keys: None) -> Path:
 
 
 def test_the_queues_of_the_account_are_those_of_the_example_configuration(applied: Path) -> None:
-    config = load_config(ROOT / "configs" / "aws.yaml", project_root=ROOT, environment={}).config
+    config = load_config(ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}).config
     there = describe_queues(None, batch_client(REGION))
     assert set(there) == {queue.name for queue in config.batch.queues} | {config.batch.light_queue}
     assert [state.problem for state in there.values() if not state.usable] == []

@@ -30,7 +30,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 pytest.importorskip("kubernetes")
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "infra" / "kubernetes"
+FOLDER = ROOT / "ebbflow/infra" / "kubernetes"
 VERSIONS = ("1.31", "1.34", "1.37")
 OTHERS = {"karpenter.sh/v1": {"NodePool"}, "karpenter.k8s.aws/v1": {"EC2NodeClass"}}
 OTHERS |= {"monitoring.coreos.com/v1": {"ServiceMonitor"}}
@@ -216,7 +216,7 @@ def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> No
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     user = pod["spec"]["securityContext"]["runAsUser"]
-    assert f"--uid {user} ebbflow" in (ROOT / "infra" / "docker" / "Dockerfile").read_text(), "the image's own user"
+    assert f"--uid {user} ebbflow" in (ROOT / "ebbflow/infra" / "docker" / "Dockerfile").read_text(), "the image's own user"
     [container] = pod["spec"]["containers"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,

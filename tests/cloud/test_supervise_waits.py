@@ -41,7 +41,7 @@ def _handlers() -> Iterator[None]:
 
 def options(folder: Path, *words: str) -> SupervisorOptions:
     chosen = ["--job", "j", "--pause-seconds", "0", "--set", f"store={folder / 'store'}", *words]
-    return read_options([str(ROOT / "configs" / "laptop.yaml"), *chosen], project_root=ROOT)
+    return read_options([str(ROOT / "ebbflow/configs" / "laptop.yaml"), *chosen], project_root=ROOT)
 
 
 def flow(folder: Path, *, refusals: int) -> Path:

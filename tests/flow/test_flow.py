@@ -37,7 +37,7 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[FlowRunner, FlowR
     """The laptop job as it is shipped, run by Metaflow's Runner in a folder that has none of its records."""
     runner = FlowRunner(tmp_path_factory.mktemp("default"), environment={"EBBFLOW_LIVE_PAGE": "1"})
     elsewhere, live = tmp_path_factory.mktemp("elsewhere"), runner.runs / "latest/live.html"
-    options = {"config": str(ROOT / "configs" / "laptop.yaml"), "set": f"store={runner.runs}", "tags": ["kind:default"]}
+    options = {"config": str(ROOT / "ebbflow/configs" / "laptop.yaml"), "set": f"store={runner.runs}", "tags": ["kind:default"]}
     process = runner.start_runner("run", cwd=elsewhere, **options)
     while process.poll() is None:
         time.sleep(0.5)

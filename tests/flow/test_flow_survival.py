@@ -32,7 +32,7 @@ Report = dict[str, Any]
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The same job without a fault, run by Metaflow's Runner with dictionaries."""
     runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
-    laptop = YAML(typ="safe", pure=True).load(ROOT / "configs" / "laptop.yaml")
+    laptop = YAML(typ="safe", pure=True).load(ROOT / "ebbflow/configs" / "laptop.yaml")
     run = runner.finish(runner.start_runner("run", config=laptop, set={**TINY, "store": runner.store}))
     assert run.exit_code == 0 and "Runner says successful: TrainFlow/" in run.output, run.output
     return run.report

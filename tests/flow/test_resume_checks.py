@@ -48,7 +48,7 @@ def put_settings(folder: Path, **settings: Any) -> None:
 
 def resume(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
     own = {"EBBFLOW_RUNS": str(runs), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(runs.parent)}
-    command = [sys.executable, str(PROJECT_ROOT / "flows" / "train_flow.py"), "resume", *words]
+    command = [sys.executable, str(PROJECT_ROOT / "ebbflow/flows" / "train_flow.py"), "resume", *words]
     return subprocess.run(
         command, env={**os.environ, **own}, cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=120
     )

@@ -23,7 +23,7 @@ from tests.support.flow import (
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]  # four runs of the flow are behind the first tests
 
-CONFIG = str(ROOT / "configs" / "laptop.yaml")
+CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 
 
 # The job of the story still trains when its second supervisor has started.
@@ -33,7 +33,7 @@ _LONGER = {"training__max_steps": 400}
 class Supervised(FlowRunner):
     """Starts the supervisor where FlowRunner starts the flow; one rank, so that a run starts sooner."""
 
-    program = ROOT / "flows" / "supervise.py"
+    program = ROOT / "ebbflow/flows" / "supervise.py"
 
     def words(self, *more: str, **settings: object) -> list[str]:
         return [CONFIG, *self.options(cluster__nodes=1, **settings), "--pause-seconds", "0", *more]

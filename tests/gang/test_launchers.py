@@ -314,7 +314,7 @@ def test_a_running_job_is_reported_as_running_and_not_as_lost(
     assert ",interrupted," in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["report", "mine"], ["plan", str(ROOT / "configs" / "laptop.yaml")]])
+@pytest.mark.parametrize("words", [["report", "mine"], ["plan", str(ROOT / "ebbflow/configs" / "laptop.yaml")]])
 def test_a_reader_that_leaves_ends_a_command_of_cost_quietly(words: list[str], folder: Store) -> None:
     with EventLog(Store.open(f"{folder.uri}/jobs/mine"), Origin(job="mine", run="1", process="plan")) as log:
         log.emit(PLAN, started_utc=1.0)

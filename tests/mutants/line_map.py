@@ -92,7 +92,7 @@ def guess_map(root: Path) -> LineMap:
 
 
 def _module_name(path: str) -> str:
-    return "ebbflow." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _imported_modules(file: Path) -> set[str]:

@@ -28,7 +28,7 @@ from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1500)]
 
-CONFIG = str(ROOT / "configs" / "laptop.yaml")
+CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 TIME_SCALE = 45.0
 GAP_SECONDS = 195.0
 MADE_UP = (18, 8, 20, 400)  # ticks of GAP_SECONDS: with capacity, without, with, without

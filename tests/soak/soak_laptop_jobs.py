@@ -61,7 +61,7 @@ def write_language_config(folder: Path) -> str:
 def test_a_laptop_job_learns_and_loses_a_node_bit_for_bit(
     name: str, metric: str, least: float, most: float, picture: str, tmp_path: Path
 ) -> None:
-    config = str(ROOT / "configs" / f"{name}.yaml") if picture else write_language_config(tmp_path)
+    config = str(ROOT / "ebbflow/configs" / f"{name}.yaml") if picture else write_language_config(tmp_path)
     quiet = train_quietly(tmp_path / "quiet", config=config)
     runner = FlowRunner(tmp_path / "run")
     words = ["--config", config, "--set", f"store={runner.runs}", "--rehearse", "node-loss@60%"]

@@ -23,7 +23,7 @@ from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 
-CONFIG = str(ROOT / "configs" / "laptop.yaml")
+CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 INTERRUPTIONS = 9
 LAUNCHER_DIES_AT = 5
 # A step computes for 0.02 s on a machine left alone and for 0.5 s among many others. Enough of them that the job is not
@@ -33,7 +33,7 @@ _NEWEST = 10**6 - 1  # keys of commits count generations down from it (infra/lay
 
 
 class Supervised(BatchRunner):
-    program = ROOT / "flows" / "supervise.py"
+    program = ROOT / "ebbflow/flows" / "supervise.py"
 
     def commits(self) -> int:
         """Of the newest generation that has any, its number; 0 before the first commit."""

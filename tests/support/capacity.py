@@ -21,4 +21,4 @@ def batch_config(*overrides: str) -> RunConfig:
     work = ["model.hidden_size=768", "model.num_heads=12", "model.num_layers=12", "training.max_steps=120000"]
     limits = ["cost.deadline_hours=20", "cost.budget_usd=100"]
     chosen = [*job, *work, *limits, *overrides]
-    return load_config(str(ROOT / "configs" / "laptop.yaml"), chosen, project_root=ROOT, cwd=ROOT).config
+    return load_config(str(ROOT / "ebbflow/configs" / "laptop.yaml"), chosen, project_root=ROOT, cwd=ROOT).config

@@ -20,7 +20,7 @@ from ebbflow.training.launch.heartbeat import Heartbeat
 from tests.support.gangs import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOW = ROOT / "flows" / "train_flow.py"
+FLOW = ROOT / "ebbflow/flows" / "train_flow.py"
 
 # Small enough for a test, large enough to lose work and to redo it.
 TINY = {

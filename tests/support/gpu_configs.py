@@ -45,7 +45,7 @@ def load_gpu_config(name: str, tmp_path: Path, *words: str) -> RunConfig:
         rows = [{"prompt": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(1000)]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         given += [f"workload_options.model={folder}", f"workload_options.path={tmp_path / 'prompts.jsonl'}"]
-    path = PROJECT_ROOT / "configs" / f"{name}.yaml"
+    path = PROJECT_ROOT / "ebbflow/configs" / f"{name}.yaml"
     return load_config(path, given, project_root=PROJECT_ROOT, environment={}).config
 
 

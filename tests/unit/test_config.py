@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config, violations
 
 ROOT = Path(__file__).resolve().parents[2]
-LAPTOP = ROOT / "configs" / "laptop.yaml"
+LAPTOP = ROOT / "ebbflow/configs" / "laptop.yaml"
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -68,8 +68,8 @@ def test_the_booleans_of_yaml_1_1_are_booleans_where_one_is_expected(tmp_path: P
 @pytest.mark.parametrize("given_path", ["configs/labtop.yaml", "configs", "nul\0name.yaml", "missing/dir/x.yaml"])
 def test_a_file_that_cannot_be_read_names_those_that_can(tmp_path: Path, given_path: str) -> None:
     project = tmp_path / "project"
-    (project / "configs").mkdir(parents=True)
-    (project / "configs" / "laptop.yaml").write_text("")
+    (project / "ebbflow/configs").mkdir(parents=True)
+    (project / "ebbflow/configs" / "laptop.yaml").write_text("")
     with pytest.raises(ConfigError) as caught:
         load_config(given_path, ["model.num_heads=x"], project_root=project, cwd=project)
     first, second = caught.value.problems  # the override is checked all the same

@@ -17,7 +17,7 @@ from ebbflow.infra.config.json_schema import json_schema, schema_text
 from ebbflow.infra.footprint import causal_lm_shape
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+SHIPPED = sorted((ROOT / "ebbflow/configs").glob("*.yaml"))
 EDITOR_LINE = "# yaml-language-server: $schema=schema.json"
 
 
@@ -40,7 +40,7 @@ def test_a_shipped_configuration_loads_and_plans(path: Path) -> None:
 
 
 def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_run() -> None:
-    config = load_config(ROOT / "configs" / "gpt-124m-spot.yaml", project_root=ROOT, environment={}).config
+    config = load_config(ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml", project_root=ROOT, environment={}).config
     assert round(causal_lm_shape(config.model).parameters / 1e6) == 124
     plan = make_plan(config, now_utc=time.time())
     assert (plan.chosen.market, plan.chosen.nodes) == ("spot", 1)
@@ -51,7 +51,7 @@ def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_r
 
 def test_the_schema_is_current_and_describes_every_key() -> None:
     fresh = "run: ebbflow schema --write"
-    assert (ROOT / "configs" / "schema.json").read_text() == schema_text(), fresh
+    assert (ROOT / "ebbflow/configs" / "schema.json").read_text() == schema_text(), fresh
     assert described(json_schema()) == []
     jsonschema.Draft7Validator.check_schema(json_schema())
     assert "$ref" not in schema_text()

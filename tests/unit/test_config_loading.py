@@ -51,12 +51,12 @@ def test_a_named_pipe_is_no_configuration(tmp_path: Path) -> None:
 
 def test_the_hint_for_a_missing_file_lists_those_of_three_folders_and_the_most_similar(tmp_path: Path) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    paths = [project / "configs" / "a.yaml"]
+    paths = [project / "ebbflow/configs" / "a.yaml"]
     paths += [elsewhere / f"{name}.yaml" for name in ("d", "bench", "anvil", "c")]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    (project / "configs" / "a.yml").touch()
+    (project / "ebbflow/configs" / "a.yml").touch()
 
     def hint(name: str) -> str | None:
         with pytest.raises(ConfigError) as caught:
@@ -72,7 +72,7 @@ def test_the_hint_for_a_missing_file_lists_those_of_three_folders_and_the_most_s
     assert hint("elsewhere") == there
     assert hint("x.yaml") == "configurations that exist: project/configs/a.yaml"
     assert hint("n" * 300) == f"write one; there is no *.yaml in {tmp_path} or {project / 'configs'}"
-    (project / "configs" / "a.yaml").unlink()
+    (project / "ebbflow/configs" / "a.yaml").unlink()
     assert hint("x.yaml") == f"write one; there is no *.yaml in {tmp_path} or {project / 'configs'}"
 
 

@@ -125,7 +125,7 @@ def test_the_report_keeps_them_and_the_page_folds_defaults_away() -> None:
 
 
 def test_the_command_shows_values_and_sources(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "infra", "config", str(ROOT / "configs" / "laptop.yaml"), "--changed"]
+    command = [sys.executable, "-m", "infra", "config", str(ROOT / "ebbflow/configs" / "laptop.yaml"), "--changed"]
     done = subprocess.run(
         [*command, "--set", "model.num_layers=6"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

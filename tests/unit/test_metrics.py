@@ -68,7 +68,7 @@ def test_every_name_is_documented_with_its_type_and_labels_and_nothing_else_is()
     documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows]
     assert sorted(documented) == sorted((metric.name, metric.kind.value, metric.labels) for metric in ALL)
     pages = [text, (ROOT / "docs" / "observability.md").read_text()]
-    pages += [path.read_text() for path in (ROOT / "infra" / "observe").rglob("*") if path.suffix in (".json", ".yaml")]
+    pages += [path.read_text() for path in (ROOT / "ebbflow/infra" / "observe").rglob("*") if path.suffix in (".json", ".yaml")]
     mentioned = {
         name
         for name in re.findall(r"\bebbflow_\w+", "\n".join(pages))

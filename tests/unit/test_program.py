@@ -19,7 +19,7 @@ from tests.support.flow import FLOW, ROOT
 
 _DOORS = {
     "flow": [str(FLOW), "run"],
-    "supervise": [str(ROOT / "flows" / "supervise.py"), "configs/laptop.yaml"],
+    "supervise": [str(ROOT / "ebbflow/flows" / "supervise.py"), "configs/laptop.yaml"],
     "infra": ["-m", "infra", "preflight"],
     "cost": ["-m", "cost", "plan", "configs/laptop.yaml"],
     "training": ["-m", "training", "examine", "configs/laptop.yaml"],

@@ -52,7 +52,7 @@ def command(report: RunReport) -> str:
 def setting(report: RunReport) -> tuple[str, str]:
     """The key and value that the command sets. They must be such that the configuration takes them."""
     (text,) = re.findall(r"--set (\S+)$", command(report))
-    loaded = load_config(ROOT / "configs" / "laptop.yaml", [text], project_root=ROOT)
+    loaded = load_config(ROOT / "ebbflow/configs" / "laptop.yaml", [text], project_root=ROOT)
     key, _, value = text.partition("=")
     section, name = key.split(".")
     assert getattr(getattr(loaded.config, section), name) == float(value)

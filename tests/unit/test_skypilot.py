@@ -13,7 +13,7 @@ from ebbflow.flows.supervising.options import read_options
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.integrations.skypilot import main
 
-CONFIG = str(PROJECT_ROOT / "configs" / "gpt-124m-spot.yaml")
+CONFIG = str(PROJECT_ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml")
 SETTINGS = ["--set", "store=s3://bucket/prefix", "--set", "cluster.nodes=1"]
 
 

@@ -32,7 +32,7 @@ from tests.support.records import is_frozen, takes_names_only
 from tests.support.timelines import WALL, GangLog, event, plan_event
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = str(ROOT / "configs" / "laptop.yaml")
+CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 HOUR = 3600.0
 
 

@@ -29,7 +29,7 @@ from ebbflow.infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STA
 from ebbflow.infra.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = str(ROOT / "configs" / "laptop.yaml")
+CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 
 
 def runs(*verdicts: str, commit: str | None = "a") -> tuple[SupervisedRun, ...]:
@@ -168,7 +168,7 @@ def test_options_of_the_flow_are_handed_on_and_the_job_is_named_after_the_file(
     assert " ".join(options.words) == (
         f"--config {CONFIG} --job laptop --set training.max_steps=300 --with batch --rehearse notice@50%"
     )
-    (tmp_path / "my run (2).yaml").write_text((ROOT / "configs" / "laptop.yaml").read_text())
+    (tmp_path / "my run (2).yaml").write_text((ROOT / "ebbflow/configs" / "laptop.yaml").read_text())
     assert read_options(["my run (2).yaml"], project_root=ROOT).job == "my-run-2"
     assert read_options([CONFIG, "--job", "other"], project_root=ROOT).job == "other"
 

@@ -43,7 +43,7 @@ from tests.support.programs import Programs
 from tests.support.timelines import plan_event
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = str(ROOT / "configs" / "laptop.yaml")
+CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 UNKNOWN = "its cost is unknown: nothing was recorded"
 FREE = "it has cost $0.0000"
 
@@ -550,7 +550,7 @@ def test_the_command_line_runs_the_flow_and_prints_at_once(desk: Desk, monkeypat
     assert main([CONFIG, "--job", "j", "--set", f"store={desk.folder / 'store'}"]) == 0
     assert seen == [f"supervise: job j in {desk.folder / 'store'} begins\n"]
     [started] = desk.programs.started
-    assert started.command[3:6] == [sys.executable, str(ROOT / "flows" / "train_flow.py"), "run"]
+    assert started.command[3:6] == [sys.executable, str(ROOT / "ebbflow/flows" / "train_flow.py"), "run"]
     assert isinstance(sys.stdout, GuardedStream), "what others wrote into the store may hold control characters"
 
 

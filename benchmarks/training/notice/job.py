@@ -56,7 +56,7 @@ class NoticeJob:
                 "max_steps": max_steps,
                 "evaluation_interval_steps": max_steps,
             },
-            data={"path": str(PROJECT_ROOT / "training"), "held_out_samples": 2 * nodes * ranks_per_node},
+            data={"path": str(PROJECT_ROOT / "ebbflow/training"), "held_out_samples": 2 * nodes * ranks_per_node},
             parallel={"mode": "ddp"},
             cluster={"nodes": nodes, "processes_per_node": ranks_per_node},
             checkpoint={"interval_steps": interval_steps, "stop_seconds": notice_seconds - margin_seconds},

@@ -38,7 +38,7 @@ def with_paced(folder: Path) -> dict[str, str]:
 def remember_speeds(runner: BatchRunner, options: list[str], speeds: Mapping[tuple[str, int], float]) -> None:
     """As earlier jobs of the same configuration leave them. speeds: tokens per second by instance type and nodes."""
     overrides = [word for word in options if word != "--set"]
-    config = load_config(ROOT / "configs" / "laptop.yaml", overrides, project_root=ROOT, cwd=Path.cwd()).config
+    config = load_config(ROOT / "ebbflow/configs" / "laptop.yaml", overrides, project_root=ROOT, cwd=Path.cwd()).config
     about = {"processes_per_node": 1, "fingerprint": speed_fingerprint(config), "steps": 1000, "seen_utc": time.time()}
     seen = tuple(
         MeasuredSpeed(instance_type=kind, nodes=nodes, tokens_per_second=speed, log_deviation=0.03, **about)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 # In a checkout the package `ebbflow` is beside this file's folder; in an installation and in a code package of Metaflow
 # Python finds it anyway.
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 if (_ROOT / "ebbflow").is_dir():
     sys.path.insert(1, str(_ROOT))
 

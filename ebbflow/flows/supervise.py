@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 # In a checkout the package `ebbflow` is beside this file's folder; elsewhere Python finds it anyway.
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 if (_ROOT / "ebbflow").is_dir():  # a checkout
     sys.path.insert(1, str(_ROOT))
 

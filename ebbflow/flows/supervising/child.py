@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 if (_ROOT / "ebbflow").is_dir():  # a checkout
     sys.path.insert(1, str(_ROOT))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ebbflow
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[1]  # the folders training, cost, infra, flows and configs are in it
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]  # the folder `ebbflow`
 IMPORT_ROOT = Path(ebbflow.__file__).resolve().parents[1]  # on sys.path, `import ebbflow` works
 INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
 _PROJECT_VARIABLE = "EBBFLOW_PROJECT"
@@ -29,7 +29,7 @@ def _find_project() -> Path:
     """
     if given := os.environ.get(_PROJECT_VARIABLE):
         return Path(given).absolute()
-    here, is_checkout = Path(os.environ.get("PWD", "/")), PACKAGE_ROOT == IMPORT_ROOT
+    here, is_checkout = Path(os.environ.get("PWD", "/")), (IMPORT_ROOT / "setup.cfg").is_file()
     with contextlib.suppress(OSError):  # the directory was deleted
         here = Path.cwd()
     return here if INSTALLED or (is_checkout and not here.is_relative_to(IMPORT_ROOT)) else IMPORT_ROOT
