@@ -1,1 +1,4 @@
-"""Benchmarks, soaks and injected faults. They measure the product; no product package imports them."""
+"""Benchmarks, soaks and injected faults.
+
+They measure the product; no product package imports them.
+"""

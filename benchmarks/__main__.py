@@ -1,4 +1,6 @@
-"""`python -m benchmarks training|gpu|soak|money|diagnose|page …`: measure what docs/benchmarks.md reports."""
+"""`python -m benchmarks training|gpu|soak|money|diagnose|page …`: measure what docs/benchmarks.md
+reports.
+"""
 
 from __future__ import annotations
 

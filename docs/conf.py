@@ -16,5 +16,6 @@ html_copy_source = False
 html_show_copyright = False
 # Blocks without a language are output of a terminal, not code.
 highlight_language = "none"
-# Headings of up to this level are link targets. A link to a missing one is a warning, at which `make docs` fails.
+# Headings of up to this level are link targets. A link to a missing one is a warning, at which
+# `make docs` fails.
 myst_heading_anchors = 4

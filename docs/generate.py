@@ -1,4 +1,7 @@
-"""Write the pages of the reference that follow from the code: `python docs/generate.py`. A test compares them."""
+"""Write the pages of the reference that follow from the code:
+
+`python docs/generate.py`. A test compares them.
+"""
 
 import json
 import sys
@@ -22,14 +25,21 @@ def keys_page() -> str:
     parts = [HEAD, "## Top level\n", _table("", top)]
     for name, node in tree.items():
         if "properties" in node:
-            parts += [f"## {name}\n", f"{node.get('description', '')}\n", _table(f"{name}.", node["properties"])]
+            parts += [
+                f"## {name}\n",
+                f"{node.get('description', '')}\n",
+                _table(f"{name}.", node["properties"]),
+            ]
     return "\n".join(parts)
 
 
 def _table(prefix: str, nodes: dict[str, Any]) -> str:
     rows = ["| key | type | default | what it does |", "|---|---|---|---|"]
     for key, node in _leaves(prefix, nodes):
-        default = json.dumps(node["default"]) if "default" in node else "required"
+        if "default" in node:
+            default = json.dumps(node["default"])
+        else:
+            default = "required"
         cells = (f"`{key}`", _type(node), f"`{default}`", node.get("description", ""))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
@@ -58,11 +68,16 @@ def _type(node: dict[str, Any]) -> str:
     if "enum" in node:
         return ", ".join(f"`{value}`" for value in node["enum"])
     kind = node.get("type", "any")
-    kind = " or ".join(kind) if isinstance(kind, list) else kind
+    if isinstance(kind, list):
+        kind = " or ".join(kind)
+    else:
+        kind = kind
     if kind == "array":
         return f"list of {_type(node['items'])}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return " ".join([kind, *(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)])
+    return " ".join(
+        [kind, *(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)]
+    )
 
 
 SYMPTOMS_HEAD = """# Symptoms, causes and fixes
@@ -120,18 +135,31 @@ def metrics_page() -> str:
 
     def rows(metrics: Any) -> list[str]:
         found = ["| name | type | labels | meaning |", "|---|---|---|---|"]
-        for one in metrics:
-            labels = ", ".join(f"`{label}`" for label in one.labels) or "-"
-            found.append(f"| `{one.name}` | {one.kind.value} | {labels} | {one.help.removesuffix('.')} |")
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
+            found.append(
+                f"| `{metric.name}` | {metric.kind.value} | {labels} | "
+                f"{metric.help.removesuffix('.')} |"
+            )
         return [*found, ""]
 
-    recorded, alerts = (group["rules"] for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"])
-    parts = [METRICS_HEAD, *rows(NODE_METRICS), "## Of a whole job\n", "In `metrics.prom`. Constant label: `job`.\n"]
+    recorded, alerts = (
+        group["rules"] for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    )
+    parts = [
+        METRICS_HEAD,
+        *rows(NODE_METRICS),
+        "## Of a whole job\n",
+        "In `metrics.prom`. Constant label: `job`.\n",
+    ]
     parts += [*rows(JOB_METRICS), "## Recorded series\n", "| series | expression |", "|---|---|"]
     parts += [f"| `{rule['record']}` | `{rule['expr']}` |" for rule in recorded]
     parts.append("\n## Alerts\n\nThe text below each alert says what to do.\n")
     for rule in alerts:
-        lasting = f" for {rule['for']}" if "for" in rule else ""
+        if "for" in rule:
+            lasting = f" for {rule['for']}"
+        else:
+            lasting = ""
         fires = f"`{rule['expr']}`{lasting}. Severity: {rule['labels']['severity']}."
         parts += [f"### {rule['alert']}\n", fires + "\n", rule["annotations"]["description"] + "\n"]
     return "\n".join(parts).rstrip() + "\n"

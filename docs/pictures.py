@@ -1,7 +1,9 @@
 """Take the pictures of the pages: `make pictures` writes docs/images/*.png (needs chromium).
 
-Each answers a question, and is of a real run. report.png: what did an interruption cost? live.png: is a stop safe?
-forecast.png: when does the job end, and for how much? slow-rank.png: which rank is slow? failure.png: why did it fail?
+Each answers a question, and is of a real run. report.png: what did an interruption cost? live.png:
+is a stop safe?
+forecast.png: when does the job end, and for how much? slow-rank.png: which rank is slow?
+    failure.png: why did it fail?
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 _IMAGES = ROOT / "docs" / "images"
 _WIDTH = 1000
-# The example job, in which rank 1 sleeps 60 ms in each step, or meets a drawing that it cannot read.
-_TROUBLED = ("--config", "examples/shapes.yaml", "--set", "workload=tests.support.troubled_shapes:TroubledShapes")
+# The example job, in which rank 1 sleeps 60 ms in each step, or meets a drawing that it cannot
+# read.
+_TROUBLED = (
+    "--config",
+    "examples/shapes.yaml",
+    "--set",
+    "workload=tests.support.troubled_shapes:TroubledShapes",
+)
 _HALF = re.compile(r"Running: [0-9,]+ of [0-9,]+ steps \((4[5-9]|5[0-9]) %\)")
 
 
@@ -29,25 +37,48 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        own = {"EBBFLOW_RUNS": f"{folder}/runs", "METAFLOW_DATASTORE_SYSROOT_LOCAL": f"{folder}/metaflow"}
-        words = [sys.executable, "flows/train_flow.py", "run", "--set", f"store={folder}/store", *sys.argv[1:]]
+        own = {
+            "EBBFLOW_RUNS": f"{folder}/runs",
+            "METAFLOW_DATASTORE_SYSROOT_LOCAL": f"{folder}/metaflow",
+        }
+        words = [
+            sys.executable,
+            "flows/train_flow.py",
+            "run",
+            "--set",
+            f"store={folder}/store",
+            *sys.argv[1:],
+        ]
 
         def start(job: str, *more: str) -> subprocess.Popen[bytes]:
             with open(folder / f"{job}.txt", "wb") as log:
                 return subprocess.Popen(
-                    [*words, "--job", job, *more], env={**os.environ, **own}, cwd=ROOT, stdout=log, stderr=log
+                    [*words, "--job", job, *more],
+                    env={**os.environ, **own},
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
                 )
 
-        def take(job: str, picture: str, *, page: str = "report.html", part: str = "", height: int = 1040) -> None:
+        def take(
+            job: str, picture: str, *, page: str = "report.html", part: str = "", height: int = 1040
+        ) -> None:
             """Take the page from its top, or from its element `part`."""
             browser.open((folder / "runs" / job / page).as_uri(), width=_WIDTH)
             if part == "#figure-usd":
                 browser.evaluate("document.querySelector('#axis input[value=seconds]').click()")
-            top = browser.evaluate(f"document.querySelector('{part}').getBoundingClientRect().top - 12") if part else 0
+            if part:
+                top = browser.evaluate(
+                    f"document.querySelector('{part}').getBoundingClientRect().top - 12"
+                )
+            else:
+                top = 0
             (_IMAGES / f"{picture}.png").write_bytes(browser.picture(top=int(top), height=height))
 
         with Browser(folder) as browser:
-            assert start("slow-rank", *_TROUBLED, "--set", "workload_options.slow=forward").wait() == 0
+            assert (
+                start("slow-rank", *_TROUBLED, "--set", "workload_options.slow=forward").wait() == 0
+            )
             take("slow-rank", "slow-rank", part="#ranks", height=300)
             assert start("failing", *_TROUBLED, "--set", "workload_options.bad=5000").wait() != 0
             take("failing", "failure", height=1400)

@@ -1,7 +1,8 @@
-"""The command `ebbflow compare CONFIG`: measure speed, memory and start-up of your model in each parallel mode.
+"""The command `ebbflow compare CONFIG`: measure speed, memory and start-up of your model in each
+parallel mode.
 
-On this machine, it trains a small copy of the job in each mode, in turn and several times, and resumes the copy
-from its commit. Importing this module does not import torch.
+On this machine, it trains a small copy of the job in each mode, in turn and several times, and
+resumes the copy from its commit. Importing this module does not import torch.
 """
 
 import argparse
@@ -18,7 +19,16 @@ from typing import Any
 from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, NODE_HEARTBEAT, PHASE, RESTORE, STEP, Event, LedgerClass, read_events
+from ebbflow.infra.events import (
+    COMMIT,
+    NODE_HEARTBEAT,
+    PHASE,
+    RESTORE,
+    STEP,
+    Event,
+    LedgerClass,
+    read_events,
+)
 from ebbflow.infra.grouping import sum_by_key
 from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
@@ -48,9 +58,9 @@ def compare_modes(
 ) -> dict[str, Any]:
     """Train a small copy of the job (`small_config`) in each mode, `rounds` times.
 
-    Returns:
-        For each mode, the median, lowest and highest value of each figure over the rounds, or the reason why the mode
-        is unsupported. The result also describes the machine and the measurement.
+    Returns: For each mode, the median, lowest and highest value of each figure over the rounds, or
+        the reason why the mode is unsupported. The result also describes the machine and the
+        measurement.
 
     Raises TrainingError and InfraError.
     """
@@ -60,7 +70,9 @@ def compare_modes(
     with tempfile.TemporaryDirectory(prefix="ebbflow-compare-", dir=parent) as name:
         folder = Path(name)
         small = small_config(config, store=folder / "store", steps=steps)
-        prepared = prepare_data(small, workload_context(small, Gang(), store=Store.open(small.store)))
+        prepared = prepare_data(
+            small, workload_context(small, Gang(), store=Store.open(small.store))
+        )
         found: dict[str, list[dict[str, float | None]]] = {mode: [] for mode in modes}
         refused: dict[str, str] = {}
         for number in range(rounds):
@@ -71,7 +83,9 @@ def compare_modes(
                 if mode in refused:
                     continue
                 found[mode].append(_measure(own, prepared, folder / f"{mode}-{number}", steps))
-                print(f"round {number + 1} of {rounds}: {mode} measured", file=sys.stderr, flush=True)
+                print(
+                    f"round {number + 1} of {rounds}: {mode} measured", file=sys.stderr, flush=True
+                )
         return {
             "kind": "measured",
             "nodes": small.cluster.nodes,
@@ -86,13 +100,16 @@ def compare_modes(
 
 def _refusal(config: RunConfig) -> str:
     gpu = config.cluster.device != "cpu" and bool(gpu_files()) and not gpus_hidden()
-    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    nodes = config.cluster.nodes
+    processes = config.cluster.processes_per_node
     assert isinstance(nodes, int) and isinstance(processes, int)
     layout = RankLayout(nodes * processes, processes, gpu)
     return "; ".join(map(str, find_unsupported_options(config, layout)))
 
 
-def _measure(config: RunConfig, prepared: dict, folder: Path, steps: int) -> dict[str, float | None]:
+def _measure(
+    config: RunConfig, prepared: dict, folder: Path, steps: int
+) -> dict[str, float | None]:
     folder.mkdir()
     job = folder.name
     run_to_end(local_spec(config, prepared, job=job, logs=folder / "logs"), folder / "first")
@@ -104,7 +121,9 @@ def _measure(config: RunConfig, prepared: dict, folder: Path, steps: int) -> dic
 
 def _figures(events: Sequence[Event], steps: int) -> dict[str, float | None]:
     first = [event for event in events if event.name == STEP and (event.step or 0) <= steps]
-    seconds = {event.step: sum(event.data["seconds"].values()) for event in first if event.rank == 0}
+    seconds = {
+        event.step: sum(event.data["seconds"].values()) for event in first if event.rank == 0
+    }
     tokens = sum_by_key((event.step, event.data["tokens"]) for event in first)
     warm = [step for step in seconds if step is not None and step > _WARM_UP_STEPS]
     ranks = len({event.rank for event in first})
@@ -120,18 +139,28 @@ def _figures(events: Sequence[Event], steps: int) -> dict[str, float | None]:
         "tokens_per_second": statistics.median(tokens[step] / seconds[step] for step in warm),
         "step_seconds": statistics.median(seconds[step] for step in warm),
         "rank_memory_bytes": None if memory is None else memory * nodes / ranks,
-        "commit_bytes": _median([event.data.get("bytes") for event in events if event.name == COMMIT]),
-        "commit_stall_seconds": _median([event.data.get("stall_seconds") for event in events if event.name == COMMIT]),
+        "commit_bytes": _median(
+            [event.data.get("bytes") for event in events if event.name == COMMIT]
+        ),
+        "commit_stall_seconds": _median(
+            [event.data.get("stall_seconds") for event in events if event.name == COMMIT]
+        ),
         "startup_seconds": starts[0] if starts else None,
         "restore_seconds": _median(
-            [event.data.get("seconds") for event in events if event.name == RESTORE and event.data.get("key")]
+            [
+                event.data.get("seconds")
+                for event in events
+                if event.name == RESTORE and event.data.get("key")
+            ]
         ),
     }
 
 
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    if known:
+        return statistics.median(known)
+    return None
 
 
 def _summarize(rounds: Sequence[dict[str, float | None]]) -> dict[str, dict[str, float] | None]:
@@ -139,25 +168,39 @@ def _summarize(rounds: Sequence[dict[str, float | None]]) -> dict[str, dict[str,
     for name in _FIGURES:
         known = [value for each in rounds if (value := each[name]) is not None]
         middle = _median(known)
-        summary[name] = None if middle is None else {"median": middle, "low": min(known), "high": max(known)}
+        if middle is None:
+            summary[name] = None
+        else:
+            summary[name] = {"median": middle, "low": min(known), "high": max(known)}
     return summary
 
 
 def format_comparison(found: dict[str, Any]) -> str:
-    """Format a comparison as a table of medians, with the lowest and highest value of the rounds in brackets."""
+    """Format a comparison as a table of medians, with the lowest and highest value of the rounds in
+    brackets.
+    """
     shape = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['steps']} steps"
-    lines = [f"measured on this machine: {shape}, medians of {found['rounds']} rounds, low–high in brackets"]
+    lines = [
+        f"measured on this machine: {shape}, medians of {found['rounds']} rounds, low–high in "
+        "brackets"
+    ]
     for mode, figures in found["modes"].items():
         if isinstance(figures, str):
             lines.append(f"{mode}: not supported: {figures}")
             continue
         lines.append(mode)
         for name, pattern in _FIGURES.items():
-            value, scale = figures[name], _MIB if name.endswith("bytes") else 1
+            value = figures[name]
+            if name.endswith("bytes"):
+                scale = _MIB
+            else:
+                scale = 1
             if value is None:
                 text = "unknown"
             else:
-                middle, low, high = (pattern.format(value[each] / scale) for each in ("median", "low", "high"))
+                middle, low, high = (
+                    pattern.format(value[each] / scale) for each in ("median", "low", "high")
+                )
                 text = f"{middle}  ({low}–{high})"
             lines.append(f"  {name.removesuffix('_bytes').replace('_', ' '):22} {text}")
     return "\n".join(lines)
@@ -166,12 +209,26 @@ def format_comparison(found: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="ebbflow compare", description="Measure one's own model in each parallel mode, on this machine."
+        prog="ebbflow compare",
+        description="Measure one's own model in each parallel mode, on this machine.",
     )
     parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_layers=2")
-    parser.add_argument("--modes", default=",".join(MODES), metavar="MODES", help=f"some of {', '.join(MODES)} (all)")
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"of each run ({DEFAULT_STEPS})")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override, model.num_layers=2",
+    )
+    parser.add_argument(
+        "--modes",
+        default=",".join(MODES),
+        metavar="MODES",
+        help=f"some of {', '.join(MODES)} (all)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=DEFAULT_STEPS, help=f"of each run ({DEFAULT_STEPS})"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each mode (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args(arguments)
@@ -179,7 +236,10 @@ def main(arguments: list[str]) -> int:
     if unknown := [mode for mode in modes if mode not in MODES]:
         parser.error(f"--modes {given.modes}: {unknown[0]!r} is none of {', '.join(MODES)}")
     if given.steps < 2 * _WARM_UP_STEPS or given.rounds < 1:
-        parser.error(f"at least --steps {2 * _WARM_UP_STEPS}, of which {_WARM_UP_STEPS} are warm-up, and --rounds 1")
+        parser.error(
+            f"at least --steps {2 * _WARM_UP_STEPS}, of which {_WARM_UP_STEPS} are warm-up, and "
+            "--rounds 1"
+        )
     config = load_config(given.config, given.set, project_root=PROJECT_ROOT).config
     found = compare_modes(config, modes, steps=given.steps, rounds=given.rounds)
     if given.json is not None:

@@ -1,4 +1,7 @@
-"""Copies of a script's folder for `ebbflow doctor`. Large files are links to the originals until the script writes."""
+"""Copies of a script's folder for `ebbflow doctor`.
+
+Large files are links to the originals until the script writes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ _MOST_BYTES = 8 << 20  # of a file that is copied
 _ALL_BYTES = 256 << 20
 _MOST_ENTRIES = 10_000  # of files in all; a folder that would exceed it becomes one link
 _LEFT_OUT = {".git", "runs", ".venv", "__pycache__"}
-_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+_CHANGES = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+}
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
@@ -20,23 +31,28 @@ def copy_folder(source: Path, target: Path) -> None:
 
     Files of the upper folders are copied first, because the script and its modules are among them.
     """
-    copied, count, folders = 0, 0, [(source, target)]
+    copied = 0
+    count = 0
+    folders = [(source, target)]
     for folder, to in folders:
         with os.scandir(folder) as found:
-            entries = sorted((one for one in found if one.name not in _LEFT_OUT), key=lambda one: one.name)
+            entries = sorted(
+                (one for one in found if one.name not in _LEFT_OUT), key=lambda one: one.name
+            )
         if folder != source and count + len(entries) > _MOST_ENTRIES:
             to.symlink_to(folder)
             continue
         to.mkdir(parents=True)
         count += len(entries)
-        for one in entries:
-            path, new = Path(one.path), to / one.name
-            if one.is_symlink():
+        for entry in entries:
+            path = Path(entry.path)
+            new = to / entry.name
+            if entry.is_symlink():
                 new.symlink_to(_place_of(path, source, target))
-            elif one.is_dir():
+            elif entry.is_dir():
                 folders.append((path, new))
-            elif one.is_file():
-                size = one.stat().st_size
+            elif entry.is_file():
+                size = entry.stat().st_size
                 if size <= _MOST_BYTES and copied + size <= _ALL_BYTES:
                     shutil.copy2(path, new)
                     copied += size
@@ -45,17 +61,22 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def _place_of(link: Path, source: Path, target: Path) -> Path:
-    """Return where the copy of a link points: into the copy if the original points into its own folder."""
+    """Return where the copy of a link points: into the copy if the original points into its own
+    folder.
+    """
     place = Path(os.path.normpath(link.parent.resolve() / os.readlink(link)))
     inside = place.is_relative_to(source) and not _LEFT_OUT & set(place.relative_to(source).parts)
-    return target / place.relative_to(source) if inside else place
+    if inside:
+        return target / place.relative_to(source)
+    return place
 
 
 def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
-    """Replace links on the way to a path of the copy, so that a script that writes there keeps the originals intact.
+    """Replace links on the way to a path of the copy, so that a script that writes there keeps the
+    originals intact.
 
-    Args:
-        emptied: the script is about to replace the content of the file, so that it need not be copied.
+    Args: emptied: the script is about to replace the content of the file, so that it need not be
+        copied.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         return
@@ -79,7 +100,8 @@ def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
 
 
 def detach_before(copy: Path, event: str, given: tuple[Any, ...]) -> None:
-    """Take an audit event, and detach what the script is about to write, or the folder that it is about to change.
+    """Take an audit event, and detach what the script is about to write, or the folder that it is
+    about to change.
 
     A removed or replaced link leaves its original as it is. Only the folders above it are detached.
     """

@@ -1,7 +1,10 @@
-"""Tracer of a script that `ebbflow doctor` examines. It writes what each optimizer step begins with, in JSON lines.
+"""Tracer of a script that `ebbflow doctor` examines.
 
-A record has digests of the batch, the random states, the weights, the buffers, and all variables that hold an object
-with state, such as a scheduler or an iterator; and the numbers among the variables.
+It writes what each optimizer step begins with, in JSON lines.
+
+A record has digests of the batch, the random states, the weights, the buffers, and all variables
+that hold an object with state, such as a scheduler or an iterator; and the numbers among the
+variables.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ def run_traced(
             os.dup2(target, stream)
         os.chdir(script.parent)
         tracer = Tracer(traces, int(os.environ.get("RANK", "0")), steps, script.parent)
-        os.environ |= {"EBBFLOW__STORE": f"{os.getcwd()}/runs", "EBBFLOW__CHECKPOINT__INTERVAL": "steps"}
+        os.environ |= {
+            "EBBFLOW__STORE": f"{os.getcwd()}/runs",
+            "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
+        }
         os.environ["EBBFLOW__CHECKPOINT__INTERVAL_STEPS"] = "3"
         torch.manual_seed(seed)
         random.seed(seed)
@@ -56,7 +62,8 @@ def run_traced(
             importlib.import_module("numpy").random.seed(seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         tracer.install()
-        sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent)
+        sys.argv = [str(script), *arguments]
+        sys.path[0] = str(script.parent)
         runpy.run_path(str(script), run_name="__main__")
     except BaseException:
         traceback.print_exc()
@@ -70,12 +77,17 @@ class Tracer:
 
     def __init__(self, traces: list[Path], rank: int, steps: int, folder: Path) -> None:
         self._trace = open(traces[rank], "w")  # noqa: SIM115
-        self._traces, self._last, self._folder = traces, steps, f"{folder}{os.sep}"
-        self._copy, self._step, self._record = folder, 0, {}
+        self._traces = traces
+        self._last = steps
+        self._folder = f"{folder}{os.sep}"
+        self._copy = folder
+        self._step = 0
+        self._record = {}
         self._optimizer: Any = None
         self._model: Any = None
         self._saved = -1
-        self._loaded, self._files = "", set[str]()
+        self._loaded = ""
+        self._files = set[str]()
         self._process = os.getpid()
 
     def install(self) -> None:
@@ -83,12 +95,16 @@ class Tracer:
         import torch
         import torch.distributed as dist
         from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         register_module_forward_pre_hook(self._forward)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
-        torch.save, torch.load = self._saving(torch.save), self._loading(torch.load)
+        torch.save = self._saving(torch.save)
+        torch.load = self._loading(torch.load)
         if importlib.util.find_spec("safetensors"):
             safetensors: Any = importlib.import_module("safetensors.torch")
             safetensors.save_file = self._detaching(safetensors.save_file)
@@ -102,7 +118,10 @@ class Tracer:
             dist.init_process_group = dist.distributed_c10d.init_process_group = join_on_cpu
 
     def _detaching(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that opens its file without an audit event. The file is its second argument."""
+        """Wrap a function that opens its file without an audit event.
+
+        The file is its second argument.
+        """
 
         def detached(*given: Any, **options: Any) -> Any:
             for path in (*given[1:2], options.get("f"), options.get("filename")):
@@ -117,7 +136,9 @@ class Tracer:
         def tell(*given: Any, **options: Any) -> Any:
             result = save(*given, **options)
             numbers = self._saved_numbers(given[0] if given else options.get("obj"))
-            self._write({"saved": self._step, "place": self._place(), "by": "save", "numbers": numbers})
+            self._write(
+                {"saved": self._step, "place": self._place(), "by": "save", "numbers": numbers}
+            )
             return result
 
         return tell
@@ -131,19 +152,33 @@ class Tracer:
         return tell
 
     def _saved_numbers(self, saved: Any) -> list[tuple[str, str]]:
-        """Return the integer variables whose value is in what is saved, each with a place of this value."""
+        """Return the integer variables whose value is in what is saved, each with a place of this
+        value.
+        """
         places = dict(_integers("", saved, _DEPTH))
         counters: dict[str, int] = {}
         for frame in self._frames():
             for name, value in self.variables(frame):
                 if type(value) is int:
                     counters.setdefault(name, value)
-        return [(name, path) for name, value in counters.items() for path, one in places.items() if one == value]
+        return [
+            (name, path)
+            for name, value in counters.items()
+            for path, one in places.items()
+            if one == value
+        ]
 
     def _on_open(self, event: str, given: tuple[Any, ...]) -> None:
-        """Take a binary file that the script writes for a save, unless it calls `torch.save` somewhere."""
+        """Take a binary file that the script writes for a save, unless it calls `torch.save`
+        somewhere.
+        """
         detach_before(self._copy, event, given)
-        if event != "open" or "b" not in str(given[1]) or "r" in str(given[1]) or os.getpid() != self._process:
+        if (
+            event != "open"
+            or "b" not in str(given[1])
+            or "r" in str(given[1])
+            or os.getpid() != self._process
+        ):
             return
         if os.path.abspath(str(given[0])).startswith(self._folder) and self._step:
             self._write({"saved": self._step, "place": self._place(), "by": "open"})
@@ -151,7 +186,9 @@ class Tracer:
     def _place(self) -> str:
         """Return file and line of the innermost call in the script's folder."""
         frame = next(self._frames(), None)
-        return "" if frame is None else f"{self._name_of(frame)}:{frame.f_lineno}"
+        if frame is None:
+            return ""
+        return f"{self._name_of(frame)}:{frame.f_lineno}"
 
     def _frames(self) -> Iterator[FrameType]:
         frame: FrameType | None = sys._getframe(1)
@@ -174,7 +211,8 @@ class Tracer:
             return
         self._model = self._model or module
         rng = {"torch": digest(torch.get_rng_state()), "random": digest(random.getstate())}
-        if (numpy := sys.modules.get("numpy")) is not None:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
             rng["numpy"] = digest(numpy.random.get_state())
         self._record = {"batch": digest(inputs), "rng": rng}
         self._record["buffers"] = digest(dict(self._model.named_buffers()))
@@ -200,9 +238,16 @@ class Tracer:
                 if id(value) not in known:
                     values.append(value)
                     state = weights.state_of(value)
-                    kind = "dict" if isinstance(value, Mapping) else type(value).__name__
-                    known[id(value)] = None if state is None else (kind, digest(state), len(values))
-                if (entry := known[id(value)]) is not None:
+                    if isinstance(value, Mapping):
+                        kind = "dict"
+                    else:
+                        kind = type(value).__name__
+                    if state is None:
+                        known[id(value)] = None
+                    else:
+                        known[id(value)] = (kind, digest(state), len(values))
+                entry = known[id(value)]
+                if entry is not None:
                     objects.setdefault(name, entry)
         return {"params": digest(trained), "objects": objects, "counters": counters}
 
@@ -214,7 +259,9 @@ class Tracer:
             level = [member for name, value in level for member in self._members(name, value)]
 
     def _members(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """Return the attributes of an object of the script's own classes, or what a list or dict holds, by name."""
+        """Return the attributes of an object of the script's own classes, or what a list or dict
+        holds, by name.
+        """
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             found = [(f"{name}[{number}]", one) for number, one in enumerate(value[:_MOST_MEMBERS])]
         elif type(value) is dict and not name.startswith("__"):
@@ -224,19 +271,30 @@ class Tracer:
             path = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
             if not path.startswith(self._folder) or is_stateful(value):
                 return []
-            return [(f"{name}.{key}", one) for key, one in list(getattr(value, "__dict__", {}).items())]
-        return [(key, one) for key, one in found if not isinstance(one, str | float) and not _is_tensor(one)]
+            return [
+                (f"{name}.{key}", one) for key, one in list(getattr(value, "__dict__", {}).items())
+            ]
+        return [
+            (key, one)
+            for key, one in found
+            if not isinstance(one, str | float) and not _is_tensor(one)
+        ]
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         if optimizer is not self._optimizer:
             return
-        self._step, self._record = self._step + 1, {}
+        self._step = self._step + 1
+        self._record = {}
         job = getattr(sys.modules.get("ebbflow.training.attached_job"), "current", None)
         if job is not None and job._saved_step != self._saved:
             self._saved = job._saved_step
             self._write({"saved": self._step, "place": "", "by": "attach"})
         if self._step >= self._last:
-            end = {"params": digest(_trained(optimizer)), "counters": {}, "files": sorted(self._files)}
+            end = {
+                "params": digest(_trained(optimizer)),
+                "counters": {},
+                "files": sorted(self._files),
+            }
             self._write(end | {"loaded": self._loaded})
             self._wait_for_ranks(job)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -246,11 +304,15 @@ class Tracer:
 
         Otherwise a rank could be killed before the step that another one has taken.
         """
-        limit, own = time.monotonic() + _SETTLE_SECONDS, Path(f"{self._trace.name}.ended")
+        limit = time.monotonic() + _SETTLE_SECONDS
+        own = Path(f"{self._trace.name}.ended")
         while job is not None and job._saver.busy and time.monotonic() < limit:
             time.sleep(0.01)
         own.touch()
-        while not all(Path(f"{one}.ended").exists() for one in self._traces) and time.monotonic() < limit:
+        while (
+            not all(Path(f"{trace}.ended").exists() for trace in self._traces)
+            and time.monotonic() < limit
+        ):
             time.sleep(0.01)
 
 
@@ -259,7 +321,10 @@ def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
     if type(value) is int:
         yield path, value
     elif depth and isinstance(value, Mapping | list | tuple):
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        if isinstance(value, Mapping):
+            pairs = value.items()
+        else:
+            pairs = enumerate(value)
         for key, one in list(pairs)[:_MOST_MEMBERS]:
             yield from _integers(f"{path}/{key}", one, depth - 1)
     elif depth and not callable(value) and type(value).__module__ == "__main__":
@@ -277,14 +342,17 @@ class TrainedWeights:
         self._torch = sys.modules["torch"]
         self._ids = {id(one) for one in trained}
         self._shapes = Counter(tuple(one.shape) for one in trained)
-        self._names = set() if model is None else {name.removeprefix("module.") for name in model.state_dict()}
+        if model is None:
+            self._names = set()
+        else:
+            self._names = {name.removeprefix("module.") for name in model.state_dict()}
         own = [one for weight in trained for one in (weight, weight.grad) if one is not None]
         self._storages = {_address(one) for one in own}
 
     def state_of(self, value: Any) -> Any:
         """Return the state of an object that a resume must restore, or None if it has none."""
         if isinstance(value, self._torch.nn.Module):
-            own = [id(one) for one in value.parameters()]
+            own = [id(parameter) for parameter in value.parameters()]
             if not own or any(one in self._ids for one in own):
                 return None
         if is_stateful(value):
@@ -293,23 +361,38 @@ class TrainedWeights:
             except Exception:  # such as that of a loader that has not been iterated
                 return None
             # Without the learning rate, which scripts set anew in each step.
-            return state["state"] or state if isinstance(value, self._torch.optim.Optimizer) else state
+            if isinstance(value, self._torch.optim.Optimizer):
+                return state["state"] or state
+            return state
         if callable(getattr(value, "set_epoch", None)):
             return getattr(value, "epoch", 0), getattr(value, "seed", 0)
         if isinstance(value, Mapping | list | tuple):
-            return value if self._has_copies(value) else None
+            if self._has_copies(value):
+                return value
+            return None
         if type(value).__name__ != "Generator":
             return None
-        return value.get_state() if hasattr(value, "get_state") else value.bit_generator.state
+        if hasattr(value, "get_state"):
+            return value.get_state()
+        return value.bit_generator.state
 
     def _has_copies(self, value: Any) -> bool:
         """Return whether a dict or list holds copies of weights, such as their moving averages."""
         parts = list(value.values() if isinstance(value, Mapping) else value)
-        if not parts or not all(map(_is_tensor, parts)) or any(_address(one) in self._storages for one in parts):
+        if (
+            not parts
+            or not all(map(_is_tensor, parts))
+            or any(_address(part) in self._storages for part in parts)
+        ):
             return False
-        if isinstance(value, Mapping) and {str(name).removeprefix("module.") for name in value} <= self._names:
+        if (
+            isinstance(value, Mapping)
+            and {str(name).removeprefix("module.") for name in value} <= self._names
+        ):
             return True
-        return self._shapes <= Counter(tuple(one.shape) for one in parts if one.is_floating_point())
+        return self._shapes <= Counter(
+            tuple(part.shape) for part in parts if part.is_floating_point()
+        )
 
 
 def is_stateful(value: Any) -> bool:

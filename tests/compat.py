@@ -1,7 +1,9 @@
-"""`make compat`: a short gang job on the oldest and on the newest supported pair of torch and Python.
+"""`make compat`: a short gang job on the oldest and on the newest supported pair of torch and
+Python.
 
-Each pair trains a small job twice: once uninterrupted, and once with a rank killed after a commit, so that the job
-resumes. Losses, samples and weights of the two must be equal, bit for bit (`ebbflow certify`).
+Each pair trains a small job twice: once uninterrupted, and once with a rank killed after a commit,
+so that the job resumes. Losses, samples and weights of the two must be equal, bit for bit
+(`ebbflow certify`).
 """
 
 from __future__ import annotations
@@ -19,28 +21,41 @@ from pathlib import Path
 
 PAIRS = (("3.11", "2.7.0"), ("3.13", "2.13.0"))  # of Python and torch
 _ROOT = Path(__file__).resolve().parents[1]
-_INSTALL_SECONDS, _JOB_SECONDS = 3600.0, 900.0
+_INSTALL_SECONDS = 3600.0
+_JOB_SECONDS = 900.0
 _STEPS = "14"
 _SETTINGS = ("cluster.nodes=1", "cluster.processes_per_node=2")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if the job holds on every pair; the last lines are a table of the results."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compat", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.compat", description=str(__doc__).splitlines()[0]
+    )
     pairs = " ".join(f"{python}:{torch}" for python, torch in PAIRS)
-    parser.add_argument("pairs", nargs="*", metavar="PYTHON:TORCH", help=f"versions to install and try ({pairs})")
     parser.add_argument(
-        "--python", action="append", default=[], metavar="FILE", help="interpreter of an environment that is complete"
+        "pairs", nargs="*", metavar="PYTHON:TORCH", help=f"versions to install and try ({pairs})"
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="interpreter of an environment that is complete",
     )
     given = parser.parse_args(arguments)
-    chosen = [tuple(pair.split(":", 1)) for pair in given.pairs] or ([] if given.python else list(PAIRS))
+    chosen = [tuple(pair.split(":", 1)) for pair in given.pairs] or (
+        [] if given.python else list(PAIRS)
+    )
     if any(len(pair) != 2 for pair in chosen):
         parser.error("a pair is PYTHON:TORCH, such as 3.11:2.7.0")
     results = [(python, _try_job(Path(python).absolute())) for python in given.python]
     for python, torch in chosen:
         with tempfile.TemporaryDirectory(prefix=f"compat-{python}-{torch}-") as folder:
             problem = make_environment(Path(folder), python, torch)
-            results.append((f"{python}:{torch}", problem or _try_job(Path(folder, "bin", "python"))))
+            results.append(
+                (f"{python}:{torch}", problem or _try_job(Path(folder, "bin", "python")))
+            )
     for name, result in results:
         print(f"{name}: {result}")
     return int(any(not result.startswith("holds") for _, result in results))
@@ -50,10 +65,24 @@ def make_environment(folder: Path, python: str, torch: str) -> str:
     """Install the requirements with one release of torch. Return why that failed, or ""."""
     found = shutil.which(f"python{python}")
     if found is None:
-        return f"failed: python{python} is not on PATH; fix: install it, or name an interpreter with --python"
-    lines = [line.partition("#")[0].strip() for line in (_ROOT / "requirements.txt").read_text().splitlines()]
+        return (
+            f"failed: python{python} is not on PATH; fix: install it, or name an interpreter "
+            "with --python"
+        )
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (_ROOT / "requirements.txt").read_text().splitlines()
+    ]
     others = [line for line in lines if line and not re.match(r"torch\b", line)]
-    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", f"torch=={torch}", *others]
+    install = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        f"torch=={torch}",
+        *others,
+    ]
     for command in ([found, "-m", "venv", str(folder)], install):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS)
         if done.returncode != 0:
@@ -64,9 +93,24 @@ def make_environment(folder: Path, python: str, torch: str) -> str:
 def _try_job(python: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="compat-job-") as folder:
         certificate = Path(folder, "certificate.json")
-        command = [str(python), "-m", "ebbflow.training", "certify", str(_ROOT / "ebbflow/configs" / "laptop.yaml")]
+        command = [
+            str(python),
+            "-m",
+            "ebbflow.training",
+            "certify",
+            str(_ROOT / "ebbflow/configs" / "laptop.yaml"),
+        ]
         command += [part for setting in _SETTINGS for part in ("--set", setting)]
-        command += ["--steps", _STEPS, "--only", "a rank is killed", "--json", str(certificate), "--folder", folder]
+        command += [
+            "--steps",
+            _STEPS,
+            "--only",
+            "a rank is killed",
+            "--json",
+            str(certificate),
+            "--folder",
+            folder,
+        ]
         try:
             done = subprocess.run(
                 command,
@@ -79,23 +123,36 @@ def _try_job(python: Path) -> str:
         except subprocess.TimeoutExpired:
             return f"failed: the job took more than {_JOB_SECONDS:g} s"
         if not certificate.exists():
-            return f"failed: exit code {done.returncode}: {(done.stdout + done.stderr).strip()[-1500:]}"
+            return (
+                f"failed: exit code {done.returncode}: "
+                f"{(done.stdout + done.stderr).strip()[-1500:]}"
+            )
         found = json.loads(certificate.read_text())
     return describe_certificate(found, _versions(python))
 
 
 def describe_certificate(found: dict, versions: str) -> str:
-    """Describe the result in one line, which begins with "holds" only if a resumed run was equal to the other."""
+    """Describe the result in one line, which begins with "holds" only if a resumed run was equal to
+    the other.
+    """
     (killed,) = found["interruptions"]
     resumed = ", ".join(map(str, killed["resumed_from"]))
     if found["holds"] and resumed:
-        return f"holds: {versions}: {found['steps']} steps, rank killed, resumed at step {resumed}, equal bit for bit"
+        return (
+            f"holds: {versions}: {found['steps']} steps, rank killed, resumed at step {resumed}, "
+            "equal bit for bit"
+        )
     return f"failed: {versions}: {'; '.join(killed['differences']) or 'the job was never resumed'}"
 
 
 def _versions(python: Path) -> str:
-    code = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
-    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=300).stdout.strip()
+    code = (
+        "import platform, torch; print(f'Python {platform.python_version()}, torch "
+        "{torch.__version__}')"
+    )
+    return subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, timeout=300
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Shared set-up of all tests: the interpreter's folder on PATH, and nothing of the user's environment."""
+"""Shared set-up of all tests: the interpreter's folder on PATH, and nothing of the user's
+environment.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,24 @@ from hypothesis import settings
 
 from tests.support.swift import swift  # noqa: F401 - one server for all tests that ask for it
 
-# The suite behaves the same on a workstation with GPUs: neither the tests nor the processes that they start see one.
+# The suite behaves the same on a workstation with GPUs: neither the tests nor the processes that
+# they start see one.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# Two tests share the cores at a time. Threads that spin while they wait for a core of another test made single-rank
-# jobs use four times the CPU seconds. Read when torch loads; the number of threads stays that of a job.
+# Two tests share the cores at a time. Threads that spin while they wait for a core of another test
+# made single-rank jobs use four times the CPU seconds. Read when torch loads; the number of threads
+# stays that of a job.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A loaded machine is no failure: what has a time limit has pytest's. One commit gives one result, so examples are not
-# drawn anew in each run; `pytest --hypothesis-profile=explore` looks for new ones.
+# A loaded machine is no failure: what has a time limit has pytest's. One commit gives one result,
+# so examples are not drawn anew in each run; `pytest --hypothesis-profile=explore` looks for new
+# ones.
 settings.register_profile("ebbflow", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("ebbflow")
 
-# The suite may run under nohup (SIGHUP ignored) or in the background of a shell (SIGINT ignored), which every process
-# that a test starts would inherit.
+# The suite may run under nohup (SIGHUP ignored) or in the background of a shell (SIGINT ignored),
+# which every process that a test starts would inherit.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,7 +42,9 @@ if threading.current_thread() is threading.main_thread():
 def foreign_variables() -> list[str]:
     """Variables that a cluster or a shell happens to have set."""
     prefixes = ("METAFLOW_", "EBBFLOW_", "AWS_", "MF_PARALLEL_")
-    return [name for name in os.environ if name.startswith(prefixes) or name in {"RANK", "WORLD_SIZE"}]
+    return [
+        name for name in os.environ if name.startswith(prefixes) or name in {"RANK", "WORLD_SIZE"}
+    ]
 
 
 # Also for fixtures that several tests share, which are made before the fixture below is.
@@ -46,8 +53,8 @@ for _name in foreign_variables():
 os.environ["EBBFLOW_LIVE_PAGE"] = "0"  # a process beside each run; the tests of the page start it
 
 
-# Each process of tests imports everything: a fifth of that time went into looking for garbage, of which there is none,
-# and each full collection of a test would look through all of it again.
+# Each process of tests imports everything: a fifth of that time went into looking for garbage, of
+# which there is none, and each full collection of a test would look through all of it again.
 gc.disable()
 
 
@@ -63,4 +70,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in foreign_variables():
         monkeypatch.delenv(name)
     monkeypatch.setenv("EBBFLOW_LIVE_PAGE", "0")
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )

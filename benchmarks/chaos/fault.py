@@ -29,13 +29,17 @@ class Symptom(StrEnum):
 
     VERDICT = "verdict"  # fault_detected, which names the guilty; the job goes on from a commit
     OUTCOME = "outcome"  # the job ends with an outcome of its own, which names the guilty
-    NOTHING = "nothing"  # training goes on as if nothing were: whoever is killed for this is killed falsely
-    EITHER = "either"  # it goes on, or there is a verdict: what counts is that the weights are right in the end
+    # training goes on as if nothing were: whoever is killed for this is killed falsely
+    NOTHING = "nothing"
+    # it goes on, or there is a verdict: what counts is that the weights are right in the end
+    EITHER = "either"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """The target of one injection. number: of this injection in its job, for orders and their answers."""
+    """The target of one injection. number: of this injection in its job, for orders and their
+    answers.
+    """
 
     node: int
     rank: int
@@ -46,13 +50,16 @@ class Aim:
 class Fault:
     """One kind of fault.
 
-    inject: does it, and returns when it struck; None while that is not known yet (a rank will tell).
-    heal: undoes what outlives the gang. where: what the verdict's file and line must hold, "" where any will do, None
-    where there is no line to be had. reasons: of `ebbflow.infra.events.EndReason`, of which the verdict must give one;
+    inject: does it, and returns when it struck; None while that is not known yet (a rank will
+        tell).
+    heal: undoes what outlives the gang. where: what the verdict's file and line must hold, "" where
+    any will do, None where there is no line to be had. reasons: of
+    `ebbflow.infra.events.EndReason`, of which the verdict must give one;
     says: words that must be in it.
-    node_is_guilty: a node and not a rank is to be named. action: what ought to be done. limit_seconds: for the verdict.
-    place: where the job must live. missing: why else it cannot be done here, "" where it can. bare: bare torchrun can
-    be faced with it.
+    node_is_guilty: a node and not a rank is to be named. action: what ought to be done.
+        limit_seconds: for the verdict.
+    place: where the job must live. missing: why else it cannot be done here, "" where it can. bare:
+    bare torchrun can be faced with it.
     """
 
     kind: str
@@ -73,5 +80,7 @@ class Fault:
     bare: bool = True
 
     def refused(self) -> str:
-        """Why it cannot be done here, "" where it can; whether mounts of one's own are allowed is not asked."""
+        """Why it cannot be done here, "" where it can; whether mounts of one's own are allowed is
+        not asked.
+        """
         return self.missing() or self.place.missing()

@@ -1,4 +1,6 @@
-"""Faults that a rank commits itself: those of `--rehearse`, and some that only the chaos benchmarks inject."""
+"""Faults that a rank commits itself: those of `--rehearse`, and some that only the chaos benchmarks
+inject.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def long_regex() -> None:
 
 
 def memory_limit(mebibytes: int) -> None:
-    """Allocate more than the `mebibytes` that the process may still allocate then, which raises MemoryError."""
+    """Allocate more than the `mebibytes` that the process may still allocate then, which raises
+    MemoryError.
+    """
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * _MIB, hard))
@@ -37,7 +41,9 @@ def memory_balloon() -> None:
 
 
 def collect_garbage(objects: int) -> None:
-    """Create `objects` reference cycles and collect them, which pauses the interpreter for a second or two."""
+    """Create `objects` reference cycles and collect them, which pauses the interpreter for a second
+    or two.
+    """
     cycles: list[list] = []
     for _ in range(objects):
         cycle: list = []
@@ -47,7 +53,8 @@ def collect_garbage(objects: int) -> None:
     gc.collect()
 
 
-# Functions that are called before the batch of a step is read. The workload carries out `not_a_number`.
+# Functions that are called before the batch of a step is read. The workload carries out
+# `not_a_number`.
 HOOKS: dict[str, Callable[..., None]] = {
     hook.__name__: hook
     for hook in (

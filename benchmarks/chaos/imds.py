@@ -1,4 +1,6 @@
-"""EC2's metadata service on the loopback, as healthy or as broken as wanted, and changeable while it runs."""
+"""EC2's metadata service on the loopback, as healthy or as broken as wanted, and changeable while
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,24 @@ _RELEASE_SECONDS = 30.0
 
 
 class FakeMetadata:
-    """answers: what a GET of a path gives. token_status: of the PUT. hop_limit: answers to the PUT never arrive, as in
-    a container one hop too far. version_1: a GET needs no token. silent: nothing is ever answered.
+    """answers: what a GET of a path gives. token_status: of the PUT. hop_limit: answers to the PUT
+    never arrive, as in a container one hop too far. version_1: a GET needs no token. silent:
+    nothing is ever answered.
     asked: every request's method and path, in order.
     """
 
     def __init__(self, answers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.answers = dict(answers)
-        self.token, self.token_status = "a-token", 200
+        self.token = "a-token"
+        self.token_status = 200
         self.hop_limit = self.version_1 = self.silent = False
         self.asked: list[tuple[str, str]] = []
         self._released = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
         self._thread.start()
 
     @property
@@ -38,12 +44,16 @@ class FakeMetadata:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def interrupt(self, seconds: float, action: str = "terminate") -> None:
-        """The instance is to go in so many seconds, rounded up to whole ones as the service tells them."""
+        """The instance is to go in so many seconds, rounded up to whole ones as the service tells
+        them.
+        """
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds + 0.999))
         self.answers[INTERRUPTION_PATH] = json.dumps({"action": action, "time": moment})
 
     def recommend_rebalance(self) -> None:
-        self.answers[_REBALANCE] = json.dumps({"noticeTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+        self.answers[_REBALANCE] = json.dumps(
+            {"noticeTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        )
 
     def forget(self) -> None:
         """Another instance, of which nothing is said."""
@@ -59,7 +69,10 @@ class FakeMetadata:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -70,7 +83,10 @@ class FakeMetadata:
                 if fake.silent or fake.hop_limit:
                     fake._released.wait(_RELEASE_SECONDS)
                     return
-                wanted = self.path == _TOKEN_PATH and self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+                wanted = (
+                    self.path == _TOKEN_PATH
+                    and self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+                )
                 self._answer(fake.token_status if wanted else 400, fake.token)
 
             def do_GET(self) -> None:

@@ -1,7 +1,9 @@
-"""How a fault is ordered from outside and carried out inside a rank: one small file in, one small file out.
+"""How a fault is ordered from outside and carried out inside a rank: one small file in, one small
+file out.
 
-The rank looks once per step; where nothing is ordered that is one failed rename, about two microseconds. What it leaves
-behind says when and where it struck, so that the time to notice is counted from the fault and not from its order.
+The rank looks once per step; where nothing is ordered that is one failed rename, about two
+microseconds. What it leaves behind says when and where it struck, so that the time to notice is
+counted from the fault and not from its order.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """hook: name of what is to be done (`ebbflow.training.rehearse`). settings: its keyword arguments."""
+    """hook: name of what is to be done (`ebbflow.training.rehearse`). settings: its keyword
+    arguments.
+    """
 
     hook: str
     number: int
@@ -25,7 +29,9 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """When a fault happened: t_wall is Unix time, t_mono this machine's monotonic clock. step: -1 where unknown."""
+    """When a fault happened: t_wall is Unix time, t_mono this machine's monotonic clock. step: -1
+    where unknown.
+    """
 
     t_wall: float
     t_mono: float
@@ -38,7 +44,10 @@ class Strike:
 
 
 class Orders:
-    """One folder for one job: `give` from outside, `take` in the rank, which says with `strike` that it did."""
+    """One folder for one job:
+
+    `give` from outside, `take` in the rank, which says with `strike` that it did.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

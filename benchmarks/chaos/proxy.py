@@ -1,4 +1,6 @@
-"""A TCP proxy that can be told to misbehave: what lies between two agents when the network is at fault."""
+"""A TCP proxy that can be told to misbehave: what lies between two agents when the network is at
+fault.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Conduct(StrEnum):
 
 
 class FaultProxy:
-    """Listens on a free port of this machine and passes connections on to the first of `targets` that answers.
+    """Listens on a free port of this machine and passes connections on to the first of `targets`
+    that answers.
 
     Threads of its own carry the bytes; `close` ends them within a second.
     """
@@ -61,7 +64,9 @@ class FaultProxy:
                 client.close()
                 continue
             for source, sink in ((client, server), (server, client)):
-                thread = threading.Thread(target=self._carry, args=(source, sink), name="fault proxy", daemon=True)
+                thread = threading.Thread(
+                    target=self._carry, args=(source, sink), name="fault proxy", daemon=True
+                )
                 self._threads.append(thread)
                 thread.start()
 

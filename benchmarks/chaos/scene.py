@@ -1,4 +1,6 @@
-"""The gang that faults are done to: who its processes are, where its ranks stand, and how it is started again."""
+"""The gang that faults are done to: who its processes are, where its ranks stand, and how it is
+started again.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,18 @@ Alter = Callable[[GangSpec], GangSpec | None]
 
 
 class Scene:
-    """One job on this machine, started as often as needed; its ranks run `benchmarks.chaos.workload`.
+    """One job on this machine, started as often as needed; its ranks run
+    `benchmarks.chaos.workload`.
 
-    With more than one node, node 1 talks to node 0 through `proxy`, unless the place has a network of its own.
+    With more than one node, node 1 talks to node 0 through `proxy`, unless the place has a network
+    of its own.
     """
 
     def __init__(self, spec: GangSpec, folder: Path, orders: Orders, place: Place) -> None:
-        self.spec, self.folder, self.orders, self.place = spec, folder, orders, place
+        self.spec = spec
+        self.folder = folder
+        self.orders = orders
+        self.place = place
         self.store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
         self.output = folder / "output.log"
         self.starts = 0
@@ -38,13 +45,16 @@ class Scene:
         self._alter_next: Alter | None = None
 
     def tamper(self, alter: Alter) -> None:
-        """With the next start alone: what each node's spec is altered to; None: that node is never started."""
+        """With the next start alone: what each node's spec is altered to; None: that node is never
+        started.
+        """
         self._alter_next = alter
 
     def start(self) -> None:
         """The next attempt, as a scheduler would make it."""
         spec = replace(self.spec, attempt=self.starts)
-        alter, self._alter_next = self._alter_next or (lambda one: one), None
+        alter = self._alter_next or (lambda one: one)
+        self._alter_next = None
         if spec.nodes > 1 and self.place.proxied:
             ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
             self._close_proxy()
@@ -59,7 +69,9 @@ class Scene:
         )
 
     def _through_proxy(self, spec: GangSpec) -> GangSpec:
-        return spec if spec.node == 0 or self.proxy is None else replace(spec, candidate_ports=[self.proxy.port])
+        if spec.node == 0 or self.proxy is None:
+            return spec
+        return replace(spec, candidate_ports=[self.proxy.port])
 
     @property
     def running(self) -> bool:
@@ -69,7 +81,9 @@ class Scene:
     def beats(self) -> dict[int, HeartbeatReading]:
         """Where each rank of the newest generation stands; empty before there are any."""
         logs = Path(self.spec.log_folder)
-        folders = sorted((path for path in logs.glob("*") if any(path.glob("*.heartbeat"))), reverse=True)
+        folders = sorted(
+            (path for path in logs.glob("*") if any(path.glob("*.heartbeat"))), reverse=True
+        )
         if not folders:
             return {}
         found = {}

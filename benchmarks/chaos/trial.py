@@ -1,4 +1,6 @@
-"""One job under a list of faults: each is injected into a gang that steps and commits, and awaited until it is over."""
+"""One job under a list of faults: each is injected into a gang that steps and commits, and awaited
+until it is over.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Injection:
 
 @dataclass
 class Trial:
-    """What was done to one job, and how it ended. left: faults that its steps did not suffice for, or that could not be
-    done. missed: how often one was tried in vain."""
+    """What was done to one job, and how it ended. left: faults that its steps did not suffice for,
+    or that could not be done. missed: how often one was tried in vain."""
 
     injections: list[Injection] = field(default_factory=list)
     left: list[tuple[Fault, Aim]] = field(default_factory=list)
@@ -49,11 +51,13 @@ class Trial:
 
 
 def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str], None]) -> Trial:
-    """Inject all of `faults` one after the other, then let the job end. Nothing of it is alive on return.
+    """Inject all of `faults` one after the other, then let the job end.
 
-    A fault whose target was gone before it was struck is tried again. A gang that does not come to steady steps, or a
-    fault that cannot be done, ends the trial: it has no outcome, and its errors say why. What was found before still
-    counts.
+    Nothing of it is alive on return.
+
+    A fault whose target was gone before it was struck is tried again. A gang that does not come to
+    steady steps, or a fault that cannot be done, ends the trial: it has no outcome, and its errors
+    say why. What was found before still counts.
     """
     trial = Trial(most_starts=2 * len(faults) + _SPARE_STARTS)
     left = sorted(faults, key=lambda one: one[0].means is not Means.LAUNCH)
@@ -65,12 +69,17 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
             injection = inject(scene, fault, aim, trial)
             if injection is None:
                 if trial.missed >= _MISSES:
-                    raise GangError(f"{scene.spec.job}: {fault.kind} could not be done in {trial.missed} tries")
+                    raise GangError(
+                        f"{scene.spec.job}: {fault.kind} could not be done in {trial.missed} tries"
+                    )
                 continue
             left.pop(0)
             trial.missed = 0
             trial.injections.append(injection)
-            tell(f"{scene.spec.job}: {fault.kind} on {f'node {aim.node}' if fault.node_is_guilty else aim.rank}")
+            tell(
+                f"{scene.spec.job}: {fault.kind} on "
+                f"{f'node {aim.node}' if fault.node_is_guilty else aim.rank}"
+            )
         if trial.outcome is None:
             _to_the_end(scene, trial)
     except (GangError, InfraError) as error:
@@ -83,26 +92,32 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
 
 
 def await_steady_steps(scene: Scene, trial: Trial) -> bool:
-    """Wait until all ranks of a generation have taken some steps and a commit was made since the last fault; start
-    the gang as often as needed. False when the job came to its end before."""
-    before, limit = scene.newest_commit(), time.monotonic() + _STEADY_SECONDS
+    """Wait until all ranks of a generation have taken some steps and a commit was made since the
+    last fault; start the gang as often as needed. False when the job came to its end before."""
+    before = scene.newest_commit()
+    limit = time.monotonic() + _STEADY_SECONDS
     first: dict[int, tuple[int, int]] = {}
     while time.monotonic() < limit:
         if not scene.running:
             if not start_again(scene, trial):
                 return False
-            first, limit = {}, time.monotonic() + _STEADY_SECONDS
+            first = {}
+            limit = time.monotonic() + _STEADY_SECONDS
         beats = scene.beats()
         for rank, beat in beats.items():
             if beat.step > 0 and first.get(rank, (0, 0))[0] != beat.pid:
                 first[rank] = (beat.pid, beat.step)
-        here = [rank for rank, beat in beats.items() if rank in first and first[rank][0] == beat.pid]
+        here = [
+            rank for rank, beat in beats.items() if rank in first and first[rank][0] == beat.pid
+        ]
         moved = [beats[rank].step - first[rank][1] for rank in here]
         fresh = len(moved) == scene.spec.world_size and min(moved) >= _STEADY_STEPS
         if fresh and scene.newest_commit() != before:
             return True
         time.sleep(_LOOK_SECONDS)
-    raise GangError(f"{scene.spec.job}: no steady steps within {_STEADY_SECONDS:g} s, at {scene.beats()}")
+    raise GangError(
+        f"{scene.spec.job}: no steady steps within {_STEADY_SECONDS:g} s, at {scene.beats()}"
+    )
 
 
 def start_again(scene: Scene, trial: Trial) -> bool:
@@ -110,7 +125,10 @@ def start_again(scene: Scene, trial: Trial) -> bool:
     if scene.gang is not None:
         try:
             outcome = scene.gang.wait(1.0)
-        except (GangError, ValueError) as error:  # an agent that was killed while it wrote its result
+        except (
+            GangError,
+            ValueError,
+        ) as error:  # an agent that was killed while it wrote its result
             trial.errors.append(str(error))
         else:
             if outcome.outcome not in (Outcome.NON_FINITE, Outcome.INTERRUPTED):
@@ -118,14 +136,20 @@ def start_again(scene: Scene, trial: Trial) -> bool:
                 return False
             trial.errors.append(f"{outcome.outcome}: {outcome.message}")
     if scene.starts >= trial.most_starts:
-        raise GangError(f"{scene.spec.job}: started {scene.starts} times without an end; last: {trial.errors[-1:]}")
+        raise GangError(
+            f"{scene.spec.job}: started {scene.starts} times without an end; last: "
+            f"{trial.errors[-1:]}"
+        )
     scene.start()
     return True
 
 
 def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | None:
-    """None where its target was gone before it was struck, or nobody came to carry it out; the trial counts that."""
-    before, overdue = _generation(scene), False
+    """None where its target was gone before it was struck, or nobody came to carry it out; the
+    trial counts that.
+    """
+    before = _generation(scene)
+    overdue = False
     scene.orders.forget(aim.number)
     try:
         strike = fault.inject(scene, aim) or _await_strike(scene, aim)
@@ -141,7 +165,9 @@ def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | No
     finally:
         fault.heal(scene, aim)
     if overdue:
-        trial.errors.append(f"{fault.kind}: nothing came of it within {fault.limit_seconds + _PATIENCE_SECONDS:g} s")
+        trial.errors.append(
+            f"{fault.kind}: nothing came of it within {fault.limit_seconds + _PATIENCE_SECONDS:g} s"
+        )
         scene.close()
     return Injection(fault=fault, aim=aim, strike=strike, overdue=overdue)
 
@@ -153,7 +179,8 @@ def _generation(scene: Scene) -> set[int]:
 def _await_strike(scene: Scene, aim: Aim) -> Strike:
     limit = time.monotonic() + _STRIKE_SECONDS
     while time.monotonic() < limit:
-        if (strike := scene.orders.struck(aim.number)) is not None:
+        strike = scene.orders.struck(aim.number)
+        if strike is not None:
             return strike
         if not scene.running and scene.orders.withdraw(aim.rank):
             raise GangError(f"the gang ended before rank {aim.rank} came to it")

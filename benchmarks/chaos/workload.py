@@ -1,4 +1,7 @@
-"""The text model with a trap door: `workload: benchmarks.chaos.workload:Tormented`. Quiet while nothing is ordered."""
+"""The text model with a trap door:
+
+`workload: benchmarks.chaos.workload:Tormented`. Quiet while nothing is ordered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 
 
 class Tormented(TextWorkload):
-    """Options: orders (folder of `Orders`), step_seconds (the least that a step takes; 0: no padding)."""
+    """Options: orders (folder of `Orders`), step_seconds (the least that a step takes; 0: no
+    padding).
+    """
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
@@ -26,10 +31,12 @@ class Tormented(TextWorkload):
         self._poisoned = False
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
-        if (left := self._step_seconds - (time.monotonic() - self._began)) > 0:
+        left = self._step_seconds - (time.monotonic() - self._began)
+        if left > 0:
             time.sleep(min(left, self._step_seconds))
         self._began = time.monotonic()
-        if (order := self._orders.take(self._rank)) is not None:
+        order = self._orders.take(self._rank)
+        if order is not None:
             self._carry_out(order, step=cursor.first // self._batch_size + 1)
         return super().next_batch(model, cursor)
 

@@ -1,4 +1,6 @@
-"""What all lines of `ebbflow bench gpu` share: the sizes, the result of a measurement, and the configurations."""
+"""What all lines of `ebbflow bench gpu` share: the sizes, the result of a measurement, and the
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,40 @@ from ebbflow.infra.config.schema import ModelConfig, RunConfig
 if TYPE_CHECKING:
     from ebbflow.training.gang import Gang
 
-EXPECTED, LOW, HIGH, WRONG, NO_RANGE = "as expected", "below", "above", "WRONG", "no range"
+EXPECTED = "as expected"
+LOW = "below"
+HIGH = "above"
+WRONG = "WRONG"
+NO_RANGE = "no range"
 NOT_RUN = "not run"
 _NEVER = 10**9
 MODELS = {
     "tiny": ModelConfig(
-        hidden_size=32, num_layers=2, num_heads=2, sequence_length=32, vocab_size=256, tied_embeddings=True
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        sequence_length=32,
+        vocab_size=256,
+        tied_embeddings=True,
     ),
-    "18M": ModelConfig(hidden_size=512, num_layers=6, num_heads=8, sequence_length=1024, vocab_size=256),
+    "18M": ModelConfig(
+        hidden_size=512, num_layers=6, num_heads=8, sequence_length=1024, vocab_size=256
+    ),
     "124M": ModelConfig(
-        hidden_size=768, num_layers=12, num_heads=12, sequence_length=1024, vocab_size=50304, tied_embeddings=True
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        sequence_length=1024,
+        vocab_size=50304,
+        tied_embeddings=True,
     ),
     "1.3B": ModelConfig(
-        hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=50304, tied_embeddings=True
+        hidden_size=2048,
+        num_layers=24,
+        num_heads=16,
+        sequence_length=2048,
+        vocab_size=50304,
+        tied_embeddings=True,
     ),
 }
 
@@ -47,16 +70,22 @@ class Row:
 
 
 def judge(value: float, low: float | None, high: float | None) -> str:
-    """Return the verdict of a value whose expected range is `low` to `high`; None: no limit on that side."""
+    """Return the verdict of a value whose expected range is `low` to `high`; None: no limit on that
+    side.
+    """
     if low is None and high is None:
         return NO_RANGE
     if low is not None and value < low:
         return LOW
-    return HIGH if high is not None and value > high else EXPECTED
+    if high is not None and value > high:
+        return HIGH
+    return EXPECTED
 
 
 def verdict(right: bool) -> str:
-    return EXPECTED if right else WRONG
+    if right:
+        return EXPECTED
+    return WRONG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +106,42 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        name="tiny", models=("tiny",), job_model="tiny", job_steps=12, steps=4, rounds=1, hang_seconds=3.0,
-        save_steps=4, copy_bytes=2**24, text_bytes=60_000,
+        name="tiny",
+        models=("tiny",),
+        job_model="tiny",
+        job_steps=12,
+        steps=4,
+        rounds=1,
+        hang_seconds=3.0,
+        save_steps=4,
+        copy_bytes=2**24,
+        text_bytes=60_000,
     ),
     "quick": Size(
-        name="quick", models=("124M",), job_model="18M", job_steps=60, steps=10, rounds=2, hang_seconds=5.0,
-        save_steps=20, copy_bytes=2**28, text_bytes=8_000_000,
+        name="quick",
+        models=("124M",),
+        job_model="18M",
+        job_steps=60,
+        steps=10,
+        rounds=2,
+        hang_seconds=5.0,
+        save_steps=20,
+        copy_bytes=2**28,
+        text_bytes=8_000_000,
     ),
     "full": Size(
-        name="full", models=("124M", "1.3B"), job_model="124M", job_steps=120, steps=20, rounds=5, hang_seconds=10.0,
-        save_steps=20, copy_bytes=2**30, text_bytes=16_000_000,
+        name="full",
+        models=("124M", "1.3B"),
+        job_model="124M",
+        job_steps=120,
+        steps=20,
+        rounds=5,
+        hang_seconds=10.0,
+        save_steps=20,
+        copy_bytes=2**30,
+        text_bytes=16_000_000,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +160,9 @@ class Bench:
     @property
     def ranks(self) -> int:
         """The ranks of a job: one per GPU, at most eight; on a CPU two."""
-        return min(8, self.device["count"]) if self.on_gpu else 2
+        if self.on_gpu:
+            return min(8, self.device["count"])
+        return 2
 
     @cached_property
     def gang(self) -> Gang:
@@ -116,20 +171,31 @@ class Bench:
 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as a worker has it
         choice = self.device["type"]
-        return connect(start_seconds=60.0, collective_seconds=120.0, generation="bench", device_choice=choice)
+        return connect(
+            start_seconds=60.0, collective_seconds=120.0, generation="bench", device_choice=choice
+        )
 
-    def config(self, model: str, *, ranks: int = 1, samples: int = 4, **sections: dict[str, Any]) -> RunConfig:
-        """Return a job's configuration: a constant rate, mixed precision on a GPU, no evaluation before the end.
+    def config(
+        self, model: str, *, ranks: int = 1, samples: int = 4, **sections: dict[str, Any]
+    ) -> RunConfig:
+        """Return a job's configuration: a constant rate, mixed precision on a GPU, no evaluation
+        before the end.
 
         samples: of each rank and step. sections: further keys of sections of the configuration.
         """
         training: dict[str, Any] = {"batch_size": samples * ranks, "max_steps": _NEVER}
-        training |= {"evaluation_interval_steps": _NEVER, "scheduler": {"type": "constant", "warmup_steps": 0}}
+        training |= {
+            "evaluation_interval_steps": _NEVER,
+            "scheduler": {"type": "constant", "warmup_steps": 0},
+        }
         own: dict[str, dict[str, Any]] = {
             "model": MODELS[model].model_dump(),
             "training": training,
             "data": {"path": str(self.folder / "text"), "held_out_samples": ranks},
-            "fsdp": {"use_mixed_precision": self.on_gpu, "param_dtype": self.device.get("dtype", "bfloat16")},
+            "fsdp": {
+                "use_mixed_precision": self.on_gpu,
+                "param_dtype": self.device.get("dtype", "bfloat16"),
+            },
             "cluster": {"nodes": 1, "processes_per_node": ranks, "device": self.device["type"]},
             "checkpoint": {"interval_steps": _NEVER},
         }
@@ -144,4 +210,6 @@ class Bench:
 
     def recall(self) -> dict[str, float]:
         path = self.folder / "known.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        if path.exists():
+            return json.loads(path.read_text())
+        return {}

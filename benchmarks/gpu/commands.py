@@ -1,7 +1,9 @@
-"""The command `ebbflow bench gpu`: measuring processes, one after the other, and the table of what they found.
+"""The command `ebbflow bench gpu`: measuring processes, one after the other, and the table of what
+they found.
 
-Each line is measured in a process of its own, so that an error, a hang or a broken CUDA context ends this line alone.
-On a CPU at tiny size one process measures several lines, until one of them ends it.
+Each line is measured in a process of its own, so that an error, a hang or a broken CUDA context
+ends this line alone. On a CPU at tiny size one process measures several lines, until one of them
+ends it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def main(arguments: list[str]) -> int:
         run = _Run(folder=Path(name), given=given)
         device = run.describe()
         if "trouble" in device:
-            hint = "nvidia-smi shows what the driver sees; --device cpu --tiny rehearses this command without a GPU"
+            hint = (
+                "nvidia-smi shows what the driver sees; --device cpu --tiny rehearses this "
+                "command without a GPU"
+            )
             print(f"{device['trouble']}; fix: {hint}", file=sys.stderr)
             return Outcome.PREFLIGHT.exit_code
         found = run.measure(device)
@@ -59,19 +64,45 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         description="Measure what a machine with GPUs should show before a job is trusted to it, offline.",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="five minutes: small jobs, no model beyond 124M parameters")
-    size.add_argument("--tiny", action="store_true", help="seconds: shows that the command works, not how fast")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal, with --tiny")
-    parser.add_argument("--lines", metavar="LIST", help=f"of {','.join(lines_of(SIZES['full']))} (default: all)")
+    size.add_argument(
+        "--quick",
+        action="store_true",
+        help="five minutes: small jobs, no model beyond 124M parameters",
+    )
+    size.add_argument(
+        "--tiny", action="store_true", help="seconds: shows that the command works, not how fast"
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal, with --tiny"
+    )
+    parser.add_argument(
+        "--lines", metavar="LIST", help=f"of {','.join(lines_of(SIZES['full']))} (default: all)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--folder", type=Path, help="where jobs and saves are written (default: the temporary folder)")
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds for each line (default 600)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where jobs and saves are written (default: the temporary folder)",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="seconds for each line (default 600)"
+    )
     given = parser.parse_args(arguments)
-    given.size = "tiny" if given.tiny else "quick" if given.quick else "full"
+    if given.tiny:
+        given.size = "tiny"
+    elif given.quick:
+        given.size = "quick"
+    else:
+        given.size = "full"
     lines = list(lines_of(SIZES[given.size]))
-    given.lines = given.lines.split(",") if given.lines else lines
+    if given.lines:
+        given.lines = given.lines.split(",")
+    else:
+        given.lines = lines
     if unknown := set(given.lines) - set(lines):
-        parser.error(f"--lines: there is no {', '.join(sorted(unknown))}; choose from {', '.join(lines)}")
+        parser.error(
+            f"--lines: there is no {', '.join(sorted(unknown))}; choose from {', '.join(lines)}"
+        )
     if given.device == "cpu" and not given.tiny:
         parser.error("--device cpu needs --tiny: the other sizes take hours on a CPU")
     return given
@@ -88,12 +119,17 @@ class _Run:
             return {"type": "cpu", "name": "CPU", "count": 1}
         task = {"lines": ["describe"]}
         records, why = self._run_child(task, "describe", _DESCRIBE_SECONDS)
-        return records[0]["device"] if records else {"trouble": why}
+        if records:
+            return records[0]["device"]
+        return {"trouble": why}
 
     def measure(self, device: dict[str, Any]) -> dict[str, Any]:
         machine = describe_machine()
         on_cpu = device["type"] == "cpu"
-        where = "a CPU, as a rehearsal of the command" if on_cpu else f"{device['count']} × {device['name']}"
+        if on_cpu:
+            where = "a CPU, as a rehearsal of the command"
+        else:
+            where = f"{device['count']} × {device['name']}"
         shown = "".join(f"{name} {device[name]}, " for name in ("cuda", "nccl") if device.get(name))
         print(
             f"measured {machine['measured_at']} on {where}, {machine['cpu']}\n"
@@ -103,7 +139,9 @@ class _Run:
         texts = self.folder / "text"
         _write_text(texts, SIZES[self.given.size].text_bytes)
         data = DataConfig(path=str(texts))
-        tokens = prepare_tokens(data, Store.open(str(self.folder / "store")), project_root=PROJECT_ROOT)
+        tokens = prepare_tokens(
+            data, Store.open(str(self.folder / "store")), project_root=PROJECT_ROOT
+        )
         task = {
             "size": self.given.size,
             "folder": str(self.folder),
@@ -112,8 +150,13 @@ class _Run:
         }
         groups = [[name] for name in self.given.lines]
         lanes = 1
-        if self.given.size == "tiny":  # no time is judged, so that two processes may disturb each other
-            groups = [[name for name in self.given.lines if (name in JOB_LINES) is own] for own in (False, True)]
+        if (
+            self.given.size == "tiny"
+        ):  # no time is judged, so that two processes may disturb each other
+            groups = [
+                [name for name in self.given.lines if (name in JOB_LINES) is own]
+                for own in (False, True)
+            ]
             lanes = 2
         rows: dict[str, list[dict[str, Any]]] = {}
         with ThreadPoolExecutor(lanes) as pool:
@@ -127,40 +170,62 @@ class _Run:
             "rows": [{"line": name, **row} for name in self.given.lines for row in rows[name]],
         }
 
-    def _measure_group(self, task: dict[str, Any], lines: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows by line. A line that ends its process gets a row that says so, and the others go on."""
+    def _measure_group(
+        self, task: dict[str, Any], lines: Sequence[str]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows by line.
+
+        A line that ends its process gets a row that says so, and the others go on.
+        """
         found: dict[str, list[dict[str, Any]]] = {}
         while left := [name for name in lines if name not in found]:
             records, why = self._run_child({**task, "lines": left}, left[0], self.given.deadline)
             for record in records:
                 error = record.get("error")
-                rows = [_error_row(record["line"], error)] if error else record["rows"]
-                found[record["line"]] = [{**row, "line_seconds": record.get("seconds")} for row in rows]
+                if error:
+                    rows = [_error_row(record["line"], error)]
+                else:
+                    rows = record["rows"]
+                found[record["line"]] = [
+                    {**row, "line_seconds": record.get("seconds")} for row in rows
+                ]
             ended = next((name for name in left if name not in found), None)
             if ended is not None:
                 found[ended] = [_error_row(ended, why or "the process ended without a result")]
             for name in left:
                 for row in found.get(name, ()):
-                    print(f"{name}: {row['what']}: {row['measured']} · {row['verdict']}", flush=True)
+                    print(
+                        f"{name}: {row['what']}: {row['measured']} · {row['verdict']}", flush=True
+                    )
         return found
 
-    def _run_child(self, task: dict[str, Any], name: str, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    def _run_child(
+        self, task: dict[str, Any], name: str, seconds: float
+    ) -> tuple[list[dict[str, Any]], str]:
         """Run a measuring process. Return its records, and why it ended early, if it did."""
         path = self.folder / f"task-{name}.json"
-        out, log = path.with_suffix(".out"), path.with_suffix(".log")
+        out = path.with_suffix(".out")
+        log = path.with_suffix(".log")
         out.unlink(missing_ok=True)
         path.write_text(json.dumps({**task, "out": str(out), "parent_pid": os.getpid()}))
         with log.open("wb") as output:
             command = [sys.executable, "-m", "benchmarks.gpu.measure", str(path)]
             child = subprocess.Popen(
-                command, env=self._environment(name), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=self._environment(name),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
-        why, seen, limit = "", 0, time.monotonic() + seconds
+        why = ""
+        seen = 0
+        limit = time.monotonic() + seconds
         try:
             while child.poll() is None:
                 known = len(_records(out))
                 if known > seen:
-                    seen, limit = known, time.monotonic() + seconds
+                    seen = known
+                    limit = time.monotonic() + seconds
                 if time.monotonic() > limit:
                     why = f"no result within {seconds:g} s"
                     break
@@ -172,13 +237,25 @@ class _Run:
             why = f"the process ended with exit code {code}"
         if why:
             tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            print("\n".join([f"{name}: {why}; the end of its output:", *tail]), file=sys.stderr, flush=True)
+            print(
+                "\n".join([f"{name}: {why}; the end of its output:", *tail]),
+                file=sys.stderr,
+                flush=True,
+            )
         return _records(out), why
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return torchrun's variables for a process alone, so that it makes the group that an agent's rank has."""
+        """Return torchrun's variables for a process alone, so that it makes the group that an
+        agent's rank has.
+        """
         port = rendezvous_port("127.0.0.1", f"{self.folder}/{name}", attempt=0)
-        own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        own = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
         own |= {"MASTER_PORT": str(port), "PYTHONPATH": python_path()}
         if self.given.device == "cpu":
             own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -203,12 +280,21 @@ def _write_text(folder: Path, size: int) -> None:
         with (folder / f"{part}.py").open("w") as file:
             number = part
             while file.tell() < size // 10:
-                file.write("".join(f"{number} + {one * one} = {number + one * one}\n" for one in range(500)))
+                file.write(
+                    "".join(
+                        f"{number} + {one * one} = {number + one * one}\n" for one in range(500)
+                    )
+                )
                 number += 10
 
 
 def render(found: dict[str, Any]) -> str:
     heads = ["line", "measured", "expected", "verdict"]
-    rows = [[row["what"], row["measured"][:_WIDEST], row["expected"], row["verdict"]] for row in found["rows"]]
+    rows = [
+        [row["what"], row["measured"][:_WIDEST], row["expected"], row["verdict"]]
+        for row in found["rows"]
+    ]
     sources = sorted({f"{row['what']}: {row['source']}" for row in found["rows"] if row["source"]})
-    return "\n".join([table(heads, rows, text_columns=4), "", "sources of the expected ranges:", *sources])
+    return "\n".join(
+        [table(heads, rows, text_columns=4), "", "sources of the expected ranges:", *sources]
+    )

@@ -16,21 +16,33 @@ from benchmarks.gpu.bench import EXPECTED, NO_RANGE, Bench, Row, judge, verdict
 from ebbflow.cost.catalogue import Gpu, load_catalogue
 from ebbflow.training.compat import all_gather_flat
 
-# Bytes per second of a PCIe lane in one direction, by generation: transfer rate × coding (PCI-SIG base specifications).
+# Bytes per second of a PCIe lane in one direction, by generation: transfer rate × coding (PCI-SIG
+# base specifications).
 _PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _PINNED_SHARE = 0.6  # an assumption: packet headers and a shared root complex take the rest
-# NVIDIA's GPUs reach 78 to 86 % of the sheet's bfloat16 peak with the best of many shapes (stas00/ml-engineering,
-# compute/accelerator/README.md, maximum achievable matmul FLOPS). Three square sizes may miss the best shape.
+# NVIDIA's GPUs reach 78 to 86 % of the sheet's bfloat16 peak with the best of many shapes
+# (stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS). Three
+# square sizes may miss the best shape.
 _MATMUL_SHARE = 0.65
 _COLLECTIVES = 5
 
 
 def describe_device() -> dict[str, Any]:
-    """Describe the GPUs, for the other processes of the run, or return the `trouble` if torch cannot use them."""
+    """Describe the GPUs, for the other processes of the run, or return the `trouble` if torch
+    cannot use them.
+    """
     if not torch.cuda.is_available():
-        return {"trouble": f"torch {torch.__version__} sees no GPU (built for CUDA {torch.version.cuda or 'none'})"}
+        return {
+            "trouble": (
+                f"torch {torch.__version__} sees no GPU (built for CUDA "
+                f"{torch.version.cuda or 'none'})"
+            )
+        }
     own = torch.cuda.get_device_properties(0)
-    half = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        half = "bfloat16"
+    else:
+        half = "float16"
     return {
         "type": "cuda",
         "name": own.name,
@@ -52,7 +64,8 @@ def fastest_seconds(device: torch.device, call: Callable[[], object], *, seconds
     """Return the duration of the fastest call within `seconds`, after one that warms up."""
     call()
     wait(device)
-    best, end = float("inf"), time.monotonic() + seconds
+    best = float("inf")
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         began = time.perf_counter()
         call()
@@ -61,13 +74,22 @@ def fastest_seconds(device: torch.device, call: Callable[[], object], *, seconds
     return best
 
 
-_OTHER_EDITIONS = {"PCIe", "PCIE", "NVL", "MIG"}  # their peaks are not those of the sheet of the same name
+_OTHER_EDITIONS = {
+    "PCIe",
+    "PCIE",
+    "NVL",
+    "MIG",
+}  # their peaks are not those of the sheet of the same name
 
 
 def published_peak(bench: Bench, dtype: str) -> tuple[float | None, str]:
-    """Return the dense peak of the vendor's data sheet in FLOP/s, and its source; (None, "") if there is none."""
+    """Return the dense peak of the vendor's data sheet in FLOP/s, and its source; (None, "") if
+    there is none.
+    """
     gpu = catalogued_gpu(bench)
-    return (None, "") if gpu is None else (gpu.peak_flops(dtype), f"cost/gpus.csv: {gpu.source}")
+    if gpu is None:
+        return (None, "")
+    return (gpu.peak_flops(dtype), f"cost/gpus.csv: {gpu.source}")
 
 
 def catalogued_gpu(bench: Bench) -> Gpu | None:
@@ -79,15 +101,22 @@ def catalogued_gpu(bench: Bench) -> Gpu | None:
 
 
 def measure_matmul(bench: Bench) -> list[Row]:
-    """The speed of the fastest matrix product, of several sizes, in the precision that training uses."""
+    """The speed of the fastest matrix product, of several sizes, in the precision that training
+    uses.
+    """
     device = bench.gang.device
-    dtype = getattr(torch, bench.device["dtype"]) if bench.on_gpu else torch.float32
+    if bench.on_gpu:
+        dtype = getattr(torch, bench.device["dtype"])
+    else:
+        dtype = torch.float32
     name = str(dtype).removeprefix("torch.")
     speeds = {}
     for size in (4096, 8192, 16384) if bench.on_gpu else (512,):
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(left)
-        seconds = fastest_seconds(device, partial(torch.mm, left, right, out=out), seconds=1.0 if bench.on_gpu else 0.1)
+        seconds = fastest_seconds(
+            device, partial(torch.mm, left, right, out=out), seconds=1.0 if bench.on_gpu else 0.1
+        )
         speeds[size] = 2.0 * size**3 / seconds
     best = max(speeds.values())
     bench.remember(matmul_flops_per_second=best)
@@ -96,35 +125,58 @@ def measure_matmul(bench: Bench) -> list[Row]:
         Row(
             what=f"matrix product, {name}",
             measured=f"{best / 1e12:.3g} TFLOP/s",
-            expected=f"{_MATMUL_SHARE * peak / 1e12:.3g} to {peak / 1e12:.3g} TFLOP/s" if peak else "",
-            source=f"{source}; NVIDIA's GPUs reach 78 to 86 % of it (stas00/ml-engineering)" if source else "",
+            expected=f"{_MATMUL_SHARE * peak / 1e12:.3g} to {peak / 1e12:.3g} TFLOP/s"
+            if peak
+            else "",
+            source=f"{source}; NVIDIA's GPUs reach 78 to 86 % of it (stas00/ml-engineering)"
+            if source
+            else "",
             verdict=judge(best, _MATMUL_SHARE * peak, peak) if peak else NO_RANGE,
-            figures={"flops_per_second": best, "by_size": speeds, "published_flops_per_second": peak},
+            figures={
+                "flops_per_second": best,
+                "by_size": speeds,
+                "published_flops_per_second": peak,
+            },
         )
     ]
 
 
 def measure_copies(bench: Bench) -> list[Row]:
-    """Bytes per second between host and device, from pinned and from pageable memory; on a CPU within its memory."""
-    device, count = bench.gang.device, bench.size.copy_bytes
+    """Bytes per second between host and device, from pinned and from pageable memory; on a CPU
+    within its memory.
+    """
+    device = bench.gang.device
+    count = bench.size.copy_bytes
     there = torch.empty(count, dtype=torch.uint8, device=device)
     limit, source = _link_limit(device)
     rows = []
     for pinned in (True, False) if bench.on_gpu else (False,):
         here = torch.ones(count, dtype=torch.uint8, pin_memory=pinned)
-        seconds = 1.0 if bench.on_gpu else 0.1
-        up = count / fastest_seconds(device, partial(there.copy_, here, non_blocking=pinned), seconds=seconds)
-        down = count / fastest_seconds(device, partial(here.copy_, there, non_blocking=pinned), seconds=seconds)
-        kind = ("pinned" if pinned else "pageable") if bench.on_gpu else "within memory"
-        bench.remember(**{f"{'pinned' if pinned else 'pageable'}_down_bytes_per_second": down})
-        low = _PINNED_SHARE * limit if pinned and limit else None
-        shown = (
-            ""
-            if limit is None
-            else f"at most {limit / 1e9:.3g}"
-            if low is None
-            else f"{low / 1e9:.3g} to {limit / 1e9:.3g}"
+        if bench.on_gpu:
+            seconds = 1.0
+        else:
+            seconds = 0.1
+        up = count / fastest_seconds(
+            device, partial(there.copy_, here, non_blocking=pinned), seconds=seconds
         )
+        down = count / fastest_seconds(
+            device, partial(here.copy_, there, non_blocking=pinned), seconds=seconds
+        )
+        if bench.on_gpu:
+            kind = "pinned" if pinned else "pageable"
+        else:
+            kind = "within memory"
+        bench.remember(**{f"{'pinned' if pinned else 'pageable'}_down_bytes_per_second": down})
+        if pinned and limit:
+            low = _PINNED_SHARE * limit
+        else:
+            low = None
+        if limit is None:
+            shown = ""
+        elif low is None:
+            shown = f"at most {limit / 1e9:.3g}"
+        else:
+            shown = f"{low / 1e9:.3g} to {limit / 1e9:.3g}"
         verdicts = [judge(speed, low, limit) for speed in (up, down)]
         rows.append(
             Row(
@@ -132,36 +184,55 @@ def measure_copies(bench: Bench) -> list[Row]:
                 measured=f"{up / 1e9:.3g} and {down / 1e9:.3g} GB/s",
                 expected=shown,
                 source=source,
-                verdict=next((one for one in verdicts if one != EXPECTED), EXPECTED),
-                figures={"up_bytes_per_second": up, "down_bytes_per_second": down, "link_bytes_per_second": limit},
+                verdict=next((verdict for verdict in verdicts if verdict != EXPECTED), EXPECTED),
+                figures={
+                    "up_bytes_per_second": up,
+                    "down_bytes_per_second": down,
+                    "link_bytes_per_second": limit,
+                },
             )
         )
     return rows
 
 
 def _link_limit(device: torch.device) -> tuple[float | None, str]:
-    """Return the bytes per second of the GPU's PCIe link in one direction, by NVML; None if it is unknown."""
+    """Return the bytes per second of the GPU's PCIe link in one direction, by NVML; None if it is
+    unknown.
+    """
     if device.type != "cuda":
         return None, ""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        own = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        own = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
         generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(own)
         width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(own)
-        return _PCIE_LANE[
-            generation
-        ] * width, f"PCIe {generation}.0 × {width}, PCI-SIG; at least {_PINNED_SHARE:.0%}: an assumption"
+        return (
+            _PCIE_LANE[generation] * width,
+            f"PCIe {generation}.0 × {width}, PCI-SIG; at least {_PINNED_SHARE:.0%}: an assumption",
+        )
     except Exception as error:
         return None, f"link unknown: {type(error).__name__}"
 
 
 def measure_collective_rank(bench: Bench) -> list[Row]:
-    """One rank's part of `benchmarks.gpu.jobs.measure_collectives`: the same rows on all ranks. Collective."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if bench.on_gpu else "gloo"
-    device = torch.device("cuda", rank % bench.device["count"]) if bench.on_gpu else torch.device("cpu")
+    """One rank's part of `benchmarks.gpu.jobs.measure_collectives`: the same rows on all ranks.
+
+    Collective.
+    """
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    if bench.on_gpu:
+        backend = "nccl"
+    else:
+        backend = "gloo"
+    if bench.on_gpu:
+        device = torch.device("cuda", rank % bench.device["count"])
+    else:
+        device = torch.device("cpu")
     if bench.on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
@@ -170,9 +241,12 @@ def measure_collective_rank(bench: Bench) -> list[Row]:
     right = {"all-reduce": own.eq(ranks * (ranks + 1) / 2).all().item()}
     gathered = torch.empty(ranks * 4, device=device)
     all_gather_flat(gathered, torch.full((4,), float(rank), device=device))
-    right["all-gather"] = gathered.view(ranks, 4).eq(torch.arange(float(ranks), device=device)[:, None]).all().item()
+    right["all-gather"] = (
+        gathered.view(ranks, 4).eq(torch.arange(float(ranks), device=device)[:, None]).all().item()
+    )
     count = bench.size.copy_bytes // 4 // ranks * ranks
-    part, whole = torch.ones(count // ranks, device=device), torch.ones(count, device=device)
+    part = torch.ones(count // ranks, device=device)
+    whole = torch.ones(count, device=device)
     calls: dict[str, tuple[Callable[[], object], float]] = {
         "all-reduce": (partial(dist.all_reduce, whole), 2 * (ranks - 1) / ranks),
         "all-gather": (partial(all_gather_flat, whole, part), (ranks - 1) / ranks),
@@ -191,11 +265,21 @@ def measure_collective_rank(bench: Bench) -> list[Row]:
         rows.append(
             Row(
                 what=f"{name} of {ranks} ranks, {backend}",
-                measured=f"{4 * count / 1e6:.3g} MB in {1e3 * seconds:.3g} ms, bus {speed / 1e9:.3g} GB/s",
-                expected="the sum of all ranks" if name == "all-reduce" else "each rank's part in its place",
+                measured=(
+                    f"{4 * count / 1e6:.3g} MB in {1e3 * seconds:.3g} ms, bus {speed / 1e9:.3g} "
+                    "GB/s"
+                ),
+                expected="the sum of all ranks"
+                if name == "all-reduce"
+                else "each rank's part in its place",
                 source="bus bandwidth as nccl-tests defines it",
                 verdict=verdict(bool(right[name])),
-                figures={"bytes": 4 * count, "seconds": seconds, "bus_bytes_per_second": speed, "right": right[name]},
+                figures={
+                    "bytes": 4 * count,
+                    "seconds": seconds,
+                    "bus_bytes_per_second": speed,
+                    "right": right[name],
+                },
             )
         )
     dist.destroy_process_group()

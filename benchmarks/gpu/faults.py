@@ -13,7 +13,8 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 
-HANG, OUT_OF_MEMORY = "hang", "out of memory"
+HANG = "hang"
+OUT_OF_MEMORY = "out of memory"
 FAULT_STEP = 3
 _CHUNK_BYTES = 2**28
 _TOO_MANY_BYTES = 2**60  # no machine's address space has them
@@ -21,18 +22,27 @@ _ENDLESS_CYCLES = 2**62
 
 
 class FaultyText(TextWorkload):
-    """The built-in workload, with options `fault`, `rank` (that hangs) and `mark` (a file: it has hung).
+    """The built-in workload, with options `fault`, `rank` (that hangs) and `mark` (a file: it has
+    hung).
 
-    Out of memory is genuine, from the device's allocator: in forward as long as a micro-batch has all samples of the
-    rank, then in the optimizer as long as it has half of them.
+    Out of memory is genuine, from the device's allocator: in forward as long as a micro-batch has
+    all samples of the rank, then in the optimizer as long as it has half of them.
     """
 
     def __init__(self, context: WorkloadContext) -> None:
-        super().__init__(replace(context, store=Store.open(context.config.store)))  # the shards of all jobs
-        self._fault, self._mark = context.options["fault"], Path(str(context.options["mark"]))
+        super().__init__(
+            replace(context, store=Store.open(context.config.store))
+        )  # the shards of all jobs
+        self._fault = context.options["fault"]
+        self._mark = Path(str(context.options["mark"]))
         self._hangs = self._fault == HANG and context.options["rank"] == context.rank
-        self._rank_samples = Cursor(0, context.config.training.batch_size).share(context.rank, context.world_size).count
-        self._step, self._parts = 0, 1
+        self._rank_samples = (
+            Cursor(0, context.config.training.batch_size)
+            .share(context.rank, context.world_size)
+            .count
+        )
+        self._step = 0
+        self._parts = 1
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
         self._step = cursor.first // self._config.training.batch_size + 1
@@ -59,7 +69,10 @@ class FaultyText(TextWorkload):
 
 def fill_memory(device: torch.device) -> None:
     """Allocate until the allocator of the device refuses. Raises its error."""
-    size = _TOO_MANY_BYTES if device.type == "cpu" else _CHUNK_BYTES
+    if device.type == "cpu":
+        size = _TOO_MANY_BYTES
+    else:
+        size = _CHUNK_BYTES
     held = []
     while True:
         held.append(torch.empty(size, dtype=torch.uint8, device=device))

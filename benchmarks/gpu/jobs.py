@@ -1,4 +1,6 @@
-"""Lines of `ebbflow bench gpu` that run whole jobs under an agent: interrupted, hanging, and out of memory."""
+"""Lines of `ebbflow bench gpu` that run whole jobs under an agent: interrupted, hanging, and out of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from typing import Any
 from benchmarks.gpu.bench import NO_RANGE, Bench, Row, verdict
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import FAULT_DETECTED, GUARD, RESTORE, STEP, Event, GuardAction, read_events
+from ebbflow.infra.events import (
+    FAULT_DETECTED,
+    GUARD,
+    RESTORE,
+    STEP,
+    Event,
+    GuardAction,
+    read_events,
+)
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.certify import local_spec, run_to_end
@@ -42,10 +52,16 @@ class JobRun:
 
 
 def run_job(bench: Bench, name: str, *, rehearse: str | None = None, **sections: Any) -> JobRun:
-    """Run a job of all ranks to its end under an agent, as on a user's machine. Raises TrainingError."""
-    steps, ranks = bench.size.job_steps, bench.ranks
+    """Run a job of all ranks to its end under an agent, as on a user's machine.
+
+    Raises TrainingError.
+    """
+    steps = bench.size.job_steps
+    ranks = bench.ranks
     training = {"max_steps": steps, **sections.pop("training", {})}
-    workload = {key: sections.pop(key) for key in ("workload", "workload_options") if key in sections}
+    workload = {
+        key: sections.pop(key) for key in ("workload", "workload_options") if key in sections
+    }
     config = bench.config(
         bench.size.job_model,
         ranks=ranks,
@@ -74,14 +90,18 @@ def _kept_job(bench: Bench, name: str, **options: Any) -> JobRun:
 
 
 def measure_resume(bench: Bench, mode: str) -> list[Row]:
-    """Compare the weights of a job that lost a rank with those of one that did not, with `training.deterministic`.
+    """Compare the weights of a job that lost a rank with those of one that did not, with
+    `training.deterministic`.
 
     On a CPU, where the modes are the same, the jobs of other lines serve for "strict".
     """
-    training, rank = {"deterministic": mode}, bench.ranks - 1
+    training = {"deterministic": mode}
+    rank = bench.ranks - 1
     whole = _kept_job(bench, f"{mode if bench.on_gpu else 'auto'}-uninterrupted", training=training)
     if bench.on_gpu or mode == "auto":
-        killed = run_job(bench, f"{mode}-killed", rehearse=f"rank-kill@55%:rank={rank}", training=training)
+        killed = run_job(
+            bench, f"{mode}-killed", rehearse=f"rank-kill@55%:rank={rank}", training=training
+        )
     else:
         killed = _hung_job(bench, rank)
     equal = whole.outcome.weights_sha256 == killed.outcome.weights_sha256 is not None
@@ -89,7 +109,10 @@ def measure_resume(bench: Bench, mode: str) -> list[Row]:
     promised = mode == "strict" or not bench.on_gpu
     both_completed = whole.completed and killed.completed
     right = both_completed and interrupted and (equal or not promised)
-    text = ("equal weights" if equal else "other weights") if interrupted else "never interrupted"
+    if interrupted:
+        text = "equal weights" if equal else "other weights"
+    else:
+        text = "never interrupted"
     row = Row(
         what=f"resume, deterministic {mode}",
         measured=text,
@@ -104,7 +127,9 @@ def measure_resume(bench: Bench, mode: str) -> list[Row]:
             "ranks": bench.ranks,
         },
     )
-    return [row, _recovery_row(bench, "a killed rank", killed, rank)] if mode == "auto" else [row]
+    if mode == "auto":
+        return [row, _recovery_row(bench, "a killed rank", killed, rank)]
+    return [row]
 
 
 def _hung_job(bench: Bench, rank: int) -> JobRun:
@@ -115,14 +140,21 @@ def _hung_job(bench: Bench, rank: int) -> JobRun:
 
 
 def measure_hang(bench: Bench) -> list[Row]:
-    """A rank whose device never ends a kernel, on a CPU one that sleeps: who is blamed, and does the job go on."""
+    """A rank whose device never ends a kernel, on a CPU one that sleeps: who is blamed, and does
+    the job go on.
+    """
     rank = bench.ranks - 1
-    what = "a hanging device" if bench.on_gpu else "a sleeping rank, for a device"
+    if bench.on_gpu:
+        what = "a hanging device"
+    else:
+        what = "a sleeping rank, for a device"
     return [_recovery_row(bench, what, _hung_job(bench, rank), rank)]
 
 
 def measure_out_of_memory(bench: Bench) -> list[Row]:
-    """A job whose allocator refuses a whole batch in forward and half of one in the optimizer: it goes on in parts."""
+    """A job whose allocator refuses a whole batch in forward and half of one in the optimizer: it
+    goes on in parts.
+    """
     run = run_job(bench, "out-of-memory", **_fault(bench, "out of memory"))
     splits = [event.data for event in run.named(GUARD) if event.data["action"] == GuardAction.SPLIT]
     parts = sorted({split["accumulation"] for split in splits})
@@ -132,11 +164,18 @@ def measure_out_of_memory(bench: Bench) -> list[Row]:
         rows.append(
             Row(
                 what=f"out of memory in {where}",
-                measured=f"{run.outcome.outcome} at step {run.outcome.step}, splits into {parts} micro-batches",
+                measured=(
+                    f"{run.outcome.outcome} at step {run.outcome.step}, splits into {parts} "
+                    "micro-batches"
+                ),
                 expected=f"completed at step {bench.size.job_steps}, a split into {accumulation}",
                 source="docs/survival.md, guards.out_of_memory",
                 verdict=verdict(goes_on and accumulation in parts),
-                figures={"splits": parts, "generations": run.generations, "outcome": run.outcome.outcome},
+                figures={
+                    "splits": parts,
+                    "generations": run.generations,
+                    "outcome": run.outcome.outcome,
+                },
             )
         )
     return rows
@@ -149,12 +188,22 @@ def _fault(bench: Bench, fault: str, *, rank: int = 0) -> dict[str, Any]:
 
 
 def measure_collectives(bench: Bench) -> list[Row]:
-    """Sums and bus bandwidth of collectives, over all GPUs; over two ranks on one GPU, or on a CPU, as a rehearsal."""
-    ranks = bench.ranks if bench.ranks > 1 else 2
+    """Sums and bus bandwidth of collectives, over all GPUs; over two ranks on one GPU, or on a CPU,
+    as a rehearsal.
+    """
+    if bench.ranks > 1:
+        ranks = bench.ranks
+    else:
+        ranks = 2
     folder = bench.folder / "collectives"
     folder.mkdir()
     path = folder / "task.json"
-    task = {"size": bench.size.name, "folder": str(bench.folder), "prepared": {}, "device": bench.device}
+    task = {
+        "size": bench.size.name,
+        "folder": str(bench.folder),
+        "prepared": {},
+        "device": bench.device,
+    }
     path.write_text(json.dumps({**task, "parent_pid": os.getpid(), "lines": ["collective-rank"]}))
     port = rendezvous_port("127.0.0.1", str(path), attempt=0)
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
@@ -163,8 +212,18 @@ def measure_collectives(bench: Bench) -> list[Row]:
         common |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **({"NCCL_HOSTID": f"bench-{rank}"} if shared else {})}
-        command = [sys.executable, "-m", "benchmarks.gpu.measure", str(path), f"{folder}/{rank}.out"]
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            **({"NCCL_HOSTID": f"bench-{rank}"} if shared else {}),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.measure",
+            str(path),
+            f"{folder}/{rank}.out",
+        ]
         processes.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
     for process in processes:
         if code := process.wait():
@@ -179,22 +238,44 @@ def measure_collectives(bench: Bench) -> list[Row]:
 
 
 def _recovery_row(bench: Bench, fault: str, run: JobRun, rank: int) -> Row:
-    """How long after the last step the first one of the next generation was done, and which rank was blamed."""
+    """How long after the last step the first one of the next generation was done, and which rank
+    was blamed.
+    """
     limit = 120.0 + bench.size.hang_seconds
     blamed = [event.data for event in run.named(FAULT_DETECTED)]
     steps = run.named(STEP)
     last = max((event.t_wall for event in steps if event.generation == 1), default=None)
-    culprit = blamed[0]["culprit"] if blamed else "nobody"
-    named = blamed[0].get("rank") if blamed else None
+    if blamed:
+        culprit = blamed[0]["culprit"]
+    else:
+        culprit = "nobody"
+    if blamed:
+        named = blamed[0].get("rank")
+    else:
+        named = None
     again = min((event.t_wall for event in steps if event.generation > 1), default=None)
-    seconds = again - last if again is not None and last is not None else None
+    if again is not None and last is not None:
+        seconds = again - last
+    else:
+        seconds = None
     right = run.completed and seconds is not None and seconds < limit and named == rank
-    shown = "never resumed" if seconds is None else f"{seconds:.1f} s to the next step"
+    if seconds is None:
+        shown = "never resumed"
+    else:
+        shown = f"{seconds:.1f} s to the next step"
     return Row(
         what=f"recovery from {fault}",
-        measured=f"{shown}, blamed: rank {named}" if named is not None else f"{shown}, blamed: {culprit}",
+        measured=f"{shown}, blamed: rank {named}"
+        if named is not None
+        else f"{shown}, blamed: {culprit}",
         expected=f"resumes within {limit:g} s, rank {rank} blamed",
         source="cluster.start_deadline_seconds + survival.hang_floor_seconds",
         verdict=verdict(right),
-        figures={"seconds": seconds, "culprit": culprit, "rank": named, "injected_rank": rank, "ranks": bench.ranks},
+        figures={
+            "seconds": seconds,
+            "culprit": culprit,
+            "rank": named,
+            "injected_rank": rank,
+            "ranks": bench.ranks,
+        },
     )

@@ -1,4 +1,7 @@
-"""The process that measures lines: `python -m benchmarks.gpu.measure TASK.json`. It appends each result to a file."""
+"""The process that measures lines:
+
+`python -m benchmarks.gpu.measure TASK.json`. It appends each result to a file.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,17 @@ Line = Callable[[Bench], list[Row]]
 
 def _line(module: str, name: str, *arguments: object) -> Line:
     """Return a function of a module that is imported when the line is measured: some import torch."""
-    return lambda bench: getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(bench, *arguments)
+    return lambda bench: getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(
+        bench, *arguments
+    )
 
 
 def lines_of(size: Size) -> dict[str, Line]:
     """Return the lines by name, in the order of the table."""
-    found = {"matmul": _line("device", "measure_matmul"), "copies": _line("device", "measure_copies")}
+    found = {
+        "matmul": _line("device", "measure_matmul"),
+        "copies": _line("device", "measure_copies"),
+    }
     for model in size.models:
         for variant in ("eager", "compiled", "recomputed"):
             found[f"{model}-{variant}"] = _line("speed", "measure_speed", model, variant)
@@ -40,7 +48,13 @@ def lines_of(size: Size) -> dict[str, Line]:
     return found | others
 
 
-JOB_LINES = ("resume", "strict", "hang", "memory", "collectives")  # they start processes of their own
+JOB_LINES = (
+    "resume",
+    "strict",
+    "hang",
+    "memory",
+    "collectives",
+)  # they start processes of their own
 
 
 def main(path: str, out: str = "") -> None:
@@ -53,7 +67,10 @@ def main(path: str, out: str = "") -> None:
         _record(out, {"device": describe_device()})
         return
     bench = Bench(
-        size=SIZES[task["size"]], folder=Path(task["folder"]), prepared=task["prepared"], device=task["device"]
+        size=SIZES[task["size"]],
+        folder=Path(task["folder"]),
+        prepared=task["prepared"],
+        device=task["device"],
     )
     lines = lines_of(bench.size) | {"collective-rank": _line("device", "measure_collective_rank")}
     for name in task["lines"]:

@@ -1,4 +1,6 @@
-"""Lines of `ebbflow bench gpu` that run the engine's loop on one device: speed, memory, waits of the host, saves."""
+"""Lines of `ebbflow bench gpu` that run the engine's loop on one device: speed, memory, waits of
+the host, saves.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ from ebbflow.training.checkpoint import open_generation
 from ebbflow.training.data import SampleOrder, open_tokens
 from ebbflow.training.launch.messages import WorkerSpec
 
-VARIANTS: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"compile": True}, "recomputed": {"recompute": "full"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "compiled": {"compile": True},
+    "recomputed": {"recompute": "full"},
+}
 _MOST_SAMPLES = 32
 _USABLE_SHARE = 0.9  # of the GPU's memory, for the largest batch that is tried
 _MEMORY_BAND = 0.15  # of the estimate
@@ -46,12 +52,16 @@ _SOURCE_TARGET = "a target of this project"
 # Calls of CUDA's runtime that hold the host until the device has done its work.
 _BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 _PROFILED_AFTER = 3  # steps
-_SAVES, _COLD_SAVES = 6, 2  # there are two staging buffers
+# there are two staging buffers
+_SAVES = 6
+_COLD_SAVES = 2
 
 
 def open_engine(bench: Bench, name: str, config: RunConfig, **options: Any) -> EngineLoop:
     """Return the engine of a rank alone, as a worker assembles it. options: of `EngineLoop`."""
-    generation = open_generation(Store.open(config.store).sub(job_prefix(name)), run="bench", attempt=0)
+    generation = open_generation(
+        Store.open(config.store).sub(job_prefix(name)), run="bench", attempt=0
+    )
     spec = WorkerSpec(
         job=name,
         run="bench",
@@ -69,16 +79,23 @@ def open_engine(bench: Bench, name: str, config: RunConfig, **options: Any) -> E
     return EngineLoop(spec, bench.gang, bench.folder, **options)
 
 
-def fitting_samples(bench: Bench, model: str, parallel: dict[str, Any], *, share: float = 1.0) -> tuple[int, str]:
-    """Return the most samples of a step that the plan expects to fit into `share` of the device's memory.
+def fitting_samples(
+    bench: Bench, model: str, parallel: dict[str, Any], *, share: float = 1.0
+) -> tuple[int, str]:
+    """Return the most samples of a step that the plan expects to fit into `share` of the device's
+    memory.
 
     Returns:
         The samples, a power of two; and if not even one fits, 0 and why.
     """
     if not bench.on_gpu:
         return 4, ""
-    usable, samples = _USABLE_SHARE * share * bench.device["memory_bytes"], _MOST_SAMPLES
-    while samples and memory_fit(bench.config(model, samples=samples, parallel=parallel), 1).total > usable:
+    usable = _USABLE_SHARE * share * bench.device["memory_bytes"]
+    samples = _MOST_SAMPLES
+    while (
+        samples
+        and memory_fit(bench.config(model, samples=samples, parallel=parallel), 1).total > usable
+    ):
         samples //= 2
     needed = memory_fit(bench.config(model, samples=1, parallel=parallel), 1).total
     return samples, f"one sample needs {gib_text(needed)}, of {gib_text(int(usable))} usable"
@@ -86,7 +103,8 @@ def fitting_samples(bench: Bench, model: str, parallel: dict[str, Any], *, share
 
 def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
     """Tokens per second, MFU and peak memory of the engine with an option of `VARIANTS`."""
-    parallel, what = VARIANTS[variant], f"{model}, {variant}"
+    parallel = VARIANTS[variant]
+    what = f"{model}, {variant}"
     samples, why = fitting_samples(bench, model, parallel)
     if not samples:
         return [Row(what=what, measured=why, verdict=NOT_RUN)]
@@ -96,7 +114,9 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
         torch.cuda.reset_peak_memory_stats(device)
     engine = open_engine(bench, f"{model}-{variant}", config)
     try:
-        laps = run_laps({"engine": engine}, rounds=bench.size.rounds, steps=bench.size.steps)["engine"]
+        laps = run_laps({"engine": engine}, rounds=bench.size.rounds, steps=bench.size.steps)[
+            "engine"
+        ]
         memory = _memory_row(bench, what, config, engine, samples)
     finally:
         engine.close()
@@ -104,10 +124,19 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
     flops = samples * causal_lm_shape(config.model).flops_per_sample
     peak, source = published_peak(bench, config.fsdp.compute_dtype)
     divisor = peak or bench.recall().get("matmul_flops_per_second")
-    mfu = flops / seconds / divisor if divisor else None
-    low, high, why = mfu_range(bench, model, variant) if peak else (None, None, "")
+    if divisor:
+        mfu = flops / seconds / divisor
+    else:
+        mfu = None
+    if peak:
+        low, high, why = mfu_range(bench, model, variant)
+    else:
+        low, high, why = (None, None, "")
     tokens = samples * config.model.sequence_length / seconds
-    share = "" if mfu is None else f", MFU {100 * mfu:.1f} % of the {'data sheet' if peak else 'measured peak'}"
+    if mfu is None:
+        share = ""
+    else:
+        share = f", MFU {100 * mfu:.1f} % of the {'data sheet' if peak else 'measured peak'}"
     figures = {
         "tokens_per_second": tokens,
         "seconds_per_step": seconds,
@@ -120,7 +149,9 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
     row = Row(
         what=what,
         measured=f"{tokens:,.0f} tokens/s{share}",
-        expected=f"MFU {100 * low:.0f} to {100 * high:.0f} %" if low is not None and high is not None else "",
+        expected=f"MFU {100 * low:.0f} to {100 * high:.0f} %"
+        if low is not None and high is not None
+        else "",
         source=why,
         verdict=judge(mfu, low, high) if mfu is not None else NO_RANGE,
         figures=figures,
@@ -131,44 +162,86 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
 def mfu_range(bench: Bench, model: str, variant: str) -> tuple[float, float, str]:
     """Return the range of the plan's own prior, at two standard deviations, and its source."""
     gpu = catalogued_gpu(bench)
-    published = gpu.bf16_mfu if gpu is not None else None
-    prior = UNTUNED_SHARE * published if published else MFU_PRIOR
+    if gpu is not None:
+        published = gpu.bf16_mfu
+    else:
+        published = None
+    if published:
+        prior = UNTUNED_SHARE * published
+    else:
+        prior = MFU_PRIOR
     prior /= RECOMPUTE_FACTOR[VARIANTS[variant].get("recompute", "none")]
     low, high = (prior * math.exp(sign * 2 * UNMEASURED_LOG_DEVIATION) for sign in (-1, 1))
     target = _TARGET_MFU.get((gpu.name if gpu else "", model, variant), 0.0)
     source = "the plan's prior ± 2 log deviations, cost/plan/throughput.py"
-    return max(low, target), min(high, 1.0), f"{source}; at least {target:g}: {_SOURCE_TARGET}" if target else source
+    return (
+        max(low, target),
+        min(high, 1.0),
+        f"{source}; at least {target:g}: {_SOURCE_TARGET}" if target else source,
+    )
 
 
-def _memory_row(bench: Bench, what: str, config: RunConfig, engine: EngineLoop, samples: int) -> Row:
-    """Compare the peak of all tensors with the plan's estimate; on a GPU also all memory that is taken."""
+def _memory_row(
+    bench: Bench, what: str, config: RunConfig, engine: EngineLoop, samples: int
+) -> Row:
+    """Compare the peak of all tensors with the plan's estimate; on a GPU also all memory that is
+    taken.
+    """
     shape = causal_lm_shape(config.model)
-    fit, fused = memory_fit(config, 1), bench.on_gpu
+    fit = memory_fit(config, 1)
+    fused = bench.on_gpu
     estimate = rank_bytes(config, shape, ranks=1, samples=samples, fused_norms=fused).total
-    figures: dict[str, Any] = {"estimated_tensor_bytes": estimate, "estimated_bytes": fit.total, "samples": samples}
+    figures: dict[str, Any] = {
+        "estimated_tensor_bytes": estimate,
+        "estimated_bytes": fit.total,
+        "samples": samples,
+    }
     if bench.on_gpu:
         device = bench.gang.device
-        tensors, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        tensors = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         taken = total - free - torch.cuda.memory_reserved(device) + reserved
         figures |= {"tensor_bytes": tensors, "bytes": taken}
         shown = f"{gib_text(tensors)} of tensors, {gib_text(taken)} in all"
-        limits = f"tensors {gib_text(estimate)} ± {_MEMORY_BAND:.0%}, at most {gib_text(fit.total)} in all"
+        limits = (
+            f"tensors {gib_text(estimate)} ± {_MEMORY_BAND:.0%}, at most {gib_text(fit.total)} "
+            "in all"
+        )
         found = judge(tensors / estimate, 1 - _MEMORY_BAND, 1 + _MEMORY_BAND)
-        found = "above" if taken > fit.total else found
+        if taken > fit.total:
+            found = "above"
+        else:
+            found = found
     else:
         tensors = _profiled_peak(engine)
         figures |= {"tensor_bytes": tensors}
-        shown, limits, found = f"{gib_text(tensors)} of tensors", f"estimated {gib_text(estimate)}", NO_RANGE
+        shown = f"{gib_text(tensors)} of tensors"
+        limits = f"estimated {gib_text(estimate)}"
+        found = NO_RANGE
     source = "the plan's estimate, infra/footprint.py"
-    return Row(what=f"memory of {what}", measured=shown, expected=limits, source=source, verdict=found, figures=figures)
+    return Row(
+        what=f"memory of {what}",
+        measured=shown,
+        expected=limits,
+        source=source,
+        verdict=found,
+        figures=figures,
+    )
 
 
 def _profiled_peak(engine: EngineLoop) -> int:
-    """Return the peak of the bytes of all tensors in two steps, from the profiler: a CPU's allocator does not count."""
+    """Return the peak of the bytes of all tensors in two steps, from the profiler: a CPU's
+    allocator does not count.
+    """
     module, optimizer = engine.state
     kept = [*module.parameters(), *module.buffers()]
-    kept += [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+    kept += [
+        one
+        for state in optimizer.state.values()
+        for one in state.values()
+        if isinstance(one, torch.Tensor)
+    ]
     size = peak = sum(tensor.nbytes for tensor in kept)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine.run(2)
@@ -181,10 +254,15 @@ def _profiled_peak(engine: EngineLoop) -> int:
 
 
 def measure_ratio(bench: Bench) -> list[Row]:
-    """Compare the engine's speed with that of a bare loop, in turn, in the same process; both compiled on a GPU."""
-    model, gang = bench.size.models[0], bench.gang
+    """Compare the engine's speed with that of a bare loop, in turn, in the same process; both
+    compiled on a GPU.
+    """
+    model = bench.size.models[0]
+    gang = bench.gang
     parallel = {"mode": "ddp", "compile": bench.on_gpu}
-    samples, why = fitting_samples(bench, model, parallel, share=0.4)  # both are on the device at once
+    samples, why = fitting_samples(
+        bench, model, parallel, share=0.4
+    )  # both are on the device at once
     what = f"{model}: engine ÷ bare{' compiled' if bench.on_gpu else ''} loop"
     if not samples:
         return [Row(what=what, measured=why, verdict=NOT_RUN)]
@@ -201,7 +279,10 @@ def measure_ratio(bench: Bench) -> list[Row]:
         laps = run_laps(contestants, rounds=bench.size.rounds, steps=bench.size.steps)
     finally:
         engine.close()
-    ratios = [bare["seconds"] / own["seconds"] for own, bare in zip(laps["engine"], laps["bare"], strict=True)]
+    ratios = [
+        bare["seconds"] / own["seconds"]
+        for own, bare in zip(laps["engine"], laps["bare"], strict=True)
+    ]
     ratio = statistics.median(ratios)
     losses = {name: found[-1]["loss"] for name, found in laps.items()}
     return [
@@ -217,7 +298,9 @@ def measure_ratio(bench: Bench) -> list[Row]:
 
 
 def measure_waits(bench: Bench) -> list[Row]:
-    """Count the calls per step that hold the host, and the share of the time in which the device is busy."""
+    """Count the calls per step that hold the host, and the share of the time in which the device is
+    busy.
+    """
     model = bench.size.models[0]
     samples, why = fitting_samples(bench, model, {})
     what = f"{model}: waits of the host"
@@ -225,7 +308,8 @@ def measure_waits(bench: Bench) -> list[Row]:
         return [Row(what=what, measured=why, verdict=NOT_RUN)]
     steps = bench.size.steps
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.on_gpu else [])]
-    profiler, seconds = profile(activities=activities), [0.0]
+    profiler = profile(activities=activities)
+    seconds = [0.0]
 
     def watch(event: Event) -> None:
         if event.name == STEP and event.step == _PROFILED_AFTER:
@@ -247,16 +331,26 @@ def measure_waits(bench: Bench) -> list[Row]:
         figures = {"reads_per_step": reads, "busy_share": busy}
         shown = f"{reads:.1f} reads of a tensor per step, operators {100 * busy:.0f} % of the time"
         return [Row(what=what, measured=shown, figures=figures)]
-    blocking = sum(event.name.startswith(_BLOCKING) and "Async" not in event.name for event in found) / steps
+    blocking = (
+        sum(event.name.startswith(_BLOCKING) and "Async" not in event.name for event in found)
+        / steps
+    )
     late = sum(event.name == "cudaEventSynchronize" for event in found) / steps
     on_gpu = [event for event in found if str(event.device_type).endswith("CUDA")]
-    kernels = [event.time_range for event in on_gpu if not event.is_user_annotation]  # which span the gaps
+    kernels = [
+        event.time_range for event in on_gpu if not event.is_user_annotation
+    ]  # which span the gaps
     busy = busy_share((kernel.start, kernel.end) for kernel in kernels)
-    right = judge(blocking, None, 0.0) if busy >= _TARGET_BUSY else LOW
+    if busy >= _TARGET_BUSY:
+        right = judge(blocking, None, 0.0)
+    else:
+        right = LOW
     return [
         Row(
             what=what,
-            measured=f"{blocking:.1f} blocking and {late:.1f} late per step, GPU busy {100 * busy:.0f} %",
+            measured=(
+                f"{blocking:.1f} blocking and {late:.1f} late per step, GPU busy {100 * busy:.0f} %"
+            ),
             expected=f"0 blocking, busy at least {100 * _TARGET_BUSY:.0f} %",
             source=f"{_SOURCE_TARGET}; late: the step before is read, training/step_sync.py",
             verdict=right,
@@ -266,11 +360,14 @@ def measure_waits(bench: Bench) -> list[Row]:
 
 
 def busy_share(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the share of the time from the first span's begin to the last one's end that any span covers."""
+    """Return the share of the time from the first span's begin to the last one's end that any span
+    covers.
+    """
     ordered = sorted(spans)
     if not ordered:
         return 0.0
-    covered, reached = 0.0, ordered[0][0]
+    covered = 0.0
+    reached = ordered[0][0]
     for begin, end in ordered:
         covered += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
@@ -278,12 +375,15 @@ def busy_share(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def measure_save(bench: Bench) -> list[Row]:
-    """Save the state while training goes on: the stall, what a save costs the steps, and when it is durable."""
+    """Save the state while training goes on: the stall, what a save costs the steps, and when it is
+    durable.
+    """
     fitting = [name for name in bench.size.models if not _why_no_save(bench, name)]
     if not fitting:
         why = _why_no_save(bench, bench.size.models[0])
         return [Row(what="save beside training", measured=why, verdict=NOT_RUN)]
-    model, every = fitting[-1], bench.size.save_steps
+    model = fitting[-1]
+    every = bench.size.save_steps
     samples = min(4, fitting_samples(bench, model, {})[0])
     checkpoint = {"interval_steps": every, "keep_last": 1, "when_busy": "wait"}
     events: list[Event] = []
@@ -299,16 +399,32 @@ def measure_save(bench: Bench) -> list[Row]:
     warm = range((_COLD_SAVES + 1) * every, _SAVES * every, every)
     extra = statistics.median(at[step + every] - at[step] - plain for step in warm)
     commits = [event.data for event in events if event.name == COMMIT]
-    size, stall = commits[-1]["bytes"], commits[-1]["stall_seconds"]
+    size = commits[-1]["bytes"]
+    stall = commits[-1]["stall_seconds"]
     durable = commits[-1]["seconds"]
     copy = bench.recall().get("pinned_down_bytes_per_second")
-    limit = 1.25 * size / copy + 0.1 if copy else None
-    figures = {"bytes": size, "stall_seconds": stall, "extra_seconds": extra, "durable_seconds": durable}
-    figures |= {"hidden_share": 1 - extra / durable, "commits": len(commits), "copy_bytes_per_second": copy}
+    if copy:
+        limit = 1.25 * size / copy + 0.1
+    else:
+        limit = None
+    figures = {
+        "bytes": size,
+        "stall_seconds": stall,
+        "extra_seconds": extra,
+        "durable_seconds": durable,
+    }
+    figures |= {
+        "hidden_share": 1 - extra / durable,
+        "commits": len(commits),
+        "copy_bytes_per_second": copy,
+    }
     return [
         Row(
             what=f"save beside training, {size / 1e9:.3g} GB",
-            measured=f"stall {1e3 * stall:.3g} ms, costs {1e3 * extra:.3g} ms, durable after {durable:.3g} s",
+            measured=(
+                f"stall {1e3 * stall:.3g} ms, costs {1e3 * extra:.3g} ms, durable after "
+                f"{durable:.3g} s"
+            ),
             expected=f"costs at most {1e3 * limit:.3g} ms" if limit else "",
             source="1.25 × the pinned copy of this run + 0.1 s: nothing overlaps" if limit else "",
             verdict=judge(extra, None, limit),
@@ -320,10 +436,16 @@ def measure_save(bench: Bench) -> list[Row]:
 def _why_no_save(bench: Bench, model: str) -> str:
     """Return why a model's state cannot be saved here; "" if it can."""
     config = bench.config(model, samples=1)
-    size, memory = commit_bytes(config, causal_lm_shape(config.model)), available_bytes()
+    size = commit_bytes(config, causal_lm_shape(config.model))
+    memory = available_bytes()
     disk = shutil.disk_usage(bench.folder).free
     if memory is not None and 3 * size > memory:
-        return f"{model}: two staging buffers of {gib_text(size)} need more than {gib_text(memory)} of main memory"
+        return (
+            f"{model}: two staging buffers of {gib_text(size)} need more than {gib_text(memory)} "
+            "of main memory"
+        )
     if 3 * size > disk:
         return f"{model}: commits of {gib_text(size)} need more than {gib_text(disk)} of disk"
-    return "" if fitting_samples(bench, model, {})[0] else fitting_samples(bench, model, {})[1]
+    if fitting_samples(bench, model, {})[0]:
+        return ""
+    return fitting_samples(bench, model, {})[1]

@@ -1,7 +1,9 @@
-"""The adaptive policy: it learns how long spot capacity lasts, and decides whether a start is worth the slack it uses.
+"""The adaptive policy: it learns how long spot capacity lasts, and decides whether a start is worth
+the slack it uses.
 
-Slack is the time to the deadline beyond the remaining work. A spell is a period with or without spot capacity; a stay
-is the time for which the job holds machines of one pool. `slack_value` computes the value of slack.
+Slack is the time to the deadline beyond the remaining work. A spell is a period with or without
+spot capacity; a stay is the time for which the job holds machines of one pool. `slack_value`
+computes the value of slack.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PRIOR_STAYS = 2.0
 
 @dataclass(slots=True)
 class StayStatistics:
-    """Observed stays of a job in one spot pool: the times between getting machines there and losing or leaving them.
+    """Observed stays of a job in one spot pool: the times between getting machines there and losing
+    or leaving them.
 
     Attributes:
         hours: Total duration of all stays.
@@ -54,16 +57,20 @@ class StayStatistics:
 
 
 def reference_usd_per_hour(state: State) -> float:
-    """Return the hourly price of all nodes together in the cheapest spot pool of the checkpoint's region.
+    """Return the hourly price of all nodes together in the cheapest spot pool of the checkpoint's
+    region.
 
-    If that region has no spot pool, return the price in the cheapest spot pool of any region. The tables of
-    `SlackTable` are computed for this one spot price; the extra price of a dearer pool is added afterwards.
+    If that region has no spot pool, return the price in the cheapest spot pool of any region. The
+    tables of `SlackTable` are computed for this one spot price; the extra price of a dearer pool is
+    added afterwards.
     """
     return min(pool.usd_per_hour for pool in state.home_pools or state.spot_pools)
 
 
 class PoolRanking:
-    """Ranking of spot pools by dollars per hour of an expected stay, with the cost of moving and starting there."""
+    """Ranking of spot pools by dollars per hour of an expected stay, with the cost of moving and
+    starting there.
+    """
 
     def __init__(self) -> None:
         self.stays: dict[str, StayStatistics] = {}
@@ -75,7 +82,9 @@ class PoolRanking:
         return max(state.tick_hours, min(self.of(pool).expected_hours, state.work_left_hours))
 
     def entry_usd(self, pool: PoolView, state: State) -> float:
-        """Return the dollars for moving the checkpoint to the pool: the transfer fee, and the machines meanwhile."""
+        """Return the dollars for moving the checkpoint to the pool: the transfer fee, and the
+        machines meanwhile.
+        """
         return pool.egress_usd + pool.usd_per_hour * pool.transfer_hours
 
     def rank(self, pool: PoolView, state: State) -> tuple[float, str]:
@@ -83,18 +92,23 @@ class PoolRanking:
         return pool.usd_per_hour + entry / self.stay_hours(pool, state), pool.id
 
     def extra_usd(self, pool: PoolView, state: State) -> float:
-        """Return the extra dollars of one expected stay in this pool, compared with a stay at `reference_usd_per_hour`.
+        """Return the extra dollars of one expected stay in this pool, compared with a stay at
+        `reference_usd_per_hour`.
 
-        A stay is the time for which the job holds machines of one pool. The dollars include the transfer of the
-        checkpoint to this pool. The result is negative if the pool is cheaper.
+        A stay is the time for which the job holds machines of one pool. The dollars include the
+        transfer of the checkpoint to this pool. The result is negative if the pool is cheaper.
         """
         dearer = pool.usd_per_hour - reference_usd_per_hour(state)
         return dearer * self.stay_hours(pool, state) + self.entry_usd(pool, state)
 
     def saving_usd(self, pool: PoolView, current: PoolView, state: State) -> float:
-        """Return the dollars saved by moving from `current` to `pool` for one expected stay; negative for a loss."""
+        """Return the dollars saved by moving from `current` to `pool` for one expected stay;
+        negative for a loss.
+        """
         hours = state.changeover_hours + pool.transfer_hours
-        leaving = state.drain_hours * current.usd_per_hour + pool.usd_per_hour * hours + pool.egress_usd
+        leaving = (
+            state.drain_hours * current.usd_per_hour + pool.usd_per_hour * hours + pool.egress_usd
+        )
         return (current.usd_per_hour - pool.usd_per_hour) * self.stay_hours(pool, state) - leaving
 
 
@@ -110,11 +124,13 @@ _LEAST_AWAY_HOURS = 0.1
 class Adaptive:
     """Policy that uses slack (time to the deadline beyond the remaining work) only where this pays.
 
-    - On spot: stay. Move only to a pool that was observed with capacity and saves more than the move costs. Probe other
-      pools for capacity only if they would save that much.
-    - Without machines: start on spot if this is worth its start-up time. Otherwise wait, as long as the slack that
-      waiting uses is worth less than the extra cost of on-demand or of a move to another region.
-    - On demand: return to spot once its capacity has lasted long enough for the return to be worth its slack.
+    - On spot: stay. Move only to a pool that was observed with capacity and saves more than the
+      move costs. Probe other pools for capacity only if they would save that much.
+    - Without machines: start on spot if this is worth its start-up time. Otherwise wait, as long as
+      the slack that waiting uses is worth less than the extra cost of on-demand or of a move to
+      another region.
+    - On demand: return to spot once its capacity has lasted long enough for the return to be worth
+      its slack.
     """
 
     def __init__(self) -> None:
@@ -123,7 +139,8 @@ class Adaptive:
         self._before: PoolView | None = None
         self._asked: str | None = None
         self._at_hours = 0.0
-        # Advantages looked up at the present decision, by pair of options and probability of the fresh phase.
+        # Advantages looked up at the present decision, by pair of options and probability of the
+        # fresh phase.
         self._advantages: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
@@ -145,14 +162,20 @@ class Adaptive:
             action = self._from_spot(state, current)
         else:
             action = self._from_on_demand(state, current)
-        self._before, self._at_hours = current, state.now_hours
-        self._asked = action.pool if isinstance(action, UsePool) else None
+        self._before = current
+        self._at_hours = state.now_hours
+        if isinstance(action, UsePool):
+            self._asked = action.pool
+        else:
+            self._asked = None
         return action
 
     # Observations
 
     def _observe(self, state: State) -> None:
-        current, before, passed = state.current_pool, self._before, state.now_hours - self._at_hours
+        current = state.current_pool
+        before = self._before
+        passed = state.now_hours - self._at_hours
         on_spot = current is not None and current.market is Market.SPOT
         if before is not None and before.market is Market.SPOT and before.id == self._asked:
             stays = self.chooser.of(before)
@@ -160,7 +183,8 @@ class Adaptive:
             stays.losses += current is None
         if current is None and before is not None:
             self._idle_since_hours = state.now_hours
-        # A requested pool is held at the next decision, unless it refused or was lost within the tick.
+        # A requested pool is held at the next decision, unless it refused or was lost within the
+        # tick.
         capacity = self._capacity(state)
         if capacity is not None:
             self._seen_hours = state.now_hours
@@ -191,7 +215,11 @@ class Adaptive:
             return UsePool(current.id)
         better = [pool for pool in others if self.chooser.saving_usd(pool, current, state) > 0]
         since = self._at_hours - 1e-9
-        seen = [pool for pool in better if pool.available is True and (pool.seen_at_hours or 0.0) >= since]
+        seen = [
+            pool
+            for pool in better
+            if pool.available is True and (pool.seen_at_hours or 0.0) >= since
+        ]
         if seen:
             best = min(seen, key=lambda pool: self.chooser.rank(pool, state))
             return UsePool(best.id, (current.id,))
@@ -209,8 +237,13 @@ class Adaptive:
         if state.attempts == 1 and not waits and not unseen:
             # A pool that has not refused since the last loss is unknown, not down.
             tries = [name for name in tries if not self._refused(state, state.pool(name))]
-        order = tries[: max(1, state.attempts)] if waits else [*tries, state.on_demand.id]
-        return UsePool(order[0], tuple(order[1:])) if order else Wait()
+        if waits:
+            order = tries[: max(1, state.attempts)]
+        else:
+            order = [*tries, state.on_demand.id]
+        if order:
+            return UsePool(order[0], tuple(order[1:]))
+        return Wait()
 
     def _from_on_demand(self, state: State, current: PoolView) -> Action:
         if not state.may_switch:
@@ -219,7 +252,9 @@ class Adaptive:
             if state.startup_left_hours > 0:
                 return UsePool(current.id)
             pools = self._startable(state)
-            down_hours = mean_hours(np.array(SETTLED_END_PER_HOUR)) @ np.array(self.spells.weights(up=False))
+            down_hours = mean_hours(np.array(SETTLED_END_PER_HOUR)) @ np.array(
+                self.spells.weights(up=False)
+            )
             seen = math.exp(-(state.now_hours - self._seen_hours) / float(down_hours))
             if pools and self._advantage(state, LEAVE_OR_STAY, seen) < 0:
                 return UsePool(pools[0].id)
@@ -229,7 +264,10 @@ class Adaptive:
         if tries:
             return UsePool(tries[0], (*tries[1:], current.id))
         seen_down = self._capacity(state) is False
-        if seen_down and self._advantage(state, LEAVE_OR_STAY, fresh_share(self.spells.age_hours)) < 0:
+        if (
+            seen_down
+            and self._advantage(state, LEAVE_OR_STAY, fresh_share(self.spells.age_hours)) < 0
+        ):
             return Wait()
         return UsePool(current.id)
 
@@ -238,12 +276,15 @@ class Adaptive:
         return not state.is_up(pool) and seen is not None and seen >= self._idle_since_hours
 
     def _startable(self, state: State) -> list[PoolView]:
-        """Return the spot pools that may be tried, best first: all except those just observed without capacity.
+        """Return the spot pools that may be tried, best first: all except those just observed
+        without capacity.
 
-        If only one start per decision is allowed, pools observed with capacity come first. The others follow, the
-        longest unobserved first.
+        If only one start per decision is allowed, pools observed with capacity come first. The
+        others follow, the longest unobserved first.
         """
-        pools = [p for p in state.spot_pools if state.is_up(p) or p.seen_at_hours != state.now_hours]
+        pools = [
+            p for p in state.spot_pools if state.is_up(p) or p.seen_at_hours != state.now_hours
+        ]
         pools.sort(key=lambda pool: self.chooser.rank(pool, state))
         if state.attempts == 1:
             pools.sort(key=lambda pool: (not state.is_up(pool), pool.seen_at_hours or -1.0))
@@ -252,18 +293,30 @@ class Adaptive:
     # Value of slack
 
     def _gain(self, state: State, pool: PoolView) -> float:
-        """Return the cost of a start in the pool minus that of the best alternative, in hours at the on-demand price.
+        """Return the cost of a start in the pool minus that of the best alternative, in hours at
+        the on-demand price.
 
-        A negative result means that the start is better. If the checkpoint's region has spot capacity, the alternative
-        is on-demand, and a pool that was not observed at this decision is assumed to have had capacity for
-        `AGE_AT_FIRST_SIGHT_HOURS`. Otherwise the alternative is waiting or on-demand.
+        A negative result means that the start is better. If the checkpoint's region has spot
+        capacity, the alternative is on-demand, and a pool that was not observed at this decision is
+        assumed to have had capacity for `AGE_AT_FIRST_SIGHT_HOURS`. Otherwise the alternative is
+        waiting or on-demand.
         """
-        held, age = state.current is not None, self.spells.age_hours
+        held = state.current is not None
+        age = self.spells.age_hours
         if self._capacity(state):
-            kind = SPOT_OR_STAY if held else SPOT_OR_ON_DEMAND
-            age = age if state.is_up(pool) else AGE_AT_FIRST_SIGHT_HOURS
+            if held:
+                kind = SPOT_OR_STAY
+            else:
+                kind = SPOT_OR_ON_DEMAND
+            if state.is_up(pool):
+                age = age
+            else:
+                age = AGE_AT_FIRST_SIGHT_HOURS
         else:
-            kind = AWAY_OR_STAY if held else AWAY_OR_IDLE
+            if held:
+                kind = AWAY_OR_STAY
+            else:
+                kind = AWAY_OR_IDLE
         extra = self.chooser.extra_usd(pool, state) / state.on_demand.usd_per_hour
         return self._advantage(state, kind, fresh_share(age)) + extra
 
@@ -280,7 +333,8 @@ class Adaptive:
     def _asks(self, state: State) -> tuple[SlackTable, Array]:
         """Return the value table and the probabilities of its models, computed once per decision."""
         if self._asked_state is not state:
-            self._asked_state, self._answer = state, (self._solved(state), self._models())
+            self._answer = (self._solved(state), self._models())
+            self._asked_state = state
         return self._answer
 
     def _clock(self, state: State) -> tuple[float, float]:
@@ -289,25 +343,37 @@ class Adaptive:
 
     @staticmethod
     def _blind(state: State) -> bool:
-        """Return whether only one start per decision is allowed and no spot pool was observed at this decision."""
-        return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in state.spot_pools)
+        """Return whether only one start per decision is allowed and no spot pool was observed at
+        this decision.
+        """
+        return state.attempts == 1 and not any(
+            pool.seen_at_hours == state.now_hours for pool in state.spot_pools
+        )
 
     def _solved(self, state: State) -> SlackTable:
         key = self._question(state)
         if key != self._table_key or self._table is None:
-            self._table_key, self._table = key, solve(key)
+            self._table_key = key
+            self._table = solve(key)
         return self._table
 
     def _question(self, state: State) -> SlackProblem:
-        """Return the problem whose value table this decision needs. Rounding lets one table serve many decisions."""
+        """Return the problem whose value table this decision needs.
+
+        Rounding lets one table serve many decisions.
+        """
         old = self._table_key
         left, slack = self._clock(state)
         ratio = round(reference_usd_per_hour(state) / state.on_demand.usd_per_hour / 0.02) * 0.02
         redone = min(state.tick_hours, state.commit_interval_hours)
         return SlackProblem(
             horizon_hours=old.horizon_hours if old else _rung(left),
-            slack_hours=old.slack_hours if old else _rung(max(slack, 4 * state.changeover_hours, state.tick_hours)),
-            changeover_hours=_up_to_two_digits(state.changeover_hours + state.commit_interval_hours / 2),
+            slack_hours=old.slack_hours
+            if old
+            else _rung(max(slack, 4 * state.changeover_hours, state.tick_hours)),
+            changeover_hours=_up_to_two_digits(
+                state.changeover_hours + state.commit_interval_hours / 2
+            ),
             tick_hours=old.tick_hours if old else round(state.tick_hours, 3),
             price_ratio=round(ratio, 2),
             on_demand_delay_hours=_up_to_two_digits(state.on_demand_delay_hours),
@@ -320,27 +386,37 @@ class Adaptive:
         )
 
     def _away(self, state: State) -> list[PoolView]:
-        """Return the spot pools of other regions, if they can be tried while the current machines are kept."""
+        """Return the spot pools of other regions, if they can be tried while the current machines
+        are kept.
+        """
         if state.attempts == 1 or not state.checkpoint_region:
             return []
         return [pool for pool in state.spot_pools if pool.region != state.checkpoint_region]
 
     def _away_chance(self, state: State) -> float:
-        """Return the probability that a spot pool of another region has capacity; more than two pools count as two."""
+        """Return the probability that a spot pool of another region has capacity; more than two
+        pools count as two.
+        """
         return 1 - (1 - _HAS_CAPACITY) ** min(2, len(self._away(state)))
 
     def _away_cost_hours(self, state: State) -> float:
-        """Return the extra cost of the cheapest start in another region, in hours at the on-demand price.
+        """Return the extra cost of the cheapest start in another region, in hours at the on-demand
+        price.
 
-        The result is infinite without such a pool. It is rounded up, and the previous result is reused while it differs
-        by less than the factor `_NEAR`.
+        The result is infinite without such a pool. It is rounded up, and the previous result is
+        reused while it differs by less than the factor `_NEAR`.
         """
         extra = [self.chooser.extra_usd(pool, state) for pool in self._away(state)]
         if not extra:
             return math.inf
         hours = max(min(extra) / state.on_demand.usd_per_hour, _LEAST_AWAY_HOURS)
-        old = self._table_key.away_cost_hours if self._table_key else math.inf
-        return old if 1 / _NEAR < hours / old < _NEAR else _rung(hours)
+        if self._table_key:
+            old = self._table_key.away_cost_hours
+        else:
+            old = math.inf
+        if 1 / _NEAR < hours / old < _NEAR:
+            return old
+        return _rung(hours)
 
 
 def _rung(hours: float) -> float:

@@ -1,8 +1,10 @@
-"""Admitted jobs on the virtual AWS Batch under an adversary that watches the job and strikes where it hurts most.
+"""Admitted jobs on the virtual AWS Batch under an adversary that watches the job and strikes where
+it hurts most.
 
-`adversarial_job` draws a job and an adversary. `tight_job` needs no luck: it gives a job the tightest limit with which
-the rule still admits it or still starts it on Spot, and plays the worst course against it. The job then ends exactly at
-its limit, so a reserve that is too small by any term breaks the limit.
+`adversarial_job` draws a job and an adversary. `tight_job` needs no luck: it gives a job the
+tightest limit with which the rule still admits it or still starts it on Spot, and plays the worst
+course against it. The job then ends exactly at its limit, so a reserve that is too small by any
+term breaks the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from ebbflow.infra.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one job: how late in hours, and how far over its budget in dollars and in minutes of on-demand."""
+    """Outcome of one job: how late in hours, and how far over its budget in dollars and in minutes
+    of on-demand.
+    """
 
     late_hours: float
     over_usd: float
@@ -43,10 +47,13 @@ class Verdict:
 
 
 class Watcher:
-    """An adversary that sees the job: it strikes just before a commit, or at the first steps of a start."""
+    """An adversary that sees the job: it strikes just before a commit, or at the first steps of a
+    start.
+    """
 
     def __init__(self, draw: random.Random, interval_hours: float) -> None:
-        self._draw, self._interval_hours = draw, interval_hours
+        self._draw = draw
+        self._interval_hours = interval_hours
         self._patience_hours = draw.choice([0.0, 0.0, 0.3, 1.5])
         self._kind = draw.choice(["fail", "reclaim", "both"])
         self._before_commit = draw.random() < 0.7
@@ -56,14 +63,17 @@ class Watcher:
             return None
         if self._before_commit and run.uncommitted_hours < 0.9 * self._interval_hours:
             return None
-        return Strike(self._draw.choice(["fail", "reclaim"]) if self._kind == "both" else self._kind)
+        return Strike(
+            self._draw.choice(["fail", "reclaim"]) if self._kind == "both" else self._kind
+        )
 
 
 def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     """Draw limits, capacity, a jump of the launcher's clock and an adversary, and run the job.
 
-    The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take all of the stated
-    wait. Capacity comes and goes, or never ends. The clock of half of the jobs is set back by 30 min after an hour.
+    The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take
+    all of the stated wait. Capacity comes and goes, or never ends. The clock of half of the jobs is
+    set back by 30 min after an hour.
 
     Returns:
         None if the job is not admitted.
@@ -96,15 +106,26 @@ def _judge(batch: VirtualBatch, config: RunConfig, usd_per_hour: float) -> Verdi
         course = batch.run(config)
     except PlacementError:  # nothing within deadline and budget can go on
         return Verdict(math.inf, math.inf, math.inf, 0)
-    end = math.inf if course.finished is None else course.finished / HOUR
-    late = 0.0 if config.cost.deadline_hours is None else max(0.0, end - config.cost.deadline_hours)
-    over = 0.0 if config.cost.budget_usd is None else max(0.0, course.usd - config.cost.budget_usd)
+    if course.finished is None:
+        end = math.inf
+    else:
+        end = course.finished / HOUR
+    if config.cost.deadline_hours is None:
+        late = 0.0
+    else:
+        late = max(0.0, end - config.cost.deadline_hours)
+    if config.cost.budget_usd is None:
+        over = 0.0
+    else:
+        over = max(0.0, course.usd - config.cost.budget_usd)
     return Verdict(late, over, 60 * over / usd_per_hour, course.strikes, course.moves)
 
 
 @dataclass
 class FailOnce:
-    """An adversary that fails the ranks once: at their first step, or just before their first commit."""
+    """An adversary that fails the ranks once: at their first step, or just before their first
+    commit.
+    """
 
     before_commit: bool
     hang_seconds: float
@@ -114,16 +135,21 @@ class FailOnce:
         if self.struck:
             return None
         self.struck = True
-        lost_seconds = run.interval_hours * HOUR + self.hang_seconds if self.before_commit else 0.0
+        if self.before_commit:
+            lost_seconds = run.interval_hours * HOUR + self.hang_seconds
+        else:
+            lost_seconds = 0.0
         return Strike("fail", lost_seconds)
 
 
 @dataclass
 class LastMoment:
-    """An adversary that stalls the ranks until the reserve alone is left, and then strikes with the most to lose.
+    """An adversary that stalls the ranks until the reserve alone is left, and then strikes with the
+    most to lose.
 
-    kind: "reclaim" (the ranks hang when a commit is all but durable, and the machine is lost), "leave" (the attempt has
-    to leave of itself) or "fail" (the ranks fail as late as they may start again, and then "leave").
+    kind: "reclaim" (the ranks hang when a commit is all but durable, and the machine is lost),
+    "leave" (the attempt has to leave of itself) or "fail" (the ranks fail as late as they may start
+    again, and then "leave").
     """
 
     kind: str
@@ -147,8 +173,13 @@ def _longest(allowed: Callable[[float], bool]) -> float:
     return _bisect(lambda seconds: not allowed(seconds), 0.0, 30 * 24 * HOUR, 1e-3)[0]
 
 
-def _bisect(enough: Callable[[float], bool], low: float, high: float, width: float) -> tuple[float, float]:
-    """Narrow an interval until it is at most `width` long. `enough` is false at its lower and true at its upper end."""
+def _bisect(
+    enough: Callable[[float], bool], low: float, high: float, width: float
+) -> tuple[float, float]:
+    """Narrow an interval until it is at most `width` long.
+
+    `enough` is false at its lower and true at its upper end.
+    """
     while high - low > width:
         middle = (low + high) / 2
         if enough(middle):
@@ -162,12 +193,12 @@ def _bisect(enough: Callable[[float], bool], low: float, high: float, width: flo
 class TightCase:
     """A course of a job whose deadline or budget is as tight as the rule allows.
 
-    Attributes:
-        limit: "deadline_hours" or "budget_usd", of which the tightest is sought. The other one is ample.
-        adversary: Function that makes the adversary from `survival.hang_floor_seconds`; None if no strike is needed.
-        queues: The queues.
-        admission: Whether the limit is the tightest that is admitted. Otherwise the first attempt must be on Spot.
-        late_containers: As of `VirtualBatch`. Otherwise Spot capacity comes a second before the first wait ends.
+    Attributes: limit: "deadline_hours" or "budget_usd", of which the tightest is sought. The other
+        one is ample. adversary: Function that makes the adversary from
+        `survival.hang_floor_seconds`; None if no strike is needed. queues: The queues. admission:
+        Whether the limit is the tightest that is admitted. Otherwise the first attempt must be on
+        Spot. late_containers: As of `VirtualBatch`. Otherwise Spot capacity comes a second before
+        the first wait ends.
     """
 
     limit: str
@@ -178,13 +209,20 @@ class TightCase:
 
     def tightest(self, config: RunConfig) -> float:
         """Return the tightest limit, a bit more than which is needed."""
-        width = 1 / HOUR if self.limit == "deadline_hours" else 1e-4
+        if self.limit == "deadline_hours":
+            width = 1 / HOUR
+        else:
+            width = 1e-4
         most = getattr(config.cost, self.limit)
-        return _bisect(lambda limit: self._suffices(_with_limit(config, self.limit, limit)), 0.0, most, width)[1]
+        return _bisect(
+            lambda limit: self._suffices(_with_limit(config, self.limit, limit)), 0.0, most, width
+        )[1]
 
     def _suffices(self, config: RunConfig) -> bool:
         if self.admission:
-            plan = make_plan(config, now_utc=BEGAN_UTC, catalogue=shipped_catalogue(), queues=self.queues)
+            plan = make_plan(
+                config, now_utc=BEGAN_UTC, catalogue=shipped_catalogue(), queues=self.queues
+            )
             return plan.refusal is None
         try:
             first = choose_placement(
@@ -213,7 +251,9 @@ def tight_job(config: RunConfig, case: TightCase) -> Verdict:
         [not by_deadline or case.late_containers, True],
         gap_seconds=wait_seconds,
         step_seconds=10.0,
-        adversary=None if case.adversary is None else case.adversary(config.survival.hang_floor_seconds),
+        adversary=None
+        if case.adversary is None
+        else case.adversary(config.survival.hang_floor_seconds),
         slowest=True,
         late_containers=case.late_containers,
         first_second=wait_seconds if case.admission else 0.0,

@@ -1,12 +1,14 @@
-"""Calibration of the plan's probability of missing the deadline, against what the traces then did, cross-validated.
+"""Calibration of the plan's probability of missing the deadline, against what the traces then did,
+cross-validated.
 
-A forecast is made at a moment at which the zone has capacity, for a job that stays on spot in that zone and waits after
-a loss. The hazard is estimated from the stays of one job per day in that zone before that moment
-(`cost.job_history`, half-life of a day).
+A forecast is made at a moment at which the zone has capacity, for a job that stays on spot in that
+zone and waits after a loss. The hazard is estimated from the stays of one job per day in that zone
+before that moment (`cost.job_history`, half-life of a day).
 
-The waits are those of all zones but the forecast one, so that no figure of a zone is used to forecast it; likewise
-the base rate is that of the other zones. Each suite is also split into the two halves of its time. The half-life and
-the worth of observations were chosen on all nine zones, by the losses of each next day and by this score.
+The waits are those of all zones but the forecast one, so that no figure of a zone is used to
+forecast it; likewise the base rate is that of the other zones. Each suite is also split into the
+two halves of its time. The half-life and the worth of observations were chosen on all nine zones,
+by the losses of each next day and by this score.
 """
 
 from __future__ import annotations
@@ -37,14 +39,18 @@ _BINS = 10
 _BAND = 2
 # Moments drawn to find capacity in a zone; a zone without capacity at all of them is an error.
 _DRAWS = 1000
-# Traces: hours of history before a forecast, and most hours of work. The traces of gangs last 13 to 18 days.
+# Traces: hours of history before a forecast, and most hours of work. The traces of gangs last 13 to
+# 18 days.
 SUITES = {"availability": (168.0, 48.0), "gang": (72.0, 24.0)}
 _LONGEST_DEADLINE = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedForecast:
-    """A forecast P(miss), and whether the job missed. `late` tells that it is of the second half of the traces."""
+    """A forecast P(miss), and whether the job missed.
+
+    `late` tells that it is of the second half of the traces.
+    """
 
     zone: str
     late: bool
@@ -55,26 +61,38 @@ class JudgedForecast:
 def calibrate(data: Path, count: int) -> dict[str, Any]:
     """Compare forecasts with outcomes. Raises SimulationError if nothing can be forecast.
 
-    Returns:
-        `bins`: (from, to, forecasts, mean forecast, share missed) in `availability`; `brier` and `base_brier` (always
-        the rate of the other zones); `dispersion`: variance over mean of the losses of a day (1: independent);
-        `parts`: (suite, zone or half, forecasts, mean forecast, share missed, Brier score, that of the base rate).
+    Returns: `bins`: (from, to, forecasts, mean forecast, share missed) in `availability`; `brier`
+        and `base_brier` (always the rate of the other zones); `dispersion`: variance over mean of
+        the losses of a day (1: independent); `parts`: (suite, zone or half, forecasts, mean
+        forecast, share missed, Brier score, that of the base rate).
     """
     made = {suite: _forecast_suite(data, suite, count) for suite in SUITES}
     first = made["availability"]
     bins = []
     for index in range(_BINS):
-        low, high = index / _BINS, (index + 1) / _BINS
-        inside = [one for one in first if low <= one.said and (one.said < high or index == _BINS - 1)]
+        low = index / _BINS
+        high = (index + 1) / _BINS
+        inside = [
+            one for one in first if low <= one.said and (one.said < high or index == _BINS - 1)
+        ]
         if inside:
             bins.append(
-                (low, high, len(inside), fmean(one.said for one in inside), fmean(one.missed for one in inside))
+                (
+                    low,
+                    high,
+                    len(inside),
+                    fmean(one.said for one in inside),
+                    fmean(one.missed for one in inside),
+                )
             )
     parts = []
     for suite, every in made.items():
-        groups = {"all": every} | {zone: [one for one in every if one.zone == zone] for zone in _zones(every)}
+        groups = {"all": every} | {
+            zone: [one for one in every if one.zone == zone] for zone in _zones(every)
+        }
         groups |= {
-            name: [one for one in every if one.late == late] for late, name in enumerate(("first half", "second half"))
+            name: [one for one in every if one.late == late]
+            for late, name in enumerate(("first half", "second half"))
         }
         parts += [(suite, name, *score(group, every)) for name, group in groups.items() if group]
     worlds = [world_at(data, "availability", (zone,)) for zone in zones_of(data, "availability")]
@@ -89,28 +107,43 @@ def calibrate(data: Path, count: int) -> dict[str, Any]:
 
 
 def _zones(made: list[JudgedForecast]) -> list[str]:
-    return sorted({one.zone for one in made})
+    return sorted({forecast.zone for forecast in made})
 
 
-def score(group: list[JudgedForecast], every: list[JudgedForecast]) -> tuple[int, float, float, float, float]:
-    """Return forecasts, mean forecast, share missed, Brier score, and that of the other zones' rate in `every`."""
+def score(
+    group: list[JudgedForecast], every: list[JudgedForecast]
+) -> tuple[int, float, float, float, float]:
+    """Return forecasts, mean forecast, share missed, Brier score, and that of the other zones' rate
+    in `every`.
+    """
     rates = {}
     for zone in _zones(group):
-        others = [one.missed for one in every if one.zone != zone]
-        rates[zone] = fmean(others) if others else 0.0
-    brier = fmean((one.said - one.missed) ** 2 for one in group)
-    base = fmean((rates[one.zone] - one.missed) ** 2 for one in group)
-    return len(group), fmean(one.said for one in group), fmean(one.missed for one in group), brier, base
+        others = [forecast.missed for forecast in every if forecast.zone != zone]
+        if others:
+            rates[zone] = fmean(others)
+        else:
+            rates[zone] = 0.0
+    brier = fmean((forecast.said - forecast.missed) ** 2 for forecast in group)
+    base = fmean((rates[forecast.zone] - forecast.missed) ** 2 for forecast in group)
+    return (
+        len(group),
+        fmean(forecast.said for forecast in group),
+        fmean(forecast.missed for forecast in group),
+        brier,
+        base,
+    )
 
 
 def _forecast_suite(data: Path, suite: str, count: int) -> list[JudgedForecast]:
-    chance, (history, work) = random.Random(_SEED), SUITES[suite]
+    chance = random.Random(_SEED)
+    (history, work) = SUITES[suite]
     zones = zones_of(data, suite)
     worlds = {zone: world_at(data, suite, (zone,)) for zone in zones}
     least = history + work * _LONGEST_DEADLINE + 1.0
     if short := [zone for zone, world in worlds.items() if world.hours < least]:
         raise SimulationError(
-            f"traces of {', '.join(short)}: shorter than {least:.0f} h, history and the longest deadline; --forecasts 0"
+            f"traces of {', '.join(short)}: shorter than {least:.0f} h, history and the longest "
+            "deadline; --forecasts 0"
         )
     waits = {zone: other_waits(worlds, zone) for zone in zones}
     drawn = (zones[index % len(zones)] for index in range(count))
@@ -118,30 +151,46 @@ def _forecast_suite(data: Path, suite: str, count: int) -> list[JudgedForecast]:
 
 
 def other_waits(worlds: dict[str, World], zone: str) -> tuple[float, ...]:
-    """Return the hours without capacity after losses in all zones but `zone`: sorted means of twenty equal groups."""
+    """Return the hours without capacity after losses in all zones but `zone`: sorted means of
+    twenty equal groups.
+    """
     hours = []
     for world in (one for name, one in worlds.items() if name != zone):
-        up, tick = world.available[0], float(world.tick_hours[0])
+        up = world.available[0]
+        tick = float(world.tick_hours[0])
         edges = [0, *(np.flatnonzero(up[1:] != up[:-1]) + 1).tolist(), len(up)]
         hours += [
-            (last - first) * tick for first, last in pairwise(edges) if first and last < len(up) and not up[first]
+            (last - first) * tick
+            for first, last in pairwise(edges)
+            if first and last < len(up) and not up[first]
         ]
-    return tuple(float(group.mean()) for group in np.array_split(np.sort(hours), 20) if len(group)) or WAIT_HOURS
+    return (
+        tuple(float(group.mean()) for group in np.array_split(np.sort(hours), 20) if len(group))
+        or WAIT_HOURS
+    )
 
 
 def _forecast(
-    world: World, chance: random.Random, zone: str, waits: tuple[float, ...], history: float, most_work: float
+    world: World,
+    chance: random.Random,
+    zone: str,
+    waits: tuple[float, ...],
+    history: float,
+    most_work: float,
 ) -> JudgedForecast:
     """Forecast a job at a random moment at which the zone has capacity, and simulate it."""
     work = math.exp(chance.uniform(math.log(2.0), math.log(most_work)))
-    deadline, changeover = work * chance.uniform(1.05, _LONGEST_DEADLINE), chance.uniform(0.02, 0.5)
+    deadline = work * chance.uniform(1.05, _LONGEST_DEADLINE)
+    changeover = chance.uniform(0.02, 0.5)
     for _ in range(_DRAWS):
         start = chance.uniform(history, world.hours - deadline - 1.0)
         window = cut_world(world, start, deadline)
         if window.available[0, 0]:
             break
     else:
-        raise SimulationError(f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast")
+        raise SimulationError(
+            f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast"
+        )
     before = cut_world(world, start - history, history)
     seen = JobHistory.of([JobMeasurements(job="before", stays=tuple(_stays(before, zone)))])
     belief, _ = seen.reclaim_hazard(reclaim_prior(_BAND), "", zone[:-1], zone, history * 3600)
@@ -163,8 +212,11 @@ def _forecast(
 
 
 def _stays(before: World, zone: str) -> Iterator[PoolStay]:
-    """Yield the stays that jobs using all capacity would have recorded; `ended_utc` on the clock of `before`."""
-    up, tick = before.available[0], float(before.tick_hours[0])
+    """Yield the stays that jobs using all capacity would have recorded; `ended_utc` on the clock of
+    `before`.
+    """
+    up = before.available[0]
+    tick = float(before.tick_hours[0])
     day = max(1, round(_DAY_HOURS / tick))
     changes = np.flatnonzero(up[1:] != up[:-1]) + 1
     edges = sorted({0, len(up), *changes.tolist(), *range(day, len(up), day)})
@@ -172,7 +224,10 @@ def _stays(before: World, zone: str) -> Iterator[PoolStay]:
         if up[first]:
             lost = last < len(up) and not up[last]
             back = np.flatnonzero(up[last:])
-            gone = float(back[0]) * tick if lost and len(back) else None
+            if lost and len(back):
+                gone = float(back[0]) * tick
+            else:
+                gone = None
             yield PoolStay(
                 instance_type="",
                 nodes=1,
@@ -187,8 +242,12 @@ def _stays(before: World, zone: str) -> Iterator[PoolStay]:
 
 
 def _dispersion(world: World) -> float:
-    """Return the dispersion of losses per day around hours with capacity × mean hazard: Pearson's chi-squared."""
-    up, tick = world.available[0], float(world.tick_hours[0])
+    """Return the dispersion of losses per day around hours with capacity × mean hazard:
+
+    Pearson's chi-squared.
+    """
+    up = world.available[0]
+    tick = float(world.tick_hours[0])
     day = (np.arange(len(up)) * tick // _DAY_HOURS).astype(int)
     losses = np.bincount(day[1:], weights=up[:-1] & ~up[1:], minlength=day[-1] + 1)
     hours = np.bincount(day, weights=up) * tick

@@ -1,4 +1,5 @@
-"""`ebbflow bench money plan`: time of a plan by the number of pools, from one region to ten with six zones each.
+"""`ebbflow bench money plan`: time of a plan by the number of pools, from one region to ten with
+six zones each.
 
 The prices are synthetic (drawn per zone with a fixed seed): only the time is a result.
 """
@@ -29,7 +30,9 @@ _REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Timing of a plan. seconds: median of five plans. event_bytes: size of the abridged plan as JSON."""
+    """Timing of a plan. seconds: median of five plans. event_bytes: size of the abridged plan as
+    JSON.
+    """
 
     regions: int
     zones_per_region: int
@@ -49,7 +52,9 @@ def measure(regions: int, zones: int) -> Timing:
             "cost": {"regions": names, "prices": "synthetic.json", "deadline_hours": 500.0},
         }
     )
-    prices, times, plans = synthetic_prices(names, zones), [], []
+    prices = synthetic_prices(names, zones)
+    times = []
+    plans = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
         plans.append(make_plan(config, now_utc=_NOW, prices=prices))
@@ -68,7 +73,9 @@ def measure(regions: int, zones: int) -> Timing:
 def synthetic_prices(regions: list[str], zones: int) -> RecordedPrices:
     """Draw a price for each type of the catalogue in each zone of each region."""
     chance = random.Random(1)
-    places = [(region, f"{region}{'abcdefgh'[zone]}") for region in regions for zone in range(zones)]
+    places = [
+        (region, f"{region}{'abcdefgh'[zone]}") for region in regions for zone in range(zones)
+    ]
     records = [
         SpotRecord(
             instance_type=kind.name,
@@ -83,9 +90,15 @@ def synthetic_prices(regions: list[str], zones: int) -> RecordedPrices:
     ]
     return RecordedPrices(
         quotes=prices_at(
-            records, now_utc=_NOW, observed=dict.fromkeys(regions, _NOW), kind="recorded", source="synthetic"
+            records,
+            now_utc=_NOW,
+            observed=dict.fromkeys(regions, _NOW),
+            kind="recorded",
+            source="synthetic",
         ),
-        known_zones={region: tuple(zone for of, zone in places if of == region) for region in regions},
+        known_zones={
+            region: tuple(zone for of, zone in places if of == region) for region in regions
+        },
         path=Path("synthetic.json"),
     )
 
@@ -98,12 +111,17 @@ def add_command(benches: argparse._SubParsersAction) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    results = [measure(regions, zones) for regions, zones in ((1, 1), (1, 6), (2, 6), (5, 6), (10, 3), (10, 6))]
+    results = [
+        measure(regions, zones)
+        for regions, zones in ((1, 1), (1, 6), (2, 6), (5, 6), (10, 3), (10, 6))
+    ]
     if arguments.json:
         print(json.dumps([asdict(result) for result in results], indent=1))
         return 0
     print(f"measured, median of {_REPEATS}; synthetic prices, whole catalogue, nodes auto")
-    print(f"{'regions':>7} {'zones each':>10} {'pools':>7} {'ranked':>7} {'seconds':>8} {'event':>9}")
+    print(
+        f"{'regions':>7} {'zones each':>10} {'pools':>7} {'ranked':>7} {'seconds':>8} {'event':>9}"
+    )
     for one in results:
         size = f"{one.event_bytes / 1024:.0f} KiB"
         row = f"{one.regions:>7} {one.zones_per_region:>10} {one.pools:>7} {one.ranked:>7}"

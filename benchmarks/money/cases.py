@@ -1,6 +1,7 @@
 """Simulated jobs as plain data, run over all cores, and the case lists of the policy comparison.
 
-The comparison has four parts: the published cells, single zones, gangs, and the rules that AWS Batch can enact.
+The comparison has four parts: the published cells, single zones, gangs, and the rules that AWS
+Batch can enact.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def run_cases(data: Path, cases: Sequence[Case]) -> list[Figure]:
 
 
 def run_case(data: Path, case: Case) -> Figure:
-    world, job = world_at(data, case.traces, case.zones), case.job
+    world = world_at(data, case.traces, case.zones)
+    job = case.job
     room = world.hours - case.start_hours
     # A late job continues beyond its deadline for at most the same time again.
     window = cut_world(world, case.start_hours, min(room, 2 * job.deadline_hours + 4))
@@ -87,8 +89,12 @@ def run_case(data: Path, case: Case) -> Figure:
         assert result.refusal is not None
         return Figure(0.0, refused=result.refusal.binding)
     outcome = result.outcome
-    late = math.inf if outcome.finished_hours is None else max(0.0, outcome.finished_hours - job.deadline_hours)
-    over, ticks = outcome.over_budget(job.budget_usd), max(0.0, outcome.usd - job.budget_usd) / outcome.tick_usd
+    if outcome.finished_hours is None:
+        late = math.inf
+    else:
+        late = max(0.0, outcome.finished_hours - job.deadline_hours)
+    over = outcome.over_budget(job.budget_usd)
+    ticks = max(0.0, outcome.usd - job.budget_usd) / outcome.tick_usd
     return Figure(outcome.usd, outcome.missed, over, None, late, outcome.overruled, ticks)
 
 
@@ -102,7 +108,9 @@ def has_gangs(data: Path) -> bool:
 
 def recorded_or_constant(data: Path) -> str:
     """Return the traces at recorded prices, or at a constant price if the folder has no prices."""
-    return RECORDED if (data / _PRICES).is_file() else "availability"
+    if (data / _PRICES).is_file():
+        return RECORDED
+    return "availability"
 
 
 def zones_of(data: Path, traces: str) -> tuple[str, ...]:
@@ -111,13 +119,19 @@ def zones_of(data: Path, traces: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=32)
 def world_at(data: Path, traces: str, zones: tuple[str, ...]) -> World:
-    world = _everything(data, traces) if traces != "gang" else _everything(data, traces, zones)
+    if traces != "gang":
+        world = _everything(data, traces)
+    else:
+        world = _everything(data, traces, zones)
     return select_zones(world, zones)
 
 
 @lru_cache(maxsize=8)
 def _everything(data: Path, traces: str, zones: tuple[str, ...] | None = None) -> World:
-    """Read the folder's traces. Values of files that do not name their polarity count available machines."""
+    """Read the folder's traces.
+
+    Values of files that do not name their polarity count available machines.
+    """
     distances = Distances(50.0)
     if traces == "gang":
         read = read_traces(data / "gang")
@@ -125,9 +139,14 @@ def _everything(data: Path, traces: str, zones: tuple[str, ...] | None = None) -
         return world_of(chosen, nodes=GANG_NODES, distances=distances)
     folder = data / "availability"
     if not folder.is_dir():
-        raise SimulationError(f"{folder}: no such folder; --data takes one with availability/, gang/ and prices/")
+        raise SimulationError(
+            f"{folder}: no such folder; --data takes one with availability/, gang/ and prices/"
+        )
     recorded = traces.endswith("recorded prices")
-    prices = read_prices(data / _PRICES) if recorded else None
+    if recorded:
+        prices = read_prices(data / _PRICES)
+    else:
+        prices = None
     return world_of(read_traces(folder), prices=prices, distances=distances)
 
 
@@ -156,9 +175,15 @@ COMPARED = (
 
 
 def published_cells(_data: Path, _starts: int) -> list[Case]:
-    """Return the published cells: three zones, five windows, recorded prices, SkyNomad's information."""
+    """Return the published cells: three zones, five windows, recorded prices, SkyNomad's
+    information.
+    """
     names = (OPTIMUM, *COMPARED)
-    return [Case(RECORDED, CELL_ZONES, start, CELL_JOB, "published", name) for name in names for start in CELL_STARTS]
+    cells = []
+    for name in names:
+        for start in CELL_STARTS:
+            cells.append(Case(RECORDED, CELL_ZONES, start, CELL_JOB, "published", name))
+    return cells
 
 
 def single_zones(data: Path, starts: int) -> list[Case]:
@@ -177,7 +202,9 @@ def single_zones(data: Path, starts: int) -> list[Case]:
 
 
 def gangs(data: Path, starts: int) -> list[Case]:
-    """Return gangs of four nodes: three zones together (the cells' job), then each zone alone; constant price."""
+    """Return gangs of four nodes: three zones together (the cells' job), then each zone alone;
+    constant price.
+    """
     zones = zones_of(data, "gang")
     cases = []
     for name in (OPTIMUM, *COMPARED):
@@ -189,26 +216,41 @@ def gangs(data: Path, starts: int) -> list[Case]:
 
 
 def enactable(data: Path, starts: int) -> list[Case]:
-    """Return cases under the rules of AWS Batch: one region at a time; gang traces, if there are any, one zone each."""
+    """Return cases under the rules of AWS Batch: one region at a time; gang traces, if there are
+    any, one zone each.
+    """
     regions: dict[str, tuple[str, ...]] = {}
     recorded = recorded_or_constant(data)
     world = _everything(data, recorded)
     for zone, region in zip(world.zones, world.regions, strict=True):
         regions[region] = (*regions.get(region, ()), zone)
     worlds = [(recorded, group) for group in regions.values()]
-    worlds += [("gang", (zone,)) for zone in zones_of(data, "gang")] if has_gangs(data) else []
+    if has_gangs(data):
+        worlds += [("gang", (zone,)) for zone in zones_of(data, "gang")]
+    else:
+        worlds += []
     cases = []
     for name in ("adaptive", "uniform_progress", "uniform_progress_staying", "greedy", "on_demand"):
         for traces, group in worlds:
             room = hours_of(data, traces, group) - CELL_JOB.deadline_hours
             for number, start in enumerate(spread(room, starts)):
-                job = SimulatedJob(CELL_JOB.work_hours, CELL_JOB.deadline_hours, CELL_JOB.changeover_hours, seed=number)
+                job = SimulatedJob(
+                    CELL_JOB.work_hours,
+                    CELL_JOB.deadline_hours,
+                    CELL_JOB.changeover_hours,
+                    seed=number,
+                )
                 cases.append(Case(traces, group, start, job, "enactable", name))
     return cases
 
 
 def spread(room_hours: float, count: int) -> Sequence[float]:
-    """Return `count` evenly spaced starts from hour 0 to `room_hours`. Raises SimulationError if that is negative."""
+    """Return `count` evenly spaced starts from hour 0 to `room_hours`.
+
+    Raises SimulationError if that is negative.
+    """
     if room_hours < 0:
-        raise SimulationError(f"the traces are {-room_hours:.1f} h shorter than the longest deadline of these jobs")
+        raise SimulationError(
+            f"the traces are {-room_hours:.1f} h shorter than the longest deadline of these jobs"
+        )
     return [room_hours * number / max(1, count - 1) for number in range(count)]

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.money import capacity, figures, interval, placements, policy, safety, simulate, speed
+from benchmarks.money import (
+    capacity,
+    figures,
+    interval,
+    placements,
+    policy,
+    safety,
+    simulate,
+    speed,
+)
 from ebbflow.cost.errors import CostError
 from ebbflow.infra.errors import InfraError
 

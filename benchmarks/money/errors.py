@@ -7,7 +7,10 @@ from ebbflow.infra.errors import Outcome
 
 
 class TraceError(CostError, outcome=Outcome.CONFIG):
-    """A trace of availability or prices is unreadable or ambiguous. The message has the file and the JSON key."""
+    """A trace of availability or prices is unreadable or ambiguous.
+
+    The message has the file and the JSON key.
+    """
 
 
 class SimulationError(CostError, outcome=Outcome.CONFIG):

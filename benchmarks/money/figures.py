@@ -1,4 +1,6 @@
-"""`ebbflow bench money`: the figures of docs/money.md in one table, with traces, seeds and intervals. All simulated."""
+"""`ebbflow bench money`: the figures of docs/money.md in one table, with traces, seeds and
+intervals. All simulated.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,26 @@ class MoneyFigure:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ebbflow bench money` without a subcommand."""
-    parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="traces (docs/money.md)")
+    parser.add_argument(
+        "--data", type=Path, default=None, metavar="DIR", help="traces (docs/money.md)"
+    )
     parser.add_argument("--adversarial", type=int, default=2000, help="jobs under the adversary")
-    parser.add_argument("--starts", type=int, default=20, help="jobs per zone and deadline, and per world")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of these, with commas; the default is all")
+    parser.add_argument(
+        "--starts", type=int, default=20, help="jobs per zone and deadline, and per world"
+    )
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="some of these, with commas; the default is all"
+    )
     parser.add_argument("--json", action="store_true", help="the figures for a program")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    figures, wanted = [], arguments.parts.split(",")
+    figures = []
+    wanted = arguments.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
         raise SimulationError(f"--parts {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
-    data, starts = arguments.data, arguments.starts
+    data = arguments.data
+    starts = arguments.starts
     parts: dict[str, Callable[[], Iterator[MoneyFigure]]] = {
         "limits": lambda: live_limits(arguments.adversarial),
         "tradeoff": lambda: tradeoff(starts),
@@ -66,23 +76,38 @@ def run(arguments: argparse.Namespace) -> int:
                 figures.append(figure)
                 if not arguments.json:
                     if len(figures) == 1:
-                        print("| figure | simulated | target | jobs | traces, seed, interval |\n|---|---|---|---|---|")
+                        print(
+                            "| figure | simulated | target | jobs | traces, seed, interval "
+                            "|\n|---|---|---|---|---|"
+                        )
                     print(f"| {' | '.join(map(str, asdict(figure).values()))} |", flush=True)
-        except (SimulationError, TraceError) as error:  # other traces may have no gangs, or other zones
+        except (
+            SimulationError,
+            TraceError,
+        ) as error:  # other traces may have no gangs, or other zones
             print(f"{name}: left out, because {error}", file=sys.stderr, flush=True)
     if arguments.json:
-        print(json.dumps({"kind": "simulated", "figures": [asdict(one) for one in figures]}, indent=1))
+        print(
+            json.dumps({"kind": "simulated", "figures": [asdict(one) for one in figures]}, indent=1)
+        )
     elif arguments.data is None:
         print("\nwithout --data DIR: only the figures that need no traces")
     else:
         print(f"\n{sum(os.times()[:4]) - began:.0f} s of processor time")
-    return 0 if figures else 2
+    if figures:
+        return 0
+    return 2
 
 
 def _interval(values: Sequence[float], groups: Sequence[Any]) -> str:
-    """Return the 95 % bootstrap interval of the mean, resampling whole groups, because jobs of a group are alike."""
-    chance, names = np.random.default_rng(_SEED), sorted(set(groups), key=str)
-    sums = np.array([sum(v for v, g in zip(values, groups, strict=True) if g == name) for name in names])
+    """Return the 95 % bootstrap interval of the mean, resampling whole groups, because jobs of a
+    group are alike.
+    """
+    chance = np.random.default_rng(_SEED)
+    names = sorted(set(groups), key=str)
+    sums = np.array(
+        [sum(v for v, g in zip(values, groups, strict=True) if g == name) for name in names]
+    )
     sizes = np.array([sum(g == name for g in groups) for name in names])
     drawn = chance.integers(0, len(names), size=(_RESAMPLES, len(names)))
     means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
@@ -96,20 +121,28 @@ def live_limits(count: int) -> Iterator[MoneyFigure]:
     from benchmarks.money.placements import job_config
 
     config = job_config(8.0, ["checkpoint.interval=seconds", "checkpoint.interval_seconds=900"])
-    admitted, refused, seed = [], 0, 0
+    admitted = []
+    refused = 0
+    seed = 0
     while len(admitted) < count:
         found = adversarial_job(config, seed)
         seed += 1
         refused += found is None
-        admitted += [] if found is None else [found]
+        if found is None:
+            admitted += []
+        else:
+            admitted += [found]
     where = (
-        f"made-up capacity, seeds 0–{seed - 1}, {refused} not admitted, {sum(one.strikes for one in admitted)} strikes"
+        f"made-up capacity, seeds 0–{seed - 1}, {refused} not admitted, "
+        f"{sum(one.strikes for one in admitted)} strikes"
     )
     late = sum(one.late_hours > 1e-6 for one in admitted)
     over = sum(one.over_minutes > 1 for one in admitted)
     most = max(one.over_usd for one in admitted)
     yield MoneyFigure("live path: late, adversary", str(late), "0", len(admitted), where)
-    yield MoneyFigure("live path: over budget by > 1 min", f"{over} (most ${most:.4f})", "0", len(admitted), where)
+    yield MoneyFigure(
+        "live path: over budget by > 1 min", f"{over} (most ${most:.4f})", "0", len(admitted), where
+    )
 
 
 def live_dollars(data: Path, starts: int) -> Iterator[MoneyFigure]:
@@ -125,23 +158,34 @@ def live_dollars(data: Path, starts: int) -> Iterator[MoneyFigure]:
         for trace in traces
         for start in spread(trace.hours - max(DEADLINES_HOURS), starts)
     ]
-    where = f"{', '.join(one.name for one in traces)}; seed {_SEED}; each zone forecast from the others"
+    where = (
+        f"{', '.join(one.name for one in traces)}; seed {_SEED}; each zone forecast from the others"
+    )
     zones = [one.zone for one in found]
     late = sum(one.late for one in found)
     yield MoneyFigure("live path: late, recorded capacity", str(late), "0", len(found), where)
-    usd, planned = (statistics.fmean(getattr(one, name) for one in found) for name in ("usd", "planned_usd"))
+    usd, planned = (
+        statistics.fmean(getattr(one, name) for one in found) for name in ("usd", "planned_usd")
+    )
     errors = [one.planned_usd / usd - one.usd / usd for one in found]
     value = f"{planned / usd - 1:+.1%}"
     note = f"{where}; error as a share {_interval(errors, zones)} over zones"
     yield MoneyFigure("planned ÷ actual dollars − 1, mean", value, "≤ ±10 %", len(found), note)
     inside = [float(0.1 <= one.rank <= 0.9) for one in found]
     ends = {trace.zone: trace.hours / 2 for trace in traces}
-    halves = [covered([one for one in found if (one.start_hours >= ends[one.zone]) is late]) for late in (False, True)]
+    halves = [
+        covered([one for one in found if (one.start_hours >= ends[one.zone]) is late])
+        for late in (False, True)
+    ]
     note = f"{where}; {_interval(inside, zones)} over zones"
     if not any(map(math.isnan, halves)):
         note += f"; first half (chose its width) {halves[0]:.0%}, second {halves[1]:.0%}"
     yield MoneyFigure(
-        "jobs within the planned p10–p90 (ties split at random)", f"{covered(found):.0%}", "80 ± 7 %", len(found), note
+        "jobs within the planned p10–p90 (ties split at random)",
+        f"{covered(found):.0%}",
+        "80 ± 7 %",
+        len(found),
+        note,
     )
     ratio = [one.usd / one.optimum_usd for one in found]
     total = usd / statistics.fmean(one.optimum_usd for one in found)
@@ -163,42 +207,74 @@ def several_regions(data: Path, starts: int) -> Iterator[MoneyFigure]:
     for region in REGIONS:
         alone = statistics.fmean(row[region] for row in rows)
         errors = [(row["three"] - row[region]) / alone for row in rows]
-        note = f"{where}; ${three:.2f} against ${alone:.2f}, transfer included {_interval(errors, blocks)} over weeks"
-        yield MoneyFigure(f"three regions ÷ {region} alone − 1", f"{three / alone - 1:+.1%}", "-", len(rows), note)
+        note = (
+            f"{where}; ${three:.2f} against ${alone:.2f}, transfer included "
+            f"{_interval(errors, blocks)} over weeks"
+        )
+        yield MoneyFigure(
+            f"three regions ÷ {region} alone − 1", f"{three / alone - 1:+.1%}", "-", len(rows), note
+        )
 
 
 def enactable(data: Path, starts: int) -> Iterator[MoneyFigure]:
-    """Compare the live rule, which is greedy, with Uniform Progress and the adaptive policy under enactable rules."""
+    """Compare the live rule, which is greedy, with Uniform Progress and the adaptive policy under
+    enactable rules.
+    """
     from benchmarks.money import cases
     from benchmarks.money.policy import worst_decile_usd
 
-    made = [case for case in cases.enactable(data, starts) if case.policy in ("greedy", "uniform_progress", "adaptive")]
+    made = [
+        case
+        for case in cases.enactable(data, starts)
+        if case.policy in ("greedy", "uniform_progress", "adaptive")
+    ]
     figures = cases.run_cases(data, made)
-    if refused := next((case for case, figure in zip(made, figures, strict=True) if figure.refused), None):
-        raise SimulationError(f"ticks of {' '.join(refused.zones)} are too long for 40 h of work by 60 h")
+    if refused := next(
+        (case for case, figure in zip(made, figures, strict=True) if figure.refused), None
+    ):
+        raise SimulationError(
+            f"ticks of {' '.join(refused.zones)} are too long for 40 h of work by 60 h"
+        )
     late = sum(figure.missed for figure in figures)
     suites: dict[str, dict[str, list[float]]] = {}
     for case, figure in zip(made, figures, strict=True):
         suite = f"{case.traces}: {' '.join(case.zones)}"
         suites.setdefault(suite, {}).setdefault(case.policy, []).append(figure.usd)
-    yield MoneyFigure("enactable rules: late", str(late), "0", len(made), f"{len(suites)} worlds, all three policies")
+    yield MoneyFigure(
+        "enactable rules: late",
+        str(late),
+        "0",
+        len(made),
+        f"{len(suites)} worlds, all three policies",
+    )
     blocks = [index * 8 // starts for index in range(starts)]
     for suite, usd in suites.items():
-        mean, uniform = statistics.fmean(usd["greedy"]), usd["uniform_progress"]
+        mean = statistics.fmean(usd["greedy"])
+        uniform = usd["uniform_progress"]
         for policy, label in (("greedy", "live rule"), ("adaptive", "adaptive (research)")):
-            apart = [(one - greedy) / mean for one, greedy in zip(usd[policy], usd["greedy"], strict=True)]
+            apart = [
+                (one - greedy) / mean
+                for one, greedy in zip(usd[policy], usd["greedy"], strict=True)
+            ]
             note = f"{suite}; {starts} starts; {_decile_interval(usd[policy], uniform, blocks)}"
             if policy != "greedy":
-                note += f"; mean − greedy's {statistics.fmean(apart):+.1%} {_interval(apart, blocks)}"
+                note += (
+                    f"; mean − greedy's {statistics.fmean(apart):+.1%} {_interval(apart, blocks)}"
+                )
             value = f"{worst_decile_usd(usd[policy]) / worst_decile_usd(uniform) - 1:+.1%}"
-            yield MoneyFigure(f"worst decile, {label} ÷ Uniform Progress − 1", value, "≤ 0 %", len(uniform), note)
+            yield MoneyFigure(
+                f"worst decile, {label} ÷ Uniform Progress − 1", value, "≤ 0 %", len(uniform), note
+            )
 
 
 def _decile_interval(ours: Sequence[float], theirs: Sequence[float], groups: Sequence[Any]) -> str:
-    """Return the 95 % bootstrap interval of the ratio of worst deciles minus 1, resampling whole groups of starts."""
+    """Return the 95 % bootstrap interval of the ratio of worst deciles minus 1, resampling whole
+    groups of starts.
+    """
     from benchmarks.money.policy import worst_decile_usd
 
-    chance, names = np.random.default_rng(_SEED), sorted(set(groups))
+    chance = np.random.default_rng(_SEED)
+    names = sorted(set(groups))
     index = {name: [number for number, one in enumerate(groups) if one == name] for name in names}
     ratios = []
     for drawn in chance.integers(0, len(names), size=(_RESAMPLES, len(names))):
@@ -217,7 +293,8 @@ def tradeoff(starts: int) -> Iterator[MoneyFigure]:
     for row in trade_offs(_WORLDS, starts):
         name = f"{row.policy}: mean ÷ greedy − 1; worst decile ÷ Uniform Progress − 1"
         note = (
-            f"{_WORLDS} made-up worlds, seeds 0–{_WORLDS - 1}; mean above greedy by > 0.5 % in {row.dearer_share:.0%} "
+            f"{_WORLDS} made-up worlds, seeds 0–{_WORLDS - 1}; mean above greedy by > 0.5 % in "
+            f"{row.dearer_share:.0%} "
         )
         note += f"of them, decile above in {row.worse_share:.0%}; {row.late} late"
         yield MoneyFigure(name, f"{row.mean:+.1%}; {row.worst:+.1%}", "-", _WORLDS * starts, note)
@@ -230,7 +307,9 @@ def tradeoff(starts: int) -> Iterator[MoneyFigure]:
 
 
 def research(data: Path, starts: int) -> Iterator[MoneyFigure]:
-    """Compare the adaptive policy on gangs with the optimum on a grid that does not round the changeover up."""
+    """Compare the adaptive policy on gangs with the optimum on a grid that does not round the
+    changeover up.
+    """
     from dataclasses import replace
 
     from benchmarks.money import cases
@@ -238,9 +317,13 @@ def research(data: Path, starts: int) -> Iterator[MoneyFigure]:
     from benchmarks.money.world import cut_world
 
     chosen = [case for case in cases.gangs(data, starts) if case.policy == "adaptive"]
-    figures, ratios, groups = cases.run_cases(data, chosen), [], []
+    figures = cases.run_cases(data, chosen)
+    ratios = []
+    groups = []
     for case, figure in zip(chosen, figures, strict=True):
-        world = cut_world(cases.world_at(data, case.traces, case.zones), case.start_hours, case.job.deadline_hours)
+        world = cut_world(
+            cases.world_at(data, case.traces, case.zones), case.start_hours, case.job.deadline_hours
+        )
         fine = replace(
             world,
             available=np.repeat(world.available, _FINE_TICKS, axis=1),
@@ -251,5 +334,10 @@ def research(data: Path, starts: int) -> Iterator[MoneyFigure]:
         groups.append(" ".join(case.zones))
     total = sum(usd for usd, _ in ratios) / sum(best for _, best in ratios)
     each = [usd / best for usd, best in ratios]
-    note = f"gang traces, constant price, optimum on ticks of 60 s; mean of ratios {_interval(each, groups)}"
-    yield MoneyFigure("research policy ÷ optimum, gangs of 4", f"{total:.3f}", "≤ 1.05", len(ratios), note)
+    note = (
+        "gang traces, constant price, optimum on ticks of 60 s; mean of ratios "
+        f"{_interval(each, groups)}"
+    )
+    yield MoneyFigure(
+        "research policy ÷ optimum, gangs of 4", f"{total:.3f}", "≤ 1.05", len(ratios), note
+    )

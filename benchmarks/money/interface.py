@@ -1,11 +1,12 @@
-"""Interface of policies, whose `decide(state)` returns `UsePool` or `Wait`, and the simple policies.
+"""Interface of policies, whose `decide(state)` returns `UsePool` or `Wait`, and the simple
+policies.
 
-A policy chooses where a job runs next. It is called once per decision: in the simulator at every tick, on AWS Batch
-between attempts (see `State.may_switch`). A policy need not be safe: the safety net (`cost/policy/safety_net.py`)
-replaces any answer that endangers the deadline or the budget.
+A policy chooses where a job runs next. It is called once per decision: in the simulator at every
+tick, on AWS Batch between attempts (see `State.may_switch`). A policy need not be safe: the safety
+net (`cost/policy/safety_net.py`) replaces any answer that endangers the deadline or the budget.
 
-All times are hours since the job was submitted. All dollars are for the whole gang (all nodes of the job), so a gang of
-four nodes looks like one expensive machine.
+All times are hours since the job was submitted. All dollars are for the whole gang (all nodes of
+the job), so a gang of four nodes looks like one expensive machine.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything that a policy knows at one decision. A policy answers equal sequences of states alike."""
+    """Everything that a policy knows at one decision.
+
+    A policy answers equal sequences of states alike.
+    """
 
     now_hours: float
     deadline_hours: float
@@ -105,18 +109,26 @@ class State:
 
     @property
     def current_pool(self) -> PoolView | None:
-        return None if self.current is None else self.pool(self.current)
+        if self.current is None:
+            return None
+        return self.pool(self.current)
 
     @property
     def on_demand(self) -> PoolView:
-        """The on-demand pool to fall back on: the current one, else that where finishing costs least with transfer."""
+        """The on-demand pool to fall back on: the current one, else that where finishing costs
+        least with transfer.
+        """
         if self._fallback is not None:
             return self._fallback
         pools = [pool for pool in self.pools if pool.market is Market.ON_DEMAND]
         hours = self.work_left_hours + self.changeover_hours
         found = min(
             pools,
-            key=lambda p: (p.id != self.current, p.usd_per_hour * (hours + p.transfer_hours) + p.egress_usd, p.id),
+            key=lambda p: (
+                p.id != self.current,
+                p.usd_per_hour * (hours + p.transfer_hours) + p.egress_usd,
+                p.id,
+            ),
         )
         object.__setattr__(self, "_fallback", found)
         return found
@@ -124,7 +136,9 @@ class State:
     @property
     def spot_pools(self) -> tuple[PoolView, ...]:
         if self._spots is None:
-            object.__setattr__(self, "_spots", tuple(pool for pool in self.pools if pool.market is Market.SPOT))
+            object.__setattr__(
+                self, "_spots", tuple(pool for pool in self.pools if pool.market is Market.SPOT)
+            )
         return self._spots or ()
 
     @property
@@ -136,16 +150,21 @@ class State:
         return self._home or ()
 
     def is_up(self, pool: PoolView) -> bool:
-        """Return whether the pool was observed with capacity at this decision; always true for an on-demand pool."""
-        return pool.market is Market.ON_DEMAND or (pool.available is True and pool.seen_at_hours == self.now_hours)
+        """Return whether the pool was observed with capacity at this decision; always true for an
+        on-demand pool.
+        """
+        return pool.market is Market.ON_DEMAND or (
+            pool.available is True and pool.seen_at_hours == self.now_hours
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class UsePool:
-    """Decision to run in a pool until the next decision: continue there, or leave the current pool and start there.
+    """Decision to run in a pool until the next decision: continue there, or leave the current pool
+    and start there.
 
-    A start in a spot pool without capacity is refused. It costs nothing, but the time until the next decision is lost.
-    The next state then shows the pool as not available.
+    A start in a spot pool without capacity is refused. It costs nothing, but the time until the
+    next decision is lost. The next state then shows the pool as not available.
     """
 
     pool: str
@@ -169,9 +188,12 @@ Action = UsePool | Wait
 
 
 class Policy(Protocol):
-    """A policy for one job. It may remember earlier states, but it uses no random numbers and no clock.
+    """A policy for one job.
 
-    `decide` is called once per decision, in the order of time. If the safety net replaces an answer, the policy is not
+    It may remember earlier states, but it uses no random numbers and no clock.
+
+    `decide` is called once per decision, in the order of time. If the safety net replaces an
+    answer, the policy is not
     notified: only `current` of the next state shows the result.
     """
 
@@ -185,34 +207,48 @@ PolicyFactory = Callable[[], Policy]
 def spot_candidates(state: State) -> list[PoolView]:
     """Return the spot pools that are worth a try at this decision, best first.
 
-    Pools observed without capacity at this decision are left out. Pools observed with capacity come first, in the order
-    of their cost with transfer. The others follow, those unobserved for longest first.
+    Pools observed without capacity at this decision are left out. Pools observed with capacity come
+    first, in the order of their cost with transfer. The others follow, those unobserved for longest
+    first.
     """
 
     def rank(pool: PoolView) -> tuple[bool, float, float, str]:
         unseen = not state.is_up(pool)
-        age = -1.0 if pool.seen_at_hours is None else pool.seen_at_hours
+        if pool.seen_at_hours is None:
+            age = -1.0
+        else:
+            age = pool.seen_at_hours
         usd = pool.usd_per_hour * (state.work_left_hours + pool.transfer_hours) + pool.egress_usd
         return (unseen, age if unseen else 0.0, usd, pool.id)
 
     spots = [pool for pool in state.pools if pool.market is Market.SPOT]
-    return sorted((pool for pool in spots if state.is_up(pool) or pool.seen_at_hours != state.now_hours), key=rank)
+    return sorted(
+        (pool for pool in spots if state.is_up(pool) or pool.seen_at_hours != state.now_hours),
+        key=rank,
+    )
 
 
 class Greedy:
     """Policy that runs in the cheapest spot pool observed with capacity, and otherwise waits.
 
-    Only the safety net puts the job on demand. From there, this policy returns to a spot pool observed with capacity,
-    or to any spot pool if its start can be tried while the on-demand machines are kept.
+    Only the safety net puts the job on demand. From there, this policy returns to a spot pool
+    observed with capacity, or to any spot pool if its start can be tried while the on-demand
+    machines are kept.
     """
 
     def decide(self, state: State) -> Action:
         current = state.current_pool
         if current is not None and current.market is Market.SPOT:
             return UsePool(current.id)
-        candidates = [pool.id for pool in spot_candidates(state) if state.is_up(pool) or state.attempts > 1]
+        candidates = [
+            pool.id for pool in spot_candidates(state) if state.is_up(pool) or state.attempts > 1
+        ]
         if current is not None:
-            return UsePool(candidates[0], (*candidates[1:], current.id)) if candidates else UsePool(current.id)
+            if candidates:
+                return UsePool(candidates[0], (*candidates[1:], current.id))
+            return UsePool(current.id)
         # Waiting costs nothing, and neither does a start that may be refused.
         tries = [pool.id for pool in spot_candidates(state)]
-        return UsePool(tries[0], tuple(tries[1:])) if tries else Wait()
+        if tries:
+            return UsePool(tries[0], tuple(tries[1:]))
+        return Wait()

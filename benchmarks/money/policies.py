@@ -1,4 +1,7 @@
-"""Policies of the comparison: Uniform Progress in variants, always on-demand, and an adversary of the safety net."""
+"""Policies of the comparison:
+
+Uniform Progress in variants, always on-demand, and an adversary of the safety net.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ class OnDemand:
 
 
 class Adversary:
-    """Deliberately bad policy to test the safety net: it moves needlessly, overpays, names unknown pools and raises.
+    """Deliberately bad policy to test the safety net: it moves needlessly, overpays, names unknown
+    pools and raises.
 
     Its answers depend only on the number of decisions so far.
     """
@@ -55,17 +59,20 @@ class Adversary:
 class UniformProgress:
     """Uniform Progress, the policy of "Can't Be Late" (Wu et al., NSDI'24).
 
-    The job is ahead if it has done more than the share of its work that equals the elapsed share of its time. While
-    ahead, it uses spot or waits; while behind, it uses spot or on-demand. It returns from on-demand to spot only if it
-    would still be ahead after two changeovers without work.
+    The job is ahead if it has done more than the share of its work that equals the elapsed share of
+    its time. While ahead, it uses spot or waits; while behind, it uses spot or on-demand. It
+    returns from on-demand to spot only if it would still be ahead after two changeovers without
+    work.
 
-    Args:
-        leaves_at_once: Leave on-demand as soon as spot capacity is observed, which is stronger than the published rule.
-        failover: Try the cheapest spot pools first, and those in the region used last only after all others.
-        leaves_blind: When ahead, leave on-demand even if no spot capacity is observed.
+    Args: leaves_at_once: Leave on-demand as soon as spot capacity is observed, which is stronger
+        than the published rule. failover: Try the cheapest spot pools first, and those in the
+        region used last only after all others. leaves_blind: When ahead, leave on-demand even if no
+        spot capacity is observed.
     """
 
-    def __init__(self, *, leaves_at_once: bool = False, failover: bool = False, leaves_blind: bool = True) -> None:
+    def __init__(
+        self, *, leaves_at_once: bool = False, failover: bool = False, leaves_blind: bool = True
+    ) -> None:
         self.leaves_at_once = leaves_at_once
         self.leaves_blind = leaves_blind
         self.failover = failover
@@ -87,11 +94,16 @@ class UniformProgress:
         tries = spots
         if behind:
             # With one start per decision, only observed spot is worth it.
-            tries = spots if state.attempts > 1 else [pool for pool in spots if state.is_up(pool)]
+            if state.attempts > 1:
+                tries = spots
+            else:
+                tries = [pool for pool in spots if state.is_up(pool)]
             order = [*(pool.id for pool in tries), state.on_demand.id]
         else:
             order = [pool.id for pool in tries]
-        return UsePool(order[0], tuple(order[1:])) if order else Wait()
+        if order:
+            return UsePool(order[0], tuple(order[1:]))
+        return Wait()
 
     def _from_on_demand(self, state: State, current: PoolView, spots: list[PoolView]) -> Action:
         seen = [pool.id for pool in spots if state.is_up(pool)]
@@ -100,11 +112,18 @@ class UniformProgress:
         if self._ahead(state, 2 * state.changeover_hours) <= 0:
             return UsePool(current.id)
         # Ahead by two changeovers: leave on-demand; the job waits if there is no spot.
-        order = [pool.id for pool in spots] if self.leaves_blind else seen
-        return UsePool(order[0], tuple(order[1:])) if order else UsePool(current.id)
+        if self.leaves_blind:
+            order = [pool.id for pool in spots]
+        else:
+            order = seen
+        if order:
+            return UsePool(order[0], tuple(order[1:]))
+        return UsePool(current.id)
 
     def _ahead(self, state: State, later_hours: float) -> float:
-        """Return the useful hours done so far minus those that uniform progress requires `later_hours` from now."""
+        """Return the useful hours done so far minus those that uniform progress requires
+        `later_hours` from now.
+        """
         assert self._work_hours is not None
         expected = (state.now_hours + later_hours) * self._work_hours / state.deadline_hours
         return self._work_hours - state.work_left_hours - expected
@@ -113,11 +132,14 @@ class UniformProgress:
         candidates = spot_candidates(state)
         if not self.failover:
             return candidates
-        return sorted(candidates, key=lambda pool: (pool.region == self._last_region, pool.usd_per_hour))
+        return sorted(
+            candidates, key=lambda pool: (pool.region == self._last_region, pool.usd_per_hour)
+        )
 
 
 class GreedyWithReserve:
-    """Greedy that keeps a share of its slack for returns from on-demand, in proportion to the remaining work.
+    """Greedy that keeps a share of its slack for returns from on-demand, in proportion to the
+    remaining work.
 
     With a share of 0 it would be greedy; with 1 it spends slack as evenly as Uniform Progress.
     """
@@ -132,19 +154,29 @@ class GreedyWithReserve:
         if current is not None and current.market is Market.SPOT:
             return UsePool(current.id)
         start = state.changeover_hours + state.on_demand_delay_hours
-        kept = self.share * (self._first.slack_hours - start) * state.work_left_hours / self._first.work_left_hours
+        kept = (
+            self.share
+            * (self._first.slack_hours - start)
+            * state.work_left_hours
+            / self._first.work_left_hours
+        )
         extra = state.slack_hours - start - kept
         tries = [pool.id for pool in spot_candidates(state)]
         if current is None:
             if extra <= 0:
                 return UsePool(state.on_demand.id)
-            return UsePool(tries[0], tuple(tries[1:])) if tries else Wait()
-        # A return that is refused uses up to this much slack, and pays for a drain and another start.
+            if tries:
+                return UsePool(tries[0], tuple(tries[1:]))
+            return Wait()
+        # A return that is refused uses up to this much slack, and pays for a drain and another
+        # start.
         trip = state.drain_hours + start + state.changeover_hours + 2 * state.tick_hours
         lost_usd = (state.drain_hours + state.changeover_hours) * current.usd_per_hour
         cheapest = min((pool.usd_per_hour for pool in state.spot_pools), default=math.inf)
         pays = (current.usd_per_hour - cheapest) * state.work_left_hours > 2 * lost_usd
-        return UsePool(tries[0], tuple(tries[1:])) if tries and pays and extra >= trip else UsePool(current.id)
+        if tries and pays and extra >= trip:
+            return UsePool(tries[0], tuple(tries[1:]))
+        return UsePool(current.id)
 
 
 POLICIES: dict[str, PolicyFactory] = {

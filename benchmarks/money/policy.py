@@ -1,6 +1,8 @@
-"""`ebbflow bench money policy`: compare policies on published cells, single zones, gangs and the rules of AWS Batch.
+"""`ebbflow bench money policy`: compare policies on published cells, single zones, gangs and the
+rules of AWS Batch.
 
-Policies are compared in pairs on the same starts: mean difference with a 95 % interval, and the worst decile.
+Policies are compared in pairs on the same starts: mean difference with a 95 % interval, and the
+worst decile.
 """
 
 from __future__ import annotations
@@ -27,10 +29,22 @@ _STARTS = {"published": 5, "zones": 8, "gangs": 8, "enactable": 200}
 
 
 def add_command(benches: Any) -> None:
-    parser = benches.add_parser("policy", help="policies beside the optimum and the published figures, over traces")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="with availability/, gang/ and prices/")
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--starts", type=int, default=None, help="jobs per world (default 8; enactable 200)")
+    parser = benches.add_parser(
+        "policy", help="policies beside the optimum and the published figures, over traces"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="with availability/, gang/ and prices/",
+    )
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--starts", type=int, default=None, help="jobs per world (default 8; enactable 200)"
+    )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_run)
 
@@ -65,12 +79,20 @@ def _run(arguments: argparse.Namespace) -> int:
             print(_text(part, table), end="\n\n", flush=True)
     if arguments.json:
         print(
-            json.dumps({"kind": "simulated", "on": str(arguments.data), "parts": documents}, indent=1, allow_nan=False)
+            json.dumps(
+                {"kind": "simulated", "on": str(arguments.data), "parts": documents},
+                indent=1,
+                allow_nan=False,
+            )
         )
-    return 0 if documents else 2
+    if documents:
+        return 0
+    return 2
 
 
-def _by_policy(rows: Sequence[Any], *, world: Callable[[Any], Any] = lambda case: None) -> dict[Any, dict[str, list]]:
+def _by_policy(
+    rows: Sequence[Any], *, world: Callable[[Any], Any] = lambda case: None
+) -> dict[Any, dict[str, list]]:
     """Return world → policy → dollars, in the order of the starts."""
     found: dict[Any, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case, figure in rows:
@@ -83,14 +105,32 @@ def _published(rows: Sequence[Any]) -> dict[str, Any]:
 
     usd = _by_policy(rows)[None]
     best = usd["optimum"]
-    lines = [[name, *values, statistics.fmean(values), *_ratios(values, best)] for name, values in usd.items()]
+    lines = [
+        [name, *values, statistics.fmean(values), *_ratios(values, best)]
+        for name, values in usd.items()
+    ]
     for name, values in PUBLISHED_USD.items():
         ratios = _ratios(values, PUBLISHED_USD["optimum"])
         lines.append([f"{name} (as published)", *values, statistics.fmean(values), *ratios])
-    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(best, PUBLISHED_USD["optimum"], strict=True))
+    worst = max(
+        abs(ours / theirs - 1) for ours, theirs in zip(best, PUBLISHED_USD["optimum"], strict=True)
+    )
     return {
-        "title": "Published cells: three zones, sees its own, pays one-minute probes, recorded prices. USD per cell",
-        "columns": ["policy", "1", "2", "3", "4", "5", "mean", "mean ÷ optimum", "median ÷ optimum"],
+        "title": (
+            "Published cells: three zones, sees its own, pays one-minute probes, recorded "
+            "prices. USD per cell"
+        ),
+        "columns": [
+            "policy",
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+            "mean",
+            "mean ÷ optimum",
+            "median ÷ optimum",
+        ],
         "rows": lines,
         "notes": [
             f"optimum within {worst:.2%} of the published one in each cell, computed in at most "
@@ -106,14 +146,17 @@ def _ratios(values: Sequence[float], best: Sequence[float]) -> tuple[float, floa
 
 def _zones(rows: Sequence[Any]) -> dict[str, Any]:
     worlds = _by_policy(rows, world=lambda case: case.zones[0])
-    lines, everything = [], defaultdict(list)
+    lines = []
+    everything = defaultdict(list)
     for zone, usd in worlds.items():
         for name, values in usd.items():
             if name == "optimum":
                 continue
             regret = [value - best for value, best in zip(values, usd["optimum"], strict=True)]
             everything[name] += regret
-            lines.append([zone, name, statistics.fmean(values), statistics.fmean(regret), max(regret)])
+            lines.append(
+                [zone, name, statistics.fmean(values), statistics.fmean(regret), max(regret)]
+            )
     for name, regret in everything.items():
         lines.append(["all", name, math.nan, statistics.fmean(regret), max(regret)])
     theirs = statistics.fmean(everything["uniform_progress"])
@@ -121,27 +164,42 @@ def _zones(rows: Sequence[Any]) -> dict[str, Any]:
         f"mean regret ÷ Uniform Progress's: {name} {_divided(statistics.fmean(regret), theirs)}"
         for name, regret in everything.items()
     ]
-    notes += [f"adaptive by zone: {', '.join(_beside_uniform(zone, usd) for zone, usd in worlds.items())}"]
+    notes += [
+        f"adaptive by zone: {', '.join(_beside_uniform(zone, usd) for zone, usd in worlds.items())}"
+    ]
     return {
-        "title": "One zone (the setting of Can't Be Late): 48 h, deadlines 52/60/70/92 h, changeovers 0.02–0.5 h. USD",
+        "title": (
+            "One zone (the setting of Can't Be Late): 48 h, deadlines 52/60/70/92 h, changeovers "
+            "0.02–0.5 h. USD"
+        ),
         "columns": ["zone", "policy", "mean cost", "mean regret", "worst regret"],
-        "rows": [[None if isinstance(cell, float) and math.isnan(cell) else cell for cell in line] for line in lines],
+        "rows": [
+            [None if isinstance(cell, float) and math.isnan(cell) else cell for cell in line]
+            for line in lines
+        ],
         "notes": notes,
     }
 
 
 def _beside_uniform(zone: str, usd: dict[str, list]) -> str:
-    """Compare adaptive with Uniform Progress in one zone: ratio of mean regrets, and whether the worst is higher."""
+    """Compare adaptive with Uniform Progress in one zone: ratio of mean regrets, and whether the
+    worst is higher.
+    """
     ours, theirs = (
         [value - best for value, best in zip(usd[name], usd["optimum"], strict=True)]
         for name in ("adaptive", "uniform_progress")
     )
-    above = " (worst regret above)" if max(ours) > max(theirs) else ""
+    if max(ours) > max(theirs):
+        above = " (worst regret above)"
+    else:
+        above = ""
     return f"{zone} {_divided(sum(ours), sum(theirs))}{above}"
 
 
 def _divided(ours: float, theirs: float) -> str:
-    return f"{ours / theirs:.3f}" if theirs > 0 else "- (Uniform Progress has none)"
+    if theirs > 0:
+        return f"{ours / theirs:.3f}"
+    return "- (Uniform Progress has none)"
 
 
 def _gangs(rows: Sequence[Any]) -> dict[str, Any]:
@@ -150,40 +208,80 @@ def _gangs(rows: Sequence[Any]) -> dict[str, Any]:
     for zones, usd in worlds.items():
         for name, values in usd.items():
             regret = [value - best for value, best in zip(values, usd["optimum"], strict=True)]
-            lines.append([zones, name, statistics.fmean(values), *_ratios(values, usd["optimum"]), max(regret)])
+            lines.append(
+                [
+                    zones,
+                    name,
+                    statistics.fmean(values),
+                    *_ratios(values, usd["optimum"]),
+                    max(regret),
+                ]
+            )
     return {
-        "title": "Gangs of four nodes, 40 h by 60 h, changeover 0.2 h, constant price. USD for the gang",
-        "columns": ["zones", "policy", "mean", "mean ÷ optimum", "median ÷ optimum", "worst regret"],
+        "title": (
+            "Gangs of four nodes, 40 h by 60 h, changeover 0.2 h, constant price. USD for the gang"
+        ),
+        "columns": [
+            "zones",
+            "policy",
+            "mean",
+            "mean ÷ optimum",
+            "median ÷ optimum",
+            "worst regret",
+        ],
         "rows": lines,
         "notes": [],
     }
 
 
 def _enactable(rows: Sequence[Any]) -> dict[str, Any]:
-    lines, notes = [], []
+    lines = []
+    notes = []
     for kind in ("availability", "gang"):
         worlds = _by_policy(
-            [row for row in rows if row[0].traces.startswith(kind)], world=lambda case: " ".join(case.zones)
+            [row for row in rows if row[0].traces.startswith(kind)],
+            world=lambda case: " ".join(case.zones),
         )
         if not worlds:
             continue
         starts = len(next(iter(worlds.values()))["adaptive"])
         starts_of = [case.start_hours for case, _ in rows if case.traces.startswith(kind)]
-        block = max(1, round(60 / max(1e-9, (max(starts_of) - min(starts_of)) / max(1, starts - 1))))
+        block = max(
+            1, round(60 / max(1e-9, (max(starts_of) - min(starts_of)) / max(1, starts - 1)))
+        )
         for name in next(iter(worlds.values())):
-            usd = [value for world in worlds.values() for value in world[name]]
+            usd = []
+            for world in worlds.values():
+                usd.extend(world[name])
             cells = [kind, name, statistics.fmean(usd), worst_decile_usd(usd)]
             for other in _AGAINST:
-                found = paired([w[name] for w in worlds.values()], [w[other] for w in worlds.values()], block)
+                found = paired(
+                    [w[name] for w in worlds.values()], [w[other] for w in worlds.values()], block
+                )
                 same = name == other
-                cells.append("-" if same else f"{found.mean_usd:+.2f} [{found.low_usd:+.2f}, {found.high_usd:+.2f}]")
+                cells.append(
+                    "-"
+                    if same
+                    else f"{found.mean_usd:+.2f} [{found.low_usd:+.2f}, {found.high_usd:+.2f}]"
+                )
             lines.append(cells)
         for zones, usd_of in worlds.items():
-            each = ", ".join(f"{name} {statistics.fmean(values):.2f}" for name, values in usd_of.items())
+            each = ", ".join(
+                f"{name} {statistics.fmean(values):.2f}" for name, values in usd_of.items()
+            )
             notes.append(f"{kind}, {zones}: {each}")
     return {
-        "title": "Enactable on AWS Batch: one region, one start a decision, no probes, paid drains, on-demand 0–30 min",
-        "columns": ["traces", "policy", "mean", "worst decile", *(f"minus {other} [95 %]" for other in _AGAINST)],
+        "title": (
+            "Enactable on AWS Batch: one region, one start a decision, no probes, paid drains, "
+            "on-demand 0–30 min"
+        ),
+        "columns": [
+            "traces",
+            "policy",
+            "mean",
+            "worst decile",
+            *(f"minus {other} [95 %]" for other in _AGAINST),
+        ],
         "rows": lines,
         "notes": notes,
     }
@@ -197,8 +295,8 @@ _SEED = 20230215
 class Paired:
     """Mean difference (first minus second) with a 95 % interval.
 
-    The interval is a bootstrap of blocks of neighbouring starts, because jobs that overlap in time have the same
-    interruptions and are not independent.
+    The interval is a bootstrap of blocks of neighbouring starts, because jobs that overlap in time
+    have the same interruptions and are not independent.
     """
 
     mean_usd: float
@@ -206,7 +304,9 @@ class Paired:
     high_usd: float
 
 
-def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], block: int) -> Paired:
+def paired(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], block: int
+) -> Paired:
     """Compare dollars per start, in order of time, one sequence per world.
 
     Args:
@@ -220,7 +320,9 @@ def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], 
         width = min(max(1, block), length)
         blocks = -(-length // width)
         begins = generator.integers(0, length, size=(_RESAMPLES, blocks))
-        index = (begins[:, :, None] + np.arange(width)[None, None, :]).reshape(_RESAMPLES, -1)[:, :length]
+        index = (begins[:, :, None] + np.arange(width)[None, None, :]).reshape(_RESAMPLES, -1)[
+            :, :length
+        ]
         sums += row[index % length].sum(axis=1)
     means = sums / sum(len(row) for row in differences)
     low, high = np.quantile(means, [0.025, 0.975])
@@ -241,10 +343,14 @@ def _text(part: str, table: dict[str, Any]) -> str:
     lines.append("| " + " | ".join(table["columns"]) + " |")
     lines.append("|" + "---|" * len(table["columns"]))
     for row in table["rows"]:
-        cells = ["-" if cell is None else cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row]
+        cells = [
+            "-" if cell is None else cell if isinstance(cell, str) else f"{cell:.3f}"
+            for cell in row
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *table["notes"]]
     lines.append(
-        f"{part}: {table['jobs']} jobs, {table['missed']} late, {table['refused']} refused, {table['seconds']:.0f} s"
+        f"{part}: {table['jobs']} jobs, {table['missed']} late, {table['refused']} refused, "
+        f"{table['seconds']:.0f} s"
     )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""One region against three on the virtual AWS Batch: recorded capacity, equal prices, and the transfer of commits."""
+"""One region against three on the virtual AWS Batch: recorded capacity, equal prices, and the
+transfer of commits.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,20 @@ class EqualPrices(StaticPrices):
 
 
 def compare_regions(data: Path, starts: int) -> list[dict[str, float]]:
-    """Return the dollars of each job by region alone (bucket there), and under "three" (bucket in us-east-1).
+    """Return the dollars of each job by region alone (bucket there), and under "three" (bucket in
+    us-east-1).
 
-    A region has the capacity of one zone, those of the published cells. Jobs are those of `placements`, with a commit
-    each half hour, and `late` counts the late ones of all four runs. Dollars contain transfer.
+    A region has the capacity of one zone, those of the published cells. Jobs are those of
+    `placements`, with a commit each half hour, and `late` counts the late ones of all four runs.
+    Dollars contain transfer.
     """
     traces = {trace.zone: trace for trace in read_zones(data, max(DEADLINES_HOURS))}
     if missing := set(CELL_ZONES) - set(traces):
-        raise SimulationError(f"no trace of {', '.join(sorted(missing))}, one of the three zones that are compared")
-    chance, found = random.Random(_SEED), []
+        raise SimulationError(
+            f"no trace of {', '.join(sorted(missing))}, one of the three zones that are compared"
+        )
+    chance = random.Random(_SEED)
+    found = []
     room = min(trace.hours for trace in traces.values()) - max(DEADLINES_HOURS)
     for deadline in DEADLINES_HOURS:
         for start in spread(room, starts):
@@ -52,7 +59,8 @@ def compare_regions(data: Path, starts: int) -> list[dict[str, float]]:
                 trace = traces[zone]
                 first = int(start * 3600 // trace.gap_seconds)
                 capacity[f"spot-{zone[:-1]}"] = [bool(count) for count in trace.available[first:]]
-            seed, row = chance.randrange(10**6), {"late": 0.0, "start_hours": start, "deadline_hours": deadline}
+            seed = chance.randrange(10**6)
+            row = {"late": 0.0, "start_hours": start, "deadline_hours": deadline}
             for name, regions in (*((region, (region,)) for region in REGIONS), ("three", REGIONS)):
                 course = _batch(capacity, regions, seed).run(_config(deadline, regions))
                 row[name] = course.usd
@@ -62,12 +70,20 @@ def compare_regions(data: Path, starts: int) -> list[dict[str, float]]:
 
 
 def _batch(capacity: dict[str, list[bool]], regions: Sequence[str], seed: int) -> VirtualBatch:
-    there = [
-        queue(f"{name}-{region}", market, ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/{name}-{region}")
-        for region in regions
-        for name, market in _MARKETS
-    ]
-    return VirtualBatch([False], seed=seed, queues=queues(*there), prices=EqualPrices(), capacity=capacity)
+    there = []
+    for region in regions:
+        for name, market in _MARKETS:
+            there.append(
+                queue(
+                    f"{name}-{region}",
+                    market,
+                    ["g5"],
+                    arn=f"arn:aws:batch:{region}:123456789012:job-queue/{name}-{region}",
+                )
+            )
+    return VirtualBatch(
+        [False], seed=seed, queues=queues(*there), prices=EqualPrices(), capacity=capacity
+    )
 
 
 def _config(deadline: float, regions: Sequence[str]) -> RunConfig:
@@ -76,7 +92,10 @@ def _config(deadline: float, regions: Sequence[str]) -> RunConfig:
         for region in regions
         for name, market in _MARKETS
     )
-    home = HOME if HOME in regions else regions[0]
+    if HOME in regions:
+        home = HOME
+    else:
+        home = regions[0]
     settings = [f"batch.queues=[{named}]", f"batch.region={home}", f"cost.store_region={home}"]
     settings += ["checkpoint.interval=seconds", "checkpoint.interval_seconds=1800"]
     return limit_to_queue_region(job_config(deadline, settings))

@@ -1,29 +1,39 @@
 """The safety net around any policy: it keeps a job within its deadline and budget.
 
-A policy's answer passes if the job could still finish on demand, in time and within budget, after the worst that can
-happen until the next decision. Otherwise the net replaces it by a safe action. This assumes that on-demand machines
-start within `on_demand_delay_hours` and are not taken away, that the speed is as stated, and that the next decision is
-at most `tick_hours` away.
+A policy's answer passes if the job could still finish on demand, in time and within budget, after
+the worst that can happen until the next decision. Otherwise the net replaces it by a safe action.
+This assumes that on-demand machines start within `on_demand_delay_hours` and are not taken away,
+that the speed is as stated, and that the next decision is at most `tick_hours` away.
 
-In the conditions, t is the present time, w the remaining work, Δ the tick, d the changeover (including a transfer to
-the on-demand pool), D the on-demand delay, u the work that a preemption would undo after this tick, and x the drain:
+In the conditions, t is the present time, w the remaining work, Δ the tick, d the changeover
+(including a transfer to the on-demand pool), D the on-demand delay, u the work that a preemption
+would undo after this tick, and x the drain:
 
     wait                t + Δ + D + d + w ≤ deadline
     stay on spot        t + min(s, Δ) + D + d + max(u, x) + w ≤ deadline        s: rest of the start-up
     start on spot       slack ≥ x + d + D + (d + Δ): d for the fallback, d + Δ for a start without any result
     on-demand           always allowed
 
-A spot start with slack for only one changeover would have to give way to on-demand during its own start-up: it would
-cost money without any work. Hence the rule of two changeovers plus a tick (Can't Be Late, NSDI'24). A running spot
-machine uses no slack as long as there is time to redo u. The budget is checked in the same way, with the cost of
-finishing on demand.
+A spot start with slack for only one changeover would have to give way to on-demand during its own
+start-up: it would cost money without any work. Hence the rule of two changeovers plus a tick (Can't
+Be Late, NSDI'24). A running spot machine uses no slack as long as there is time to redo u. The
+budget is checked in the same way, with the cost of finishing on demand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.money.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, State, UsePool, Wait
+from benchmarks.money.interface import (
+    MINIMUM_HOURS,
+    Action,
+    Market,
+    Policy,
+    PoolView,
+    State,
+    UsePool,
+    Wait,
+)
 
 _TOLERANCE = 1e-9
 
@@ -42,7 +52,8 @@ class AdmissionRefusal:
 
 
 def admission(first: State) -> AdmissionRefusal | None:
-    """Check that a job can finish on demand alone, within deadline and budget, with one tick to spare.
+    """Check that a job can finish on demand alone, within deadline and budget, with one tick to
+    spare.
 
     Args:
         first: State of the job before its first decision.
@@ -59,8 +70,9 @@ def admission(first: State) -> AdmissionRefusal | None:
         return AdmissionRefusal(
             "deadline",
             f"{first.work_left_hours:.2f} h of work + {changeover:.2f} h changeover + "
-            f"{first.on_demand_delay_hours:.2f} h on-demand delay + {first.tick_hours:.2f} h to decide = "
-            f"{hours:.2f} h, the deadline is in {left:.2f} h: give {hours - left:.2f} h more, or make it faster",
+            f"{first.on_demand_delay_hours:.2f} h on-demand delay + {first.tick_hours:.2f} h to "
+            f"decide = {hours:.2f} h, the deadline is in {left:.2f} h: give {hours - left:.2f} h "
+            "more, or make it faster",
         )
     usd = busy * on_demand.usd_per_hour + on_demand.egress_usd
     budget = first.budget_usd - first.spent_usd
@@ -68,14 +80,17 @@ def admission(first: State) -> AdmissionRefusal | None:
         return AdmissionRefusal(
             "budget",
             f"finishing on demand alone takes {busy:.2f} h × ${on_demand.usd_per_hour:.4f}/h + "
-            f"${on_demand.egress_usd:.2f} transfer = ${usd:.2f}, the budget has ${budget:.2f} left: "
-            f"give ${usd - budget:.2f} more",
+            f"${on_demand.egress_usd:.2f} transfer = ${usd:.2f}, the budget has ${budget:.2f} "
+            f"left: give ${usd - budget:.2f} more",
         )
     return None
 
 
 class SafetyNet:
-    """Policy that wraps another policy and replaces its unsafe answers. `overruled` counts the replaced answers."""
+    """Policy that wraps another policy and replaces its unsafe answers.
+
+    `overruled` counts the replaced answers.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -108,20 +123,35 @@ class SafetyNet:
 
 def _safe(state: State, wanted: Action) -> Action:
     action = _safe_move(state, wanted)
-    return replace(action, probes=wanted.probes) if _can_probe(state, wanted.probes, action) else action
+    if _can_probe(state, wanted.probes, action):
+        return replace(action, probes=wanted.probes)
+    return action
 
 
 def _safe_move(state: State, wanted: Action) -> Action:
-    """Return the safe part of the wanted action, or a safe default if no part of it is safe. Probes are left out."""
+    """Return the safe part of the wanted action, or a safe default if no part of it is safe.
+
+    Probes are left out.
+    """
     if isinstance(wanted, Wait):
-        return Wait() if _can_wait(state) else _hold(state)
+        if _can_wait(state):
+            return Wait()
+        return _hold(state)
     current = state.current_pool
-    names = [name for name in (wanted.pool, *wanted.fallbacks) if _can_run(state, state.pool(name), current)]
-    return UsePool(names[0], tuple(names[1:])) if names else _hold(state)
+    names = [
+        name
+        for name in (wanted.pool, *wanted.fallbacks)
+        if _can_run(state, state.pool(name), current)
+    ]
+    if names:
+        return UsePool(names[0], tuple(names[1:]))
+    return _hold(state)
 
 
 def _hold(state: State) -> Action:
-    """Return the default action: keep the current machines if there are any and that is safe, else run on demand."""
+    """Return the default action: keep the current machines if there are any and that is safe, else
+    run on demand.
+    """
     current = state.current_pool
     if current is not None and _can_run(state, current, current):
         return UsePool(current.id)
@@ -141,8 +171,12 @@ def _can_wait(state: State) -> bool:
         return False
     left = _leaving_hours(state)
     transfer, finish_usd = _fallback(state, state.work_left_hours, None)
-    hours = left + state.tick_hours + state.on_demand_delay_hours + state.changeover_hours + transfer
-    return _in_time(state, hours + state.work_left_hours) and _in_budget(state, _leaving_usd(state) + finish_usd)
+    hours = (
+        left + state.tick_hours + state.on_demand_delay_hours + state.changeover_hours + transfer
+    )
+    return _in_time(state, hours + state.work_left_hours) and _in_budget(
+        state, _leaving_usd(state) + finish_usd
+    )
 
 
 def _can_stay(state: State, current: PoolView) -> bool:
@@ -152,7 +186,12 @@ def _can_stay(state: State, current: PoolView) -> bool:
         useful = state.work_left_hours
     redone = min(state.uncommitted_hours + useful, state.commit_interval_hours)
     transfer, finish_usd = _fallback(state, state.work_left_hours - useful + redone, current)
-    reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
+    reserve = (
+        state.on_demand_delay_hours
+        + state.changeover_hours
+        + transfer
+        + max(redone, state.drain_hours)
+    )
     usd = (state.tick_hours + _parting_hours(state)) * current.usd_per_hour + finish_usd
     return _in_time(state, starting + reserve + state.work_left_hours) and _in_budget(state, usd)
 
@@ -164,23 +203,39 @@ def _can_start(state: State, pool: PoolView) -> bool:
     redone = min(useful, state.commit_interval_hours)
     transfer, finish_usd = _fallback(state, state.work_left_hours - useful + redone, pool)
     lost = _leaving_hours(state) + state.changeover_hours + pool.transfer_hours + state.tick_hours
-    reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
+    reserve = (
+        state.on_demand_delay_hours
+        + state.changeover_hours
+        + transfer
+        + max(redone, state.drain_hours)
+    )
     held = state.tick_hours + _parting_hours(state)
     started_usd = pool.egress_usd + held * pool.usd_per_hour + finish_usd
-    # A refused start pays nothing and does no work, which may cost more than cheap work in the first tick.
+    # A refused start pays nothing and does no work, which may cost more than cheap work in the
+    # first tick.
     refused_usd = _fallback(state, state.work_left_hours, None)[1]
     usd = _leaving_usd(state) + max(started_usd, refused_usd)
     return _in_time(state, lost + reserve + state.work_left_hours) and _in_budget(state, usd)
 
 
 def _can_move_on_demand(state: State, pool: PoolView) -> bool:
-    """Return whether a start is safe in an on-demand pool that is not the fallback. It may cost more or start later."""
+    """Return whether a start is safe in an on-demand pool that is not the fallback.
+
+    It may cost more or start later.
+    """
     if state.current is not None and not state.may_switch:
         return False
     start = state.on_demand_delay_hours + state.changeover_hours + pool.transfer_hours
-    paid = state.changeover_hours + pool.transfer_hours + state.work_left_hours + max(state.tick_hours, MINIMUM_HOURS)
+    paid = (
+        state.changeover_hours
+        + pool.transfer_hours
+        + state.work_left_hours
+        + max(state.tick_hours, MINIMUM_HOURS)
+    )
     usd = _leaving_usd(state) + pool.egress_usd + paid * pool.usd_per_hour
-    return _in_time(state, _leaving_hours(state) + start + state.work_left_hours) and _in_budget(state, usd)
+    return _in_time(state, _leaving_hours(state) + start + state.work_left_hours) and _in_budget(
+        state, usd
+    )
 
 
 def _can_probe(state: State, probes: tuple[str, ...], action: Action) -> bool:
@@ -197,27 +252,34 @@ def _can_probe(state: State, probes: tuple[str, ...], action: Action) -> bool:
 
 
 def _leaving_hours(state: State) -> float:
-    return state.startup_left_hours if state.current is None else state.drain_hours
+    if state.current is None:
+        return state.startup_left_hours
+    return state.drain_hours
 
 
 def _leaving_usd(state: State) -> float:
     current = state.current_pool
-    return 0.0 if current is None else _parting_hours(state) * current.usd_per_hour
+    if current is None:
+        return 0.0
+    return _parting_hours(state) * current.usd_per_hour
 
 
 def _parting_hours(state: State) -> float:
-    """Return the longest time for which lost or left machines are still paid: the drain, or the one-minute minimum."""
+    """Return the longest time for which lost or left machines are still paid: the drain, or the
+    one-minute minimum.
+    """
     return max(state.drain_hours, MINIMUM_HOURS)
 
 
 def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple[float, float]:
-    """Return the transfer hours and dollars for finishing `work_hours` of work on demand, in the worse of two cases.
+    """Return the transfer hours and dollars for finishing `work_hours` of work on demand, in the
+    worse of two cases.
 
-    In one case the checkpoint stays in its region, in the other it has moved to the region of `target`. If that region
-    has no on-demand pool, the most expensive known transfer is assumed.
+    In one case the checkpoint stays in its region, in the other it has moved to the region of
+    `target`. If that region has no on-demand pool, the most expensive known transfer is assumed.
 
-    One tick is added, as at admission: if whole ticks are billed, the first and the last on-demand tick may be used
-    only in part.
+    One tick is added, as at admission: if whole ticks are billed, the first and the last on-demand
+    tick may be used only in part.
     """
     here = state.on_demand
     choices = [(here.transfer_hours, here.egress_usd, here.usd_per_hour)]
@@ -234,7 +296,8 @@ def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple
                     max(pool.usd_per_hour for pool in pools),
                 )
             )
-    paid, spare = max(0.0, work_hours), max(state.tick_hours, MINIMUM_HOURS)
+    paid = max(0.0, work_hours)
+    spare = max(state.tick_hours, MINIMUM_HOURS)
     usd = max(
         egress + price * (paid + state.changeover_hours + transfer + spare if paid > 0 else 0.0)
         for transfer, egress, price in choices

@@ -1,8 +1,9 @@
 """Simulate one job under one policy, tick by tick.
 
-A tick begins with the loss of a spot machine whose pool has no capacity. Then pools are observed as far as the rules
-allow, the policy answers, its starts are tried in order, and the tick is billed and its useful part counted as work.
-`Rules` define the observations and the billing; the published definition is one of them.
+A tick begins with the loss of a spot machine whose pool has no capacity. Then pools are observed as
+far as the rules allow, the policy answers, its starts are tried in order, and the tick is billed
+and its useful part counted as work. `Rules` define the observations and the billing; the published
+definition is one of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ebbflow.cost.report.optimum import World, optimum_usd
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """A simulated job: `work_hours` of useful work by all its nodes, due `deadline_hours` after the submit.
+    """A simulated job: `work_hours` of useful work by all its nodes, due `deadline_hours` after the
+    submit.
 
     Attributes:
         changeover_hours: Paid hours from a start to the first useful work.
@@ -67,7 +69,10 @@ class Deviations:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Costs and events of a simulated job. Dollars are for all nodes; hours count from the submit."""
+    """Costs and events of a simulated job.
+
+    Dollars are for all nodes; hours count from the submit.
+    """
 
     finished_hours: float | None = None
     deadline_hours: float = 0.0
@@ -165,11 +170,17 @@ _DONE = 1e-9
 
 
 def simulate(
-    world: World, job: SimulatedJob, rules: Rules, policy: Policy, *, reality: Deviations | None = None
+    world: World,
+    job: SimulatedJob,
+    rules: Rules,
+    policy: Policy,
+    *,
+    reality: Deviations | None = None,
 ) -> SimulationOutcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
-    A bare policy may miss the deadline; wrap it in `benchmarks.money.safety_net.SafetyNet` to prevent that.
+    A bare policy may miss the deadline; wrap it in `benchmarks.money.safety_net.SafetyNet` to
+    prevent that.
 
     Args:
         reality: None means no deviation from the job's assumptions.
@@ -185,8 +196,14 @@ def first_state(world: World, job: SimulatedJob, rules: Rules) -> State:
 
 
 class _Simulation:
-    def __init__(self, world: World, job: SimulatedJob, rules: Rules, policy: Policy, reality: Deviations) -> None:
-        self.world, self.job, self.rules, self.policy, self.reality = world, job, rules, policy, reality
+    def __init__(
+        self, world: World, job: SimulatedJob, rules: Rules, policy: Policy, reality: Deviations
+    ) -> None:
+        self.world = world
+        self.job = job
+        self.rules = rules
+        self.policy = policy
+        self.reality = reality
         self.spots = len(world.zones)
         self.up: list[list[bool]] = world.available.tolist()
         self.prices: list[list[float]] = world.usd_per_hour.tolist()
@@ -201,7 +218,8 @@ class _Simulation:
         self.zones = [*world.zones, *(first[region] for region in self.places[self.spots :])]
         self.index = {name: position for position, name in enumerate(self.names)}
         self.attempts = rules.attempts or len(self.names)
-        # The policy may only rely on the longest tick, because the time of the next change is unknown to it.
+        # The policy may only rely on the longest tick, because the time of the next change is
+        # unknown to it.
         self.longest_tick = float(world.tick_hours.max())
         self.delays = random.Random(job.seed)
         one_tick = world.on_demand_usd_per_hour * self.longest_tick
@@ -210,7 +228,9 @@ class _Simulation:
         self.home: str | None = None
         self.own = 0
         self.current: int | None = None
-        self.work_left, self.uncommitted, self.useful = job.work_hours, 0.0, 0.0
+        self.work_left = job.work_hours
+        self.uncommitted = 0.0
+        self.useful = 0.0
         self.startup_left = self.delay_left = self.stated_left = self.held = 0.0
         # Rest of a drain that is longer than its tick.
         self.draining = 0.0
@@ -219,7 +239,11 @@ class _Simulation:
         self.look_at_all(0)
         now = 0.0
         for tick, hours in enumerate(self.world.tick_hours.tolist()):
-            if self.current is not None and self.current < self.spots and not self.up[self.current][tick]:
+            if (
+                self.current is not None
+                and self.current < self.spots
+                and not self.up[self.current][tick]
+            ):
                 self._preempted(tick, now)
             self._observe(tick, now)
             action = self.policy.decide(self.state(now))
@@ -227,7 +251,9 @@ class _Simulation:
             before = self.current
             used = self._act(action, tick, now)
             if self.current != before:
-                self.outcome.timeline.append((now, None if self.current is None else self.names[self.current]))
+                self.outcome.timeline.append(
+                    (now, None if self.current is None else self.names[self.current])
+                )
             self._probe(action.probes, tick, now)
             done_at = self._work(tick, hours, used)
             if done_at is not None:
@@ -240,7 +266,8 @@ class _Simulation:
 
     def _view(self, pool: int, tick: int, available: bool | None, seen: float | None) -> PoolView:
         spot = pool < self.spots
-        here, there = self.home or self.places[pool], self.places[pool]
+        here = self.home or self.places[pool]
+        there = self.places[pool]
         far = here != there
         return PoolView(
             self.names[pool],
@@ -255,11 +282,17 @@ class _Simulation:
         )
 
     def look_at_all(self, tick: int) -> None:
-        """Update the views of all pools after a move of the checkpoint. Earlier observations of capacity are kept."""
+        """Update the views of all pools after a move of the checkpoint.
+
+        Earlier observations of capacity are kept.
+        """
         old = self.views or [None] * len(self.names)
         self.views = [
             self._view(
-                pool, tick, None if view is None else view.available, None if view is None else view.seen_at_hours
+                pool,
+                tick,
+                None if view is None else view.available,
+                None if view is None else view.seen_at_hours,
             )
             for pool, view in enumerate(old)
         ]
@@ -274,14 +307,23 @@ class _Simulation:
         if information is Visibility.ALL:
             seen: Iterable[int] = range(self.spots)
         else:
-            own = self.own if information is Visibility.OWN_ZONE else self.current
-            seen = () if own is None or own >= self.spots else (own,)
+            if information is Visibility.OWN_ZONE:
+                own = self.own
+            else:
+                own = self.current
+            if own is None or own >= self.spots:
+                seen = ()
+            else:
+                seen = (own,)
         for pool in seen:
             self.views[pool] = self._view(pool, tick, self.up[pool][tick], now)
 
     def state(self, now: float) -> State:
         known = self.useful >= self.reality.noticed_after_hours
-        pace = self.reality.useful_per_hour if known else 1.0
+        if known:
+            pace = self.reality.useful_per_hour
+        else:
+            pace = 1.0
         return State(
             now_hours=now,
             deadline_hours=self.job.deadline_hours,
@@ -316,19 +358,32 @@ class _Simulation:
 
     def _release(self) -> None:
         """Give up the machine. Bill the one-minute minimum if it was held for less."""
-        if self.rules.billing is Billing.PER_SECOND and 0 < self.held < MINIMUM_HOURS and self.current is not None:
-            self._pay(self.current, (MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour)
-        self.current, self.uncommitted, self.held = None, 0.0, 0.0
+        if (
+            self.rules.billing is Billing.PER_SECOND
+            and 0 < self.held < MINIMUM_HOURS
+            and self.current is not None
+        ):
+            self._pay(
+                self.current, (MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour
+            )
+        self.current = None
+        self.uncommitted = 0.0
+        self.held = 0.0
         self.startup_left = self.delay_left = self.stated_left = 0.0
 
     def _act(self, action: object, tick: int, now: float) -> float:
-        """Carry out the policy's answer. Return the hours of the tick that it took to leave a machine."""
+        """Carry out the policy's answer.
+
+        Return the hours of the tick that it took to leave a machine.
+        """
         if not isinstance(action, UsePool):
             return self._leave()
         used = 0.0
         for tried, name in enumerate((action.pool, *action.fallbacks)):
             if name not in self.index:
-                raise SimulationError(f"the policy chose pool {name!r}; there are {', '.join(self.names)}")
+                raise SimulationError(
+                    f"the policy chose pool {name!r}; there are {', '.join(self.names)}"
+                )
             pool = self.index[name]
             if pool == self.current:
                 return used
@@ -347,19 +402,25 @@ class _Simulation:
     def _leave(self) -> float:
         if self.current is None:
             return 0.0
-        drain = self.rules.drain_hours if self.held > 0 else 0.0
+        if self.held > 0:
+            drain = self.rules.drain_hours
+        else:
+            drain = 0.0
         self.held += drain
         self._pay(self.current, drain * self.views[self.current].usd_per_hour)
         self._release()
         return drain
 
     def _start(self, pool: int, tick: int) -> None:
-        view, self.current, self.own = self.views[pool], pool, min(pool, self._spot_in_zone(pool))
+        self.own = min(pool, self._spot_in_zone(pool))
+        self.current = pool
+        view = self.views[pool]
         self.outcome.starts += 1
         self.outcome.egress_usd += view.egress_usd
         self.startup_left = self.job.changeover_hours + view.transfer_hours
         if pool >= self.spots:
-            self.delay_left, self.stated_left = self._delay(), self.rules.on_demand_delay_hours
+            self.delay_left = self._delay()
+            self.stated_left = self.rules.on_demand_delay_hours
         if self.home != self.places[pool]:
             self.home = self.places[pool]
             self.look_at_all(tick)
@@ -371,7 +432,11 @@ class _Simulation:
         given = self.reality.on_demand_delays
         if given is None:
             return self.delays.uniform(0.0, self.rules.on_demand_delay_hours)
-        drawn = sum(1 for _, name in self.outcome.timeline if name is not None and name.endswith("/on-demand"))
+        drawn = sum(
+            1
+            for _, name in self.outcome.timeline
+            if name is not None and name.endswith("/on-demand")
+        )
         return given[min(drawn, len(given) - 1)]
 
     def _probe(self, probes: tuple[str, ...], tick: int, now: float) -> None:
@@ -379,7 +444,10 @@ class _Simulation:
             return
         for name in probes:
             pool = self.index.get(name, self.spots)
-            seen = None if pool >= self.spots else self.views[pool].seen_at_hours
+            if pool >= self.spots:
+                seen = None
+            else:
+                seen = self.views[pool].seen_at_hours
             recent = seen is not None and now - seen < self.rules.probe_interval_hours - _DONE
             if pool >= self.spots or pool == self.current or recent:
                 continue
@@ -388,7 +456,10 @@ class _Simulation:
             self.outcome.probe_usd += self.rules.probe_hours * self.prices[pool][tick] * up
 
     def _work(self, tick: int, hours: float, used: float) -> float | None:
-        """Bill a tick and do its useful work. Return the hour within the tick at which the job was done, or None."""
+        """Bill a tick and do its useful work.
+
+        Return the hour within the tick at which the job was done, or None.
+        """
         used += self.draining
         self.draining = max(0.0, used - hours)
         used = min(used, hours)
@@ -397,7 +468,10 @@ class _Simulation:
             return None
         waited = min(self.delay_left, max(0.0, hours - used))
         self.delay_left -= waited
-        self.stated_left = max(0.0, self.stated_left - waited) if self.delay_left > 0 else 0.0
+        if self.delay_left > 0:
+            self.stated_left = max(0.0, self.stated_left - waited)
+        else:
+            self.stated_left = 0.0
         self.outcome.waited_hours += waited
         begin = used + waited
         starting = min(self.startup_left, max(0.0, hours - begin))
@@ -409,7 +483,10 @@ class _Simulation:
         self.useful += done
         self._commit(done)
         finished = self.work_left <= _DONE and self.startup_left <= _DONE
-        end = begin + starting + done / pace if finished else hours
+        if finished:
+            end = begin + starting + done / pace
+        else:
+            end = hours
         self._bill(hours, end - begin)
         if not finished:
             return None
@@ -418,14 +495,20 @@ class _Simulation:
 
     def _commit(self, done: float) -> None:
         interval = self.job.commit_interval_hours
-        self.uncommitted = 0.0 if interval <= 0 else (self.uncommitted + done) % interval
+        if interval <= 0:
+            self.uncommitted = 0.0
+        else:
+            self.uncommitted = (self.uncommitted + done) % interval
 
     def _bill(self, hours: float, held: float) -> None:
         assert self.current is not None
         if held <= 0:
             return
         self.held += held
-        paid = hours if self.rules.billing is Billing.WHOLE_TICK else held
+        if self.rules.billing is Billing.WHOLE_TICK:
+            paid = hours
+        else:
+            paid = held
         self._pay(self.current, paid * self.views[self.current].usd_per_hour)
         if self.current >= self.spots:
             self.outcome.on_demand_hours += held
@@ -446,7 +529,12 @@ class SimulationResult:
 
 
 def run_job(
-    world: World, job: SimulatedJob, rules: Rules, factory: PolicyFactory, *, reality: Deviations | None = None
+    world: World,
+    job: SimulatedJob,
+    rules: Rules,
+    factory: PolicyFactory,
+    *,
+    reality: Deviations | None = None,
 ) -> SimulationResult:
     """Check the admission of a job, and run it under the policy with its safety net."""
     refusal = admission(first_state(world, job, rules))

@@ -1,8 +1,10 @@
-"""`ebbflow bench money speed`: time of a decision, of a simulated job and of the optimum, by pools and ticks.
+"""`ebbflow bench money speed`: time of a decision, of a simulated job and of the optimum, by pools
+and ticks.
 
-The traces are synthetic (capacity comes and goes at fixed rates, with a fixed seed): only the time is a result. It is
-processor time, which other load on the machine disturbs least. A policy computes its tables at its first decisions, so
-each job runs twice: cold, and then warm with the cached tables.
+The traces are synthetic (capacity comes and goes at fixed rates, with a fixed seed): only the time
+is a result. It is processor time, which other load on the machine disturbs least. A policy computes
+its tables at its first decisions, so each job runs twice: cold, and then warm with the cached
+tables.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _TICK_SECONDS = (60.0, 195.0, 600.0)
 
 
 def add_command(benches: Any) -> None:
-    parser = benches.add_parser("speed", help="time of a decision, of a simulated job, of the optimum")
+    parser = benches.add_parser(
+        "speed", help="time of a decision, of a simulated job, of the optimum"
+    )
     parser.add_argument("--policies", default="adaptive,uniform_progress,greedy", metavar="A,B")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     parser.set_defaults(run=_run)
@@ -43,12 +47,16 @@ def _run(arguments: argparse.Namespace) -> int:
         rows += [measure(name, pools, 195.0) for pools in _POOLS]
         rows += [measure(name, 3, seconds) for seconds in _TICK_SECONDS if seconds != 195.0]
     print(
-        "| policy | pools | tick (s) | ticks | warm decision: median ms | worst ms | cold: worst ms "
-        "| job (s): cold | warm | optimum (s) |"
+        "| policy | pools | tick (s) | ticks | warm decision: median ms | worst ms | cold: worst "
+        "ms | job (s): cold | warm | optimum (s) |"
     )
     print("|" + "---|" * 10)
     for row in rows:
-        print("| " + " | ".join(cell if isinstance(cell, str) else f"{cell:.4g}" for cell in row.values()) + " |")
+        print(
+            "| "
+            + " | ".join(cell if isinstance(cell, str) else f"{cell:.4g}" for cell in row.values())
+            + " |"
+        )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1))
     return 0
@@ -60,14 +68,17 @@ def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
     from benchmarks.money.safety_net import SafetyNet
     from benchmarks.money.simulator import PUBLISHED, SimulatedJob, optimum_of, simulate
 
-    world, job = synthetic_world(pools, tick_seconds), SimulatedJob(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
+    world = synthetic_world(pools, tick_seconds)
+    job = SimulatedJob(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
     runs = []
     for _ in ("cold", "warm"):
-        timed, began = _Timed(SafetyNet(POLICIES[name]())), time.process_time()
+        timed = _Timed(SafetyNet(POLICIES[name]()))
+        began = time.process_time()
         simulate(world, job, PUBLISHED, timed)
         runs.append((timed.seconds, time.process_time() - began))
     (cold, cold_job), (warm, warm_job) = runs
-    measured, began = name == "greedy" and pools <= _OPTIMUM_POOLS, time.process_time()
+    measured = name == "greedy" and pools <= _OPTIMUM_POOLS
+    began = time.process_time()
     if measured:
         optimum_of(world, job)
     return {
@@ -86,7 +97,8 @@ def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
 
 class _Timed:
     def __init__(self, policy: Any) -> None:
-        self.policy, self.seconds = policy, list[float]()
+        self.policy = policy
+        self.seconds = list[float]()
 
     def decide(self, state: Any) -> Any:
         began = time.process_time()
@@ -101,7 +113,8 @@ def synthetic_world(pools: int, tick_seconds: float) -> Any:
 
     from ebbflow.cost.report.optimum import Distances, World
 
-    chance, tick = np.random.default_rng(_SEED), tick_seconds / 3600
+    chance = np.random.default_rng(_SEED)
+    tick = tick_seconds / 3600
     ticks = int(_DEADLINE_HOURS / tick) + 2
     up = np.empty((pools, ticks), dtype=bool)
     up[:, 0] = chance.random(pools) < 4 / 7

@@ -1,6 +1,7 @@
 """A virtual AWS Batch for `cost.capacity`: Spot capacity follows a trace, on a simulated clock.
 
-There is no service behind it. Decisions read what came before from events, as separate processes do.
+There is no service behind it. Decisions read what came before from events, as separate processes
+do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placement, read_attempts, with_placement
+from ebbflow.cost.capacity import (
+    Placement,
+    batch_attempt_data,
+    choose_placement,
+    read_attempts,
+    with_placement,
+)
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.guarantee import busy_hours, start_hours
@@ -29,7 +36,12 @@ BEGAN_UTC = 1_800_000_000.0  # of every job
 
 def queue(name: str, market: Market | None, types: Sequence[str] = (), **known: Any) -> QueueState:
     """Make a usable queue; on-demand queues run jobs of several nodes. `known` overrides fields."""
-    fields = {"multi_node": market == "on_demand", "usable": True, "problem": "", "arn": f"arn:{name}"} | known
+    fields = {
+        "multi_node": market == "on_demand",
+        "usable": True,
+        "problem": "",
+        "arn": f"arn:{name}",
+    } | known
     return QueueState(name=name, market=market, instance_types=tuple(types), **fields)
 
 
@@ -51,13 +63,19 @@ def planned(
     spent_usd: float = 0.0,
     prices: PriceSource | None = None,
 ) -> Plan:
-    """Plan the rest of a job that began at `BEGAN_UTC`, at the static table's prices unless others are given."""
+    """Plan the rest of a job that began at `BEGAN_UTC`, at the static table's prices unless others
+    are given.
+    """
     done = round(config.training.max_steps * share_done)
     progress = JobProgress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
-    return make_plan(config, now_utc=now_utc, catalogue=shipped_catalogue(), progress=progress, prices=prices)
+    return make_plan(
+        config, now_utc=now_utc, catalogue=shipped_catalogue(), progress=progress, prices=prices
+    )
 
 
-def attempt(cause: Cause, stopped: float, started: float | None, job_id: str = "", *, nodes: int = 1) -> BatchAttempt:
+def attempt(
+    cause: Cause, stopped: float, started: float | None, job_id: str = "", *, nodes: int = 1
+) -> BatchAttempt:
     """Make a finished Batch job. Times in seconds after `BEGAN_UTC`."""
     return BatchAttempt(
         job_id=job_id or f"job-at-{stopped}",
@@ -81,16 +99,42 @@ class JobLog:
     events: list[Event] = field(default_factory=list)
 
     def placed(self, placement: Placement, at: float) -> None:
-        self._add(PLACED, at, placement=placement.to_json(), attempt=0, round=1, why=placement.reason)
+        self._add(
+            PLACED, at, placement=placement.to_json(), attempt=0, round=1, why=placement.reason
+        )
 
-    def told(self, cause: Cause, placement: Placement, at: float, *, started: float | None, job_id: str = "") -> None:
+    def told(
+        self,
+        cause: Cause,
+        placement: Placement,
+        at: float,
+        *,
+        started: float | None,
+        job_id: str = "",
+    ) -> None:
         """Record how the newest placement ended at second `at`."""
-        self._add(BATCH_ATTEMPT, at, **batch_attempt_data(attempt(cause, at, started, job_id), placement))
+        self._add(
+            BATCH_ATTEMPT, at, **batch_attempt_data(attempt(cause, at, started, job_id), placement)
+        )
 
     def _add(self, name: str, at: float, **data: Any) -> None:
-        writer: dict[str, Any] = {"attempt": 0, "generation": 0, "node": 0, "rank": -1, "step": None}
+        writer: dict[str, Any] = {
+            "attempt": 0,
+            "generation": 0,
+            "node": 0,
+            "rank": -1,
+            "step": None,
+        }
         self.events.append(
-            Event(name=name, job="simulated", run="run-1", data=data, t_wall=BEGAN_UTC + at, t_mono=at, **writer)
+            Event(
+                name=name,
+                job="simulated",
+                run="run-1",
+                data=data,
+                t_wall=BEGAN_UTC + at,
+                t_mono=at,
+                **writer,
+            )
         )
 
 
@@ -120,7 +164,10 @@ def placed_now(
 
 @dataclass
 class Course:
-    """Course of a job. Times in seconds from its beginning; decisions: (second, placement, remaining work hours)."""
+    """Course of a job.
+
+    Times in seconds from its beginning; decisions: (second, placement, remaining work hours).
+    """
 
     finished: float | None = None
     usd: float = 0.0
@@ -147,15 +194,21 @@ class Run:
     interval_hours: float  # work between two commits
     commits_next: bool  # whether the next step ends with a commit
     restarts: int
-    stays_after: Callable[[float], bool]  # whether the attempt may stay after so many more seconds without a step
-    restarts_after: Callable[[float], bool]  # whether its ranks may start again if they fail after so many seconds
+    stays_after: Callable[
+        [float], bool
+    ]  # whether the attempt may stay after so many more seconds without a step
+    restarts_after: Callable[
+        [float], bool
+    ]  # whether its ranks may start again if they fail after so many seconds
 
 
 @dataclass(frozen=True)
 class Strike:
-    """An adversary's strike on an attempt on Spot: its ranks stall for `seconds`, then `kind` happens.
+    """An adversary's strike on an attempt on Spot: its ranks stall for `seconds`, then `kind`
+    happens.
 
-    kind: "stall" (they go on), "fail" (they start again from the last commit) or "reclaim" (the machine is lost).
+    kind: "stall" (they go on), "fail" (they start again from the last commit) or "reclaim" (the
+        machine is lost).
     for_good: whether Spot has no capacity for any later attempt.
     """
 
@@ -172,20 +225,19 @@ Adversary = Callable[[Run], Strike | None]
 class VirtualBatch:
     """A Spot queue and an on-demand queue.
 
-    On-demand starts wait for a random time within the stated limit, or for all of it. An attempt on Spot asks at each
-    step whether it must leave, as training does (`ebbflow.infra.terms.Terms.why_leave`).
+    On-demand starts wait for a random time within the stated limit, or for all of it. An attempt on
+    Spot asks at each step whether it must leave, as training does
+    (`ebbflow.infra.terms.Terms.why_leave`).
 
-    Attributes:
-        up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.
-        step_seconds: Time between two questions within an attempt.
-        adversary: None reclaims an attempt only when capacity ends.
-        slowest: All takes as long as it may: starts on demand, the last save of each attempt, failures on demand.
-        late_containers: Containers on Spot are made a second before the last moment that the placement allows.
-        first_second: Time between the admission of the job and its first placement.
-        patience: Number of deadlines after which the job is given up.
-        clock: Returns the launcher's clock, given the true second.
-        queues, prices: The queues, and the prices of the plans.
-        capacity: Like `up`, by name of a queue; `up` holds for the other Spot queues.
+    Attributes: up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for
+        ever. step_seconds: Time between two questions within an attempt. adversary: None reclaims
+        an attempt only when capacity ends. slowest: All takes as long as it may: starts on demand,
+        the last save of each attempt, failures on demand. late_containers: Containers on Spot are
+        made a second before the last moment that the placement allows. first_second: Time between
+        the admission of the job and its first placement. patience: Number of deadlines after which
+        the job is given up. clock: Returns the launcher's clock, given the true second. queues,
+        prices: The queues, and the prices of the plans. capacity: Like `up`, by name of a queue;
+        `up` holds for the other Spot queues.
     """
 
     up: Sequence[bool]
@@ -203,7 +255,9 @@ class VirtualBatch:
     capacity: Mapping[str, Sequence[bool]] = field(default_factory=dict)
 
     def next_change(self, second: float, wanted: bool, queue: str = "") -> float:
-        """Return the first time from `second` on at which the queue's capacity is `wanted`; infinite if never."""
+        """Return the first time from `second` on at which the queue's capacity is `wanted`;
+        infinite if never.
+        """
         up = self.capacity.get(queue, self.up)
         if up[min(len(up) - 1, int(second // self.gap_seconds))] is wanted:
             return second
@@ -222,10 +276,12 @@ class VirtualBatch:
         limit = self.patience * (config.cost.deadline_hours or 1000.0) * HOUR
         while now < limit and course.finished is None:
             # Each decision is made by a new process, which knows only what is in the store.
-            course.log.events = [Event.from_json(one.to_json()) for one in course.log.events]
+            course.log.events = [Event.from_json(event.to_json()) for event in course.log.events]
             history = read_attempts(course.log.events)
             believed = history.latest_utc(BEGAN_UTC + self.clock(now))
-            plan = planned(config, believed, share_done=share_done, spent_usd=course.usd, prices=self.prices)
+            plan = planned(
+                config, believed, share_done=share_done, spent_usd=course.usd, prices=self.prices
+            )
             placement = choose_placement(
                 config,
                 plan=plan,
@@ -246,9 +302,14 @@ class VirtualBatch:
 
 
 class _Attempt:
-    """One attempt of a job. Times in seconds from the job's beginning, work in hours of the attempt's pool."""
+    """One attempt of a job.
 
-    def __init__(self, batch: VirtualBatch, course: Course, plan: Plan, placement: Placement, placed: float) -> None:
+    Times in seconds from the job's beginning, work in hours of the attempt's pool.
+    """
+
+    def __init__(
+        self, batch: VirtualBatch, course: Course, plan: Plan, placement: Placement, placed: float
+    ) -> None:
         self._batch = batch
         self._course = course
         self._placement = placement
@@ -257,11 +318,17 @@ class _Attempt:
         self._steps = plan.steps
         fallback = placement.fallback and Fallback(**placement.fallback)
         self._terms = replace(plan.terms(spent_usd=course.usd), fallback=fallback)
-        self._usd_per_hour = self._pool.gang_usd_per_hour + self._pool.transfer_usd / self._pool.paid_hours
-        self._save_seconds = plan.reserve_seconds if batch.slowest else 0.0
+        self._usd_per_hour = (
+            self._pool.gang_usd_per_hour + self._pool.transfer_usd / self._pool.paid_hours
+        )
+        if batch.slowest:
+            self._save_seconds = plan.reserve_seconds
+        else:
+            self._save_seconds = 0.0
         self._work = self._pool.case.work_hours
         self._spent_before = course.usd
-        # On Spot: the start of the container, the time now, the work that is done and committed, and the restarts.
+        # On Spot: the start of the container, the time now, the work that is done and committed,
+        # and the restarts.
         self._start = placed
         self._at = placed
         self._trained = 0.0
@@ -269,11 +336,17 @@ class _Attempt:
         self._restarts = 0
 
     def run(self, draw: random.Random) -> tuple[float, float]:
-        """Run the attempt. Return the second of its end, and the share of the remaining work that it did."""
+        """Run the attempt.
+
+        Return the second of its end, and the share of the remaining work that it did.
+        """
         waits = self._placement.runnable_seconds
         if self._placement.market != "spot":
             begins = self._pool.case.wait_hours * HOUR  # of a reservation
-            delay = waits if self._batch.slowest else begins + draw.uniform(0, waits - begins)
+            if self._batch.slowest:
+                delay = waits
+            else:
+                delay = begins + draw.uniform(0, waits - begins)
             return self._run_on_demand(self._placed + delay)
         start = self._batch.next_change(self._placed, True, self._placement.queue)
         if start > self._placed + waits or self._course.spot_is_gone:
@@ -292,8 +365,12 @@ class _Attempt:
         self._course.finished = end
         return self._end("ended", end, start, self._work)
 
-    def _end(self, cause: Cause, end: float, start: float | None, kept: float) -> tuple[float, float]:
-        self._course.log.told(cause, self._placement, end, started=start, job_id=f"job-{self._placed}")
+    def _end(
+        self, cause: Cause, end: float, start: float | None, kept: float
+    ) -> tuple[float, float]:
+        self._course.log.told(
+            cause, self._placement, end, started=start, job_id=f"job-{self._placed}"
+        )
         return end, kept / self._work if self._work else 1.0
 
     def _end_on_spot(self, cause: Cause, end: float, kept: float) -> tuple[float, float]:
@@ -315,7 +392,9 @@ class _Attempt:
         second = self._at + seconds
         steps = round((self._work - work) / self._work * self._steps)
         spent = self._usd_at(second)
-        return self._terms.why_leave(steps, spent_usd=spent, now_utc=BEGAN_UTC + second, restart=restart)
+        return self._terms.why_leave(
+            steps, spent_usd=spent, now_utc=BEGAN_UTC + second, restart=restart
+        )
 
     def _run_on_spot(self, start: float) -> tuple[float, float]:
         adversary = self._batch.adversary
@@ -326,8 +405,12 @@ class _Attempt:
         self._at = start + startup_seconds
         while True:
             if lost <= self._at:
-                # Half a commit interval is redone in the mean; with an adversary, all since the last commit.
-                kept = self._committed if adversary else max(0.0, self._trained - interval / 2)
+                # Half a commit interval is redone in the mean; with an adversary, all since the
+                # last commit.
+                if adversary:
+                    kept = self._committed
+                else:
+                    kept = max(0.0, self._trained - interval / 2)
                 return self._end_on_spot("reclaimed", lost, kept)
             if self._trained >= self._work:
                 self._course.finished = self._at + self._save_seconds
@@ -335,7 +418,10 @@ class _Attempt:
             if not self.stays_after(0.0):
                 self._course.moves += 1
                 return self._end_on_spot("unknown", self._at + self._save_seconds, self._trained)
-            strike = None if adversary is None else adversary(self._seen())
+            if adversary is None:
+                strike = None
+            else:
+                strike = adversary(self._seen())
             if strike is not None:
                 self._course.strikes += 1
                 self._course.spot_is_gone |= strike.for_good

@@ -1,4 +1,7 @@
-"""`ebbflow soak`: the long proofs. Jobs under kills, and the commits alone under all sorts of faults."""
+"""`ebbflow soak`: the long proofs.
+
+Jobs under kills, and the commits alone under all sorts of faults.
+"""
 
 from __future__ import annotations
 

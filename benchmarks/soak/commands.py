@@ -1,5 +1,6 @@
-"""Which proof: `schedules` (the commits alone, under every fault), `job` (a whole job under kills), or both; `faults`
-(goodput under so many faults per hour) and `quiet` (nobody is killed for being slow) only when asked for."""
+"""Which proof: `schedules` (the commits alone, under every fault), `job` (a whole job under kills),
+or both; `faults` (goodput under so many faults per hour) and `quiet` (nobody is killed for being
+slow) only when asked for."""
 
 from __future__ import annotations
 

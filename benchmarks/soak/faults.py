@@ -1,8 +1,8 @@
 """`ebbflow soak faults`: one job under so many faults per hour: how much of its time was of use.
 
-The faults of `benchmarks.chaos` strike at moments drawn by seed. Goodput is the time that the ranks spent on steps that
-are part of the result (their last execution, without waiting for data), over all time from the first start to the end,
-gaps between attempts included.
+The faults of `benchmarks.chaos` strike at moments drawn by seed. Goodput is the time that the ranks
+spent on steps that are part of the result (their last execution, without waiting for data), over
+all time from the first start to the end, gaps between attempts included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from ebbflow.infra.events import LedgerClass, read_events
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import GangError, TrainingError
 
-DEFAULT_KINDS = ("rank-kill", "rank-stop", "exception", "sleep", "agent-kill", "uploader-kill", "connection-reset")
+DEFAULT_KINDS = (
+    "rank-kill",
+    "rank-stop",
+    "exception",
+    "sleep",
+    "agent-kill",
+    "uploader-kill",
+    "connection-reset",
+)
 _END_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 
@@ -51,22 +59,37 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="ebbflow soak faults", description="One job under so many faults per hour: its goodput."
+        prog="ebbflow soak faults",
+        description="One job under so many faults per hour: its goodput.",
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
     parser.add_argument("--per-hour", type=float, default=12.0, help="faults (default 12)")
-    parser.add_argument("--kinds", default=",".join(DEFAULT_KINDS), metavar="LIST", help=f"of {', '.join(FAULTS)}")
-    parser.add_argument("--floor", type=float, default=3.0, help="survival.hang_floor_seconds (default 3)")
-    parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE", help="fail below this goodput")
-    parser.add_argument("--seed", type=int, default=0, help="of moments, kinds and targets (default 0)")
+    parser.add_argument(
+        "--kinds", default=",".join(DEFAULT_KINDS), metavar="LIST", help=f"of {', '.join(FAULTS)}"
+    )
+    parser.add_argument(
+        "--floor", type=float, default=3.0, help="survival.hang_floor_seconds (default 3)"
+    )
+    parser.add_argument(
+        "--at-least", type=float, default=0.0, metavar="SHARE", help="fail below this goodput"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of moments, kinds and targets (default 0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the store is made (default: the temporary folder)"
+    )
     given = parser.parse_args(arguments)
     if unknown := [kind for kind in given.kinds.split(",") if kind not in FAULTS]:
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     if elsewhere := [kind for kind in given.kinds.split(",") if FAULTS[kind].place is not Place]:
-        parser.error(f"{', '.join(elsewhere)}: only `bench survival` makes the place that this needs")
-    if refused := [f"{kind}: {reason}" for kind in given.kinds.split(",") if (reason := FAULTS[kind].refused())]:
+        parser.error(
+            f"{', '.join(elsewhere)}: only `bench survival` makes the place that this needs"
+        )
+    if refused := [
+        f"{kind}: {reason}" for kind in given.kinds.split(",") if (reason := FAULTS[kind].refused())
+    ]:
         parser.error("; ".join(refused))
     return given
 
@@ -80,7 +103,10 @@ def soak_config(folder: Path, *, floor_seconds: float) -> RunConfig:
         "checkpoint": {"interval": "seconds", "interval_seconds": 4.0},
     }
     return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+        update={
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in sections.items()
+        }
     )
 
 
@@ -106,7 +132,8 @@ def _soak(given: argparse.Namespace) -> int:
     figures |= {"minutes": given.minutes, "per_hour": given.per_hour, "floor_seconds": given.floor}
     print(f"\n{survival_text(figures)}")
     print(
-        f"goodput {share:.1%} over {given.minutes:g} minutes with {len(trial.injections)} faults, {trial.starts} starts"
+        f"goodput {share:.1%} over {given.minutes:g} minutes with {len(trial.injections)} "
+        f"faults, {trial.starts} starts"
     )
     print(f"the rest of the time: {shares_text(shares)}")
     if given.json is not None:
@@ -116,10 +143,15 @@ def _soak(given: argparse.Namespace) -> int:
 
 
 def _schedule(given: argparse.Namespace) -> list[tuple[float, Fault, Aim]]:
-    """(seconds since the first steady steps, fault, aim) by time: as many as the rate gives, at uniform moments."""
-    chance, kinds = random.Random(given.seed), given.kinds.split(",")
+    """(seconds since the first steady steps, fault, aim) by time: as many as the rate gives, at
+    uniform moments.
+    """
+    chance = random.Random(given.seed)
+    kinds = given.kinds.split(",")
     seconds = given.minutes * 60.0
-    moments = sorted(chance.uniform(0.0, seconds) for _ in range(round(given.per_hour * given.minutes / 60.0)))
+    moments = sorted(
+        chance.uniform(0.0, seconds) for _ in range(round(given.per_hour * given.minutes / 60.0))
+    )
     planned = []
     for number, moment in enumerate(moments):
         fault = FAULTS[chance.choice(kinds)]
@@ -138,9 +170,13 @@ def _torment(scene: Scene, planned: Sequence[tuple[float, Fault, Aim]], seconds:
             _let_run(scene, trial, until=min(began + moment, limit))
             if time.monotonic() >= limit or not await_steady_steps(scene, trial):
                 break
-            if (injection := inject(scene, fault, aim, trial)) is not None:
+            injection = inject(scene, fault, aim, trial)
+            if injection is not None:
                 trial.injections.append(injection)
-                print(f"{time.monotonic() - began:7.1f} s: {fault.kind} on rank {aim.rank}", flush=True)
+                print(
+                    f"{time.monotonic() - began:7.1f} s: {fault.kind} on rank {aim.rank}",
+                    flush=True,
+                )
         _let_run(scene, trial, until=limit)
         for agent in scene.gang.agents if scene.gang else []:
             agent.send_signal(signal.SIGTERM)
@@ -152,7 +188,10 @@ def _torment(scene: Scene, planned: Sequence[tuple[float, Fault, Aim]], seconds:
 
 
 def _let_run(scene: Scene, trial: Trial, *, until: float) -> None:
-    """A gang that has ended is started again at once, as a scheduler would. Raises GangError when it ended for good."""
+    """A gang that has ended is started again at once, as a scheduler would.
+
+    Raises GangError when it ended for good.
+    """
     while time.monotonic() < until:
         if not scene.running and not start_again(scene, trial):
             raise GangError(f"the job came to its end before the soak did: {trial.outcome}")

@@ -1,7 +1,8 @@
-"""`ebbflow soak`: one job under many random kills ends with the weights of the quiet job, bit for bit.
+"""`ebbflow soak`: one job under many random kills ends with the weights of the quiet job, bit for
+bit.
 
-Victims are drawn by seed: a rank, its uploader, a node's agent, or everything at once, each by SIGKILL at a random
-moment. The schedule is printed, so that a failing seed can be run again.
+Victims are drawn by seed: a rank, its uploader, a node's agent, or everything at once, each by
+SIGKILL at a random moment. The schedule is printed, so that a failing seed can be run again.
 """
 
 from __future__ import annotations
@@ -56,10 +57,17 @@ def main(arguments: list[str]) -> int:
         print(f"quiet job: step {quiet.step}, weights {quiet.weights_sha256}", flush=True)
         soaked, tally = _run(spec("soaked"), Path(folder), kills=given.kills, seed=given.seed)
     same = soaked.weights_sha256 == quiet.weights_sha256 and soaked.step == quiet.step
-    kills = ", ".join(f"{count} × {victim}" for victim, count in sorted(tally.kills.items())) or "none"
-    print(f"soaked job: step {soaked.step}, weights {soaked.weights_sha256}, {tally.starts} starts, killed: {kills}")
+    kills = (
+        ", ".join(f"{count} × {victim}" for victim, count in sorted(tally.kills.items())) or "none"
+    )
+    print(
+        f"soaked job: step {soaked.step}, weights {soaked.weights_sha256}, {tally.starts} "
+        f"starts, killed: {kills}"
+    )
     print("equal, bit for bit" if same else f"DIFFERENT: run again with --seed {given.seed}")
-    return 0 if same else 1
+    if same:
+        return 0
+    return 1
 
 
 def _spec(folder: Path, kills: int) -> Callable[[str], GangSpec]:
@@ -90,7 +98,9 @@ def _run(spec: GangSpec, folder: Path, *, kills: int, seed: int) -> tuple[GangOu
     tally = Tally()
     while True:
         spec = GangSpec(**{**spec.__dict__, "attempt": tally.starts})
-        gang = LocalGang(spec, folder / spec.job / f"start-{tally.starts}", folder / f"{spec.job}.log")
+        gang = LocalGang(
+            spec, folder / spec.job / f"start-{tally.starts}", folder / f"{spec.job}.log"
+        )
         tally.starts += 1
         _torment(gang, tally, kills, chance)
         try:
@@ -102,9 +112,13 @@ def _run(spec: GangSpec, folder: Path, *, kills: int, seed: int) -> tuple[GangOu
 
 
 def _torment(gang: LocalGang, tally: Tally, kills: int, chance: random.Random) -> None:
-    """Kill until none are left to do or the gang has ended. A lost uploader ends no gang: training goes on."""
+    """Kill until none are left to do or the gang has ended.
+
+    A lost uploader ends no gang: training goes on.
+    """
     while sum(tally.kills.values()) < kills and not _ended(gang):
-        victim, after_seconds = chance.choice(_VICTIMS), chance.uniform(0.5, 12.0)
+        victim = chance.choice(_VICTIMS)
+        after_seconds = chance.uniform(0.5, 12.0)
         if _kill(gang, victim, after_seconds, chance):
             tally.kills[victim] = tally.kills.get(victim, 0) + 1
             print(f"start {tally.starts}: {victim} killed after {after_seconds:.1f} s", flush=True)
@@ -126,7 +140,9 @@ def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Ran
     standbys = [child for keeper in keepers for child in children(keeper)]
     ranks = [child for standby in standbys for child in children(standby)]
     uploaders = [child for rank in ranks for child in children(rank)]
-    candidates = {"rank": ranks, "uploader": uploaders, "agent": agents, "everything": agents}[victim]
+    candidates = {"rank": ranks, "uploader": uploaders, "agent": agents, "everything": agents}[
+        victim
+    ]
     if not candidates:
         return False
     for pid in candidates if victim == "everything" else [chance.choice(candidates)]:

@@ -1,8 +1,8 @@
 """`ebbflow soak quiet`: hours in which nothing is broken, and nobody may be killed for being slow.
 
-A job with commits, evaluations and, on request, compilation runs with the default limits, while the machine is made
-busy, uploads are frozen for 20 s, data take 20 s to come, and the garbage collector stops the interpreter. Whatever the
-watch takes for a fault in all this is a false alarm.
+A job with commits, evaluations and, on request, compilation runs with the default limits, while the
+machine is made busy, uploads are frozen for 20 s, data take 20 s to come, and the garbage collector
+stops the interpreter. Whatever the watch takes for a fault in all this is a false alarm.
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ def main(arguments: list[str]) -> int:
     """0 when nobody was blamed for anything, else 1."""
     parser = argparse.ArgumentParser(prog="ebbflow soak quiet", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=120.0, help="how long (default 120)")
-    parser.add_argument("--floor", type=float, default=_DEFAULT_FLOOR_SECONDS, help="survival.hang_floor_seconds")
+    parser.add_argument(
+        "--floor", type=float, default=_DEFAULT_FLOOR_SECONDS, help="survival.hang_floor_seconds"
+    )
     parser.add_argument("--compile", action="store_true", help="with parallel.compile")
     parser.add_argument("--seed", type=int, default=0, help="of the targets (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the store is made (default: the temporary folder)"
+    )
     given = parser.parse_args(arguments)
     try:
         return _soak(given)
@@ -73,19 +77,37 @@ def _soak(given: argparse.Namespace) -> int:
     print(machine_line(machine), flush=True)
     with tempfile.TemporaryDirectory(prefix="ebbflow-soak-", dir=given.folder) as name:
         config = soak_config(Path(name), floor_seconds=given.floor)
-        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"compile": given.compile})})
+        config = config.model_copy(
+            update={"parallel": config.parallel.model_copy(update={"compile": given.compile})}
+        )
         scene = make_scene(config, Path(name), "quiet")
         calm = _disturb(scene, given.minutes * 60.0, random.Random(given.seed))
         events = read_events(scene.store)
     counts = {one: sum(event.name == one for event in events) for one in (STEP, COMMIT, EVALUATION)}
     blamed = [str(event.data.get("culprit")) for event in events if event.name == FAULT_DETECTED]
-    figures = {"kind": "measured", "machine": machine, "minutes": given.minutes, "floor_seconds": given.floor}
-    figures |= {"disturbances": calm.done, "events": counts, "false_alarms": blamed, "ended": calm.ended}
+    figures = {
+        "kind": "measured",
+        "machine": machine,
+        "minutes": given.minutes,
+        "floor_seconds": given.floor,
+    }
+    figures |= {
+        "disturbances": calm.done,
+        "events": counts,
+        "false_alarms": blamed,
+        "ended": calm.ended,
+    }
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
     done = ", ".join(f"{count} × {what}" for what, count in calm.done.items())
-    print(f"{given.minutes:g} minutes, {counts[STEP]:,} steps of ranks, {counts[COMMIT]} commits: {done}")
-    print("\n".join(f"FALSE ALARM: {culprit}" for culprit in blamed) or "nobody was blamed for anything")
+    print(
+        f"{given.minutes:g} minutes, {counts[STEP]:,} steps of ranks, {counts[COMMIT]} commits: "
+        f"{done}"
+    )
+    print(
+        "\n".join(f"FALSE ALARM: {culprit}" for culprit in blamed)
+        or "nobody was blamed for anything"
+    )
     print(f"ended: {calm.ended}")
     return int(bool(blamed) or not calm.ended.startswith(Outcome.INTERRUPTED))
 
@@ -149,7 +171,9 @@ def _slow_data(scene: Scene, rank: int, number: int) -> None:
 
 
 def _garbage(scene: Scene, rank: int, number: int) -> None:
-    scene.orders.give(rank, Order(hook="collect_garbage", number=number, settings={"objects": _CYCLES}))
+    scene.orders.give(
+        rank, Order(hook="collect_garbage", number=number, settings={"objects": _CYCLES})
+    )
 
 
 def _busy_machine(scene: Scene, rank: int, number: int) -> None:
@@ -162,7 +186,10 @@ def _load() -> Iterator[None]:
     """Other work on the machine: processes that want all of it."""
     code = "from ebbflow.infra.process import die_with_parent\ndie_with_parent()\nwhile True: pass"
     command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=PROJECT_ROOT) for _ in range(_LOAD_PROCESSES)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=PROJECT_ROOT)
+        for _ in range(_LOAD_PROCESSES)
+    ]
     try:
         yield
     finally:

@@ -1,4 +1,7 @@
-"""The S3 server of the tests, started as a process, and its control address. It comes with a checkout only."""
+"""The S3 server of the tests, started as a process, and its control address.
+
+It comes with a checkout only.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class FailingS3:
         """Why there can be none here, "" where there can."""
         if (PROJECT_ROOT / "tests" / "support" / "s3").is_dir():
             return ""
-        return f"the S3 server of the tests is not in {PROJECT_ROOT / 'tests'}; fix: run this in a checkout"
+        return (
+            f"the S3 server of the tests is not in {PROJECT_ROOT / 'tests'}; fix: run this in a "
+            "checkout"
+        )
 
     def __init__(self) -> None:
         if reason := self.missing():
@@ -38,7 +44,9 @@ class FailingS3:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise CheckpointError(f"the S3 server of the tests ended with {self._process.wait()} before it served")
+            raise CheckpointError(
+                f"the S3 server of the tests ended with {self._process.wait()} before it served"
+            )
         about = json.loads(line)
         self._endpoint = about["endpoint"]
         self.environment = {
@@ -55,7 +63,9 @@ class FailingS3:
         self._ask("POST", bucket, settings)
 
     def told(self, bucket: str) -> dict[str, Any]:
-        """Faults that were met, requests by operation, refusals by code, rotten keys, unfinished uploads."""
+        """Faults that were met, requests by operation, refusals by code, rotten keys, unfinished
+        uploads.
+        """
         return self._ask("GET", bucket)
 
     def forget(self, bucket: str) -> None:
@@ -75,8 +85,15 @@ class FailingS3:
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, method: str, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
-        body = None if document is None else json.dumps(document).encode()
-        request = urllib.request.Request(f"{self._endpoint}/_control/{path}", data=body, method=method)
+    def _ask(
+        self, method: str, path: str, document: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if document is None:
+            body = None
+        else:
+            body = json.dumps(document).encode()
+        request = urllib.request.Request(
+            f"{self._endpoint}/_control/{path}", data=body, method=method
+        )
         with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
             return json.loads(answer.read())

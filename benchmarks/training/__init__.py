@@ -1,6 +1,8 @@
-"""`ebbflow bench`: what the engine and the commits cost beside what one would write with torch alone.
+"""`ebbflow bench`: what the engine and the commits cost beside what one would write with torch
+alone.
 
-Figures are measured, on this machine, side by side in one run. Importing this package imports no torch.
+Figures are measured, on this machine, side by side in one run. Importing this package imports no
+torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""`ebbflow bench attach`: the time that an attached job takes between two steps of a script, and the stall of a save.
+"""`ebbflow bench attach`: the time that an attached job takes between two steps of a script, and
+the stall of a save.
 
-The stall is what a save adds to the loop of one rank: between its step and the next, and in the optimizer's next step,
-which waits until the weights are copied. It is compared with one copy of as many bytes between two warm buffers.
+The stall is what a save adds to the loop of one rank: between its step and the next, and in the
+optimizer's next step, which waits until the weights are copied. It is compared with one copy of as
+many bytes between two warm buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ebbflow bench attach", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
     parser.add_argument("--steps", type=int, default=200, help="steps that are counted (200)")
-    parser.add_argument("--mib", type=int, default=256, help="size of the model whose saves are timed (256)")
+    parser.add_argument(
+        "--mib", type=int, default=256, help="size of the model whose saves are timed (256)"
+    )
     parser.add_argument("--stall-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -39,14 +43,36 @@ def main(arguments: list[str]) -> int:
     if given.stall_of is not None:
         return _measure_stall(given.stall_of, given.mib)
     with tempfile.TemporaryDirectory() as folder:
-        common = {"WORLD_SIZE": str(given.ranks), "LOCAL_WORLD_SIZE": str(given.ranks), "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks", "training", "attach", "--steps", str(given.steps)]
+        common = {
+            "WORLD_SIZE": str(given.ranks),
+            "LOCAL_WORLD_SIZE": str(given.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        common |= {
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "training",
+            "attach",
+            "--steps",
+            str(given.steps),
+        ]
         ranks = [
             subprocess.Popen(
                 [*command, "--rank-of", folder],
                 cwd=PROJECT_ROOT,
-                env={**os.environ, **common, "PYTHONPATH": python_path(), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={
+                    **os.environ,
+                    **common,
+                    "PYTHONPATH": python_path(),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                },
             )
             for rank in range(given.ranks)
         ]
@@ -61,15 +87,22 @@ def main(arguments: list[str]) -> int:
         stall = json.loads(Path(folder, "stall.json").read_text())
     seconds = figures["seconds"]
     print(json.dumps({"kind": "measured", "machine": describe_machine(), "ranks": given.ranks}))
-    for name, value in (("median", statistics.median(seconds)), ("mean", statistics.fmean(seconds))):
-        print(f"{name} of {len(seconds)} steps: {1e6 * value:.0f} µs, {value / _STEP_SECONDS:.2%} of a 50 ms step")
+    for name, value in (
+        ("median", statistics.median(seconds)),
+        ("mean", statistics.fmean(seconds)),
+    ):
+        print(
+            f"{name} of {len(seconds)} steps: {1e6 * value:.0f} µs, {value / _STEP_SECONDS:.2%} "
+            "of a 50 ms step"
+        )
     cpu = figures["cpu_seconds"] / len(seconds)
     print(f"processor time: {1e6 * cpu:.0f} µs a step, {cpu / _STEP_SECONDS:.2%} of a 50 ms step")
-    stalls, copy = stall["stalls"], statistics.median(stall["copies"])
+    stalls = stall["stalls"]
+    copy = statistics.median(stall["copies"])
     shown = ", ".join(f"{1e3 * one:.1f}" for one in stalls)
     print(
-        f"stall of a save of {given.mib} MiB: median {1e3 * statistics.median(stalls):.1f} ms ({shown}), "
-        f"{statistics.median(stalls) / copy:.2f} × a warm copy of {1e3 * copy:.1f} ms"
+        f"stall of a save of {given.mib} MiB: median {1e3 * statistics.median(stalls):.1f} ms "
+        f"({shown}), {statistics.median(stalls) / copy:.2f} × a warm copy of {1e3 * copy:.1f} ms"
     )
     print(f"load average: {os.getloadavg()[0]:.1f}")
     return 0
@@ -80,12 +113,17 @@ def _measure_stall(folder: Path, mib: int) -> int:
 
     import ebbflow
 
-    os.environ |= {"EBBFLOW__CHECKPOINT__INTERVAL": "steps", "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": str(_SAVE_EVERY)}
+    os.environ |= {
+        "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
+        "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": str(_SAVE_EVERY),
+    }
     weight = torch.nn.Parameter(torch.ones(mib * 2**18))  # of 4 bytes each
     model = torch.nn.ParameterDict({"weight": weight})
     weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    gaps, updates, ended = [], [], time.perf_counter()
+    gaps = []
+    updates = []
+    ended = time.perf_counter()
     for _ in ebbflow.attach(model, optimizer, store=str(folder / "stalls"), name="stall").steps(
         _SAVE_EVERY * _SAVES + 2
     ):
@@ -97,8 +135,12 @@ def _measure_stall(folder: Path, mib: int) -> int:
         ended = time.perf_counter()
     spent = [gap + update for gap, update in zip(gaps, updates, strict=True)]
     saves = range(2 * _SAVE_EVERY, len(spent), _SAVE_EVERY)  # the iteration after each save
-    usual = statistics.median(one for step, one in enumerate(spent[_WARM_UP:], _WARM_UP) if step % _SAVE_EVERY)
-    source, target, copies = weight.detach(), torch.ones_like(weight), []
+    usual = statistics.median(
+        one for step, one in enumerate(spent[_WARM_UP:], _WARM_UP) if step % _SAVE_EVERY
+    )
+    source = weight.detach()
+    target = torch.ones_like(weight)
+    copies = []
     for _ in range(7):
         began = time.perf_counter()
         target.copy_(source)
@@ -119,11 +161,14 @@ def _measure(folder: Path, steps: int) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     job = ebbflow.attach(model, optimizer, store=str(folder / "store"), name="bench")
     gaps: list[float] = []
-    ended, used, working = 0.0, 0.0, 0.0
+    ended = 0.0
+    used = 0.0
+    working = 0.0
     for step in job.steps(_WARM_UP + steps):
         began = time.perf_counter()
         if step == _WARM_UP:
-            used, working = time.process_time(), 0.0
+            used = time.process_time()
+            working = 0.0
         if step >= _WARM_UP:
             gaps.append(began - ended)
         at = time.process_time()

@@ -1,6 +1,8 @@
-"""The loop that one would write with torch alone: no step sync, no events, no heartbeat, no seeds, mean loss.
+"""The loop that one would write with torch alone: no step sync, no events, no heartbeat, no seeds,
+mean loss.
 
-Model, initial weights, data order, AdamW and clipping are those of the engine; wrapping is torch's own.
+Model, initial weights, data order, AdamW and clipping are those of the engine; wrapping is torch's
+own.
 """
 
 from __future__ import annotations
@@ -30,29 +32,43 @@ from ebbflow.training.workloads.language_model import CausalLM
 
 
 class BareLoop:
-    """windows: which piece of `tokens` each sample is, int64, looked up here where the engine computes it.
+    """windows: which piece of `tokens` each sample is, int64, looked up here where the engine
+    computes it.
 
-    tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults. Of the configuration's other
-    options it has parallel.compile (of each block) and, for a rank alone, fsdp.use_mixed_precision (by autocast).
+    tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults. Of the
+    configuration's other options it has parallel.compile (of each block) and, for a rank alone,
+    fsdp.use_mixed_precision (by autocast).
     """
 
-    def __init__(self, config: RunConfig, gang: Gang, tokens: np.ndarray, windows: np.ndarray, *, tuned: bool) -> None:
-        self._config, self._gang = config, gang
-        self._tokens, self._windows = tokens, windows
+    def __init__(
+        self, config: RunConfig, gang: Gang, tokens: np.ndarray, windows: np.ndarray, *, tuned: bool
+    ) -> None:
+        self._config = config
+        self._gang = gang
+        self._tokens = tokens
+        self._windows = windows
         self._model, module = _spread(config, gang, tuned=tuned)
         self._optimizer = make_optimizer(module, config.training)
-        mixed, dtype = config.fsdp.use_mixed_precision, DTYPES[config.fsdp.param_dtype]
-        self._precision = torch.autocast(gang.device.type, dtype) if mixed else contextlib.nullcontext()
+        mixed = config.fsdp.use_mixed_precision
+        dtype = DTYPES[config.fsdp.param_dtype]
+        if mixed:
+            self._precision = torch.autocast(gang.device.type, dtype)
+        else:
+            self._precision = contextlib.nullcontext()
         if config.parallel.compile:
             for block in module.blocks:
                 block.compile(dynamic=False)
         self._steps = 0
 
     def run(self, steps: int) -> Lap:
-        training, device = self._config.training, self._gang.device
-        model, optimizer, loss = self._model, self._optimizer, torch.zeros((), device=device)
+        training = self._config.training
+        device = self._gang.device
+        model = self._model
+        optimizer = self._optimizer
+        loss = torch.zeros((), device=device)
         torch.use_deterministic_algorithms(False)  # the engine turns it on, and pays for it
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        cpu_began = time.process_time()
         for step in range(self._steps, self._steps + steps):
             inputs, targets = self._next_batch(step)
             with self._precision:
@@ -65,14 +81,23 @@ class BareLoop:
             optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
+        seconds = time.monotonic() - began
+        cpu_seconds = time.process_time() - cpu_began
         self._steps += steps
-        return Lap(seconds=seconds, cpu_seconds=cpu_seconds, steps=self._steps, loss=self._mean(loss.detach()))
+        return Lap(
+            seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            steps=self._steps,
+            loss=self._mean(loss.detach()),
+        )
 
     def _next_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        batch, length = self._config.training.batch_size, self._config.model.sequence_length
+        batch = self._config.training.batch_size
+        length = self._config.model.sequence_length
         own = Cursor(step * batch, batch).share(self._gang.rank, self._gang.world_size)
-        offsets = self._windows[own.first : own.first + own.count, None] * length + np.arange(length + 1)
+        offsets = self._windows[own.first : own.first + own.count, None] * length + np.arange(
+            length + 1
+        )
         text = torch.from_numpy(self._tokens[offsets].astype(np.int64))
         if self._gang.device.type == "cuda":
             text = text.pin_memory().to(self._gang.device, non_blocking=True)
@@ -86,15 +111,24 @@ class BareLoop:
 
 
 def _spread(config: RunConfig, gang: Gang, *, tuned: bool) -> tuple[nn.Module, CausalLM]:
-    """(what to call, what holds the parameters). Blocks are the units, as torch's FSDP2 tutorial has it."""
+    """(what to call, what holds the parameters).
+
+    Blocks are the units, as torch's FSDP2 tutorial has it.
+    """
     with torch.device("meta"):
         module = CausalLM(config.model)
     blank = copy.deepcopy(module)
     sharded = config.parallel.mode == "fsdp2" and not gang.alone
     if sharded:
         mesh = init_device_mesh(gang.device.type, (gang.world_size,))
-        units = [module.embeddings, *module.blocks, module.head] if tuned else module.blocks
-        options: dict[str, Any] = {"reshard_after_forward": False} if tuned else {}
+        if tuned:
+            units = [module.embeddings, *module.blocks, module.head]
+        else:
+            units = module.blocks
+        if tuned:
+            options: dict[str, Any] = {"reshard_after_forward": False}
+        else:
+            options = {}
         for unit in units:
             fully_shard(unit, mesh=mesh, **options)
         fully_shard(module, mesh=mesh)
@@ -102,7 +136,12 @@ def _spread(config: RunConfig, gang: Gang, *, tuned: bool) -> tuple[nn.Module, C
     initialise(module, blank, seed=config.training.seed)
     if sharded or gang.alone:
         return module, module
-    wrapped: dict[str, Any] = (
-        {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "init_sync": False} if tuned else {}
-    )
+    if tuned:
+        wrapped: dict[str, Any] = {
+            "gradient_as_bucket_view": True,
+            "forward_sync_buffers": False,
+            "init_sync": False,
+        }
+    else:
+        wrapped = {}
     return DistributedDataParallel(module, **wrapped), module

@@ -1,4 +1,6 @@
-"""Buckets to measure against: one that keeps nothing, a real one (Swift) where it is installed, or the user's own."""
+"""Buckets to measure against: one that keeps nothing, a real one (Swift) where it is installed, or
+the user's own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.errors import GangError
 
 _START_SECONDS = 60.0
-_SWIFT = "tests.support.swift_server"  # of the project's tests: a checkout has it, an installed package does not
+# of the project's tests: a checkout has it, an installed package does not
+_SWIFT = "tests.support.swift_server"
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,21 @@ def null_sink() -> Iterator[BucketPlace]:
     """Takes bytes and discards them: nothing is stored, so that the client alone is measured."""
     command = [sys.executable, "-m", "benchmarks.training.null_sink", str(os.getpid())]
     with _server(command, None) as line:
-        yield BucketPlace("null sink", "s3://null/bench", _environment(f"http://127.0.0.1:{line}", "key", "secret"))
+        yield BucketPlace(
+            "null sink",
+            "s3://null/bench",
+            _environment(f"http://127.0.0.1:{line}", "key", "secret"),
+        )
 
 
 @contextlib.contextmanager
 def strict_s3() -> Iterator[BucketPlace]:
-    """Start the strict S3 server of the tests, which keeps objects in memory and checks signatures and checksums."""
-    with _server([sys.executable, "-m", "tests.support.s3", "--parent", str(os.getpid())], None) as line:
+    """Start the strict S3 server of the tests, which keeps objects in memory and checks signatures
+    and checksums.
+    """
+    with _server(
+        [sys.executable, "-m", "tests.support.s3", "--parent", str(os.getpid())], None
+    ) as line:
         about = json.loads(line)
         environment = _environment(about["endpoint"], about["access_key"], about["secret_key"])
         _make_bucket(about["endpoint"], environment)
@@ -86,14 +97,25 @@ def _server(command: list[str], log: Path | None) -> Iterator[str]:
     """Its first line. It is ended with the context, and by itself should this process die."""
     with open(log, "w") if log else contextlib.nullcontext() as errors:
         process = subprocess.Popen(
-            command, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=PROJECT_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
     try:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
-        line = process.stdout.readline().strip() if ready else ""
+        if ready:
+            line = process.stdout.readline().strip()
+        else:
+            line = ""
         if not line:
-            said = f":\n{log.read_text()[-2000:]}" if log else ""
+            if log:
+                said = f":\n{log.read_text()[-2000:]}"
+            else:
+                said = ""
             raise GangError(f"{command[2]} did not start within {_START_SECONDS:g} s{said}")
         yield line
     finally:

@@ -1,4 +1,6 @@
-"""One rank of `bench checkpoint`: the same state saved and restored by each contestant in turn, beside a memcpy."""
+"""One rank of `bench checkpoint`: the same state saved and restored by each contestant in turn,
+beside a memcpy.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
         "dcp_process": DcpProcessSaver(folder / "dcp-process", model, optimizer),
     }
     found: dict[str, dict[str, Any]] = {
-        name: {"cold": [], "blocked": [], "durable": [], "restore": [], "restored_equal": True} for name in savers
+        name: {"cold": [], "blocked": [], "durable": [], "restore": [], "restored_equal": True}
+        for name in savers
     }
     time.sleep(_START_SECONDS)  # as in training, time passes before the first save
     copies: list[float] = []
@@ -97,8 +100,11 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _memcpy(size: int) -> Callable[[], object]:
-    """The C library's memcpy of `size` bytes between two buffers whose pages are present: one thread."""
-    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    """The C library's memcpy of `size` bytes between two buffers whose pages are present: one
+    thread.
+    """
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.ones(size, dtype=torch.uint8)
     return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
 
 

@@ -1,4 +1,6 @@
-"""`bench checkpoint`: the stall, the upload, how much an upload slows training, and a thousand ranks."""
+"""`bench checkpoint`: the stall, the upload, how much an upload slows training, and a thousand
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,16 @@ _STATE_LAYERS = 4
 
 
 def bench_checkpoint(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Figures by part, each part told when it is measured. Raises DataError for a part that there is not."""
+    """Figures by part, each part told when it is measured.
+
+    Raises DataError for a part that there is not.
+    """
     wanted = given.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
-        raise DataError(f"--parts {given.parts}: there is no {', '.join(sorted(unknown))}; fix: {', '.join(PARTS)}")
+        raise DataError(
+            f"--parts {given.parts}: there is no {', '.join(sorted(unknown))}; fix: "
+            f"{', '.join(PARTS)}"
+        )
     found: dict[str, Any] = {}
     if "stall" in wanted:
         found |= _bench_stall(given, folder)
@@ -53,14 +61,20 @@ def _say(text: str) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts does not list it."""
+    """Return the type of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts
+    does not list it.
+    """
     path = str(folder.resolve())
-    best, kind = "", "unknown"
+    best = ""
+    kind = "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, mounted, *_ = line.split()
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # a later mount hides an earlier one on the same place
-            best, kind = mount, mounted
+        if inside and len(mount) >= len(
+            best
+        ):  # a later mount hides an earlier one on the same place
+            best = mount
+            kind = mounted
     return kind
 
 
@@ -78,13 +92,21 @@ def _bench_stall(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "rounds": given.rounds,
     }
     ranks = run_ranks(task, folder, ranks=_RANKS, deadline_seconds=given.deadline)
-    about = {"ranks": _RANKS, "threads_per_rank": 1, "rounds": given.rounds, "file_system": file_system(folder)}
+    about = {
+        "ranks": _RANKS,
+        "threads_per_rank": 1,
+        "rounds": given.rounds,
+        "file_system": file_system(folder),
+    }
     return {**checkpoint_figures(ranks), **about}
 
 
 def _bench_uploads(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """By name of the place; a text says why a place was left out."""
-    task = {"config": sized_config(given.bucket_megabytes).model_dump(mode="json"), "rounds": given.rounds}
+    task = {
+        "config": sized_config(given.bucket_megabytes).model_dump(mode="json"),
+        "rounds": given.rounds,
+    }
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as servers:
         places: dict[str, BucketPlace | str] = {
@@ -109,5 +131,10 @@ def sized_config(megabytes: float) -> RunConfig:
     """The model whose weights and moments come nearest: a layer has about 12 × hidden² parameters."""
     parameters = 1e6 * megabytes / _STATE_BYTES_PER_PARAMETER
     hidden = max(16, 16 * round(math.sqrt(parameters / (12 * _STATE_LAYERS)) / 16))
-    model = {"hidden_size": hidden, "num_layers": _STATE_LAYERS, "num_heads": 4, "sequence_length": 128}
+    model = {
+        "hidden_size": hidden,
+        "num_layers": _STATE_LAYERS,
+        "num_heads": 4,
+        "sequence_length": 128,
+    }
     return RunConfig(model=model)

@@ -44,28 +44,56 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("what", nargs="?", choices=["engine", "checkpoint", "all"], default="all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--rounds", type=_positive, default=15, help="of which medians are taken (default 15)")
-    parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
+    parser.add_argument(
+        "--rounds", type=_positive, default=15, help="of which medians are taken (default 15)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the store is made (default: the temporary folder)"
+    )
     engine = parser.add_argument_group("engine")
     default = PROJECT_ROOT / "ebbflow/configs" / "laptop.yaml"
-    engine.add_argument("--config", default=str(default), help="whose model and batch (default configs/laptop.yaml)")
-    engine.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_layers=6")
-    engine.add_argument("--steps", type=_positive, default=10, help="in a round (default 10)")
-    engine.add_argument("--calls", type=_positive, default=500, help="of each part in a round (default 500)")
-    checkpoint = parser.add_argument_group("checkpoint")
-    checkpoint.add_argument("--megabytes", type=float, default=200.0, help="of state over all ranks (default 200)")
-    checkpoint.add_argument(
-        "--parts", default=",".join(PARTS), metavar="LIST", help=f"which of {', '.join(PARTS)} (default: all)"
+    engine.add_argument(
+        "--config", default=str(default), help="whose model and batch (default configs/laptop.yaml)"
     )
-    checkpoint.add_argument("--store", metavar="URI", help="s3://bucket/prefix to upload to as well")
-    checkpoint.add_argument("--bucket-megabytes", type=float, default=400.0, help="of state per upload (default 400)")
-    checkpoint.add_argument("--simulated-ranks", type=_positive, default=1024, help="the most of them (default 1024)")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for each part (default 1800)")
+    engine.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override, model.num_layers=6",
+    )
+    engine.add_argument("--steps", type=_positive, default=10, help="in a round (default 10)")
+    engine.add_argument(
+        "--calls", type=_positive, default=500, help="of each part in a round (default 500)"
+    )
+    checkpoint = parser.add_argument_group("checkpoint")
+    checkpoint.add_argument(
+        "--megabytes", type=float, default=200.0, help="of state over all ranks (default 200)"
+    )
+    checkpoint.add_argument(
+        "--parts",
+        default=",".join(PARTS),
+        metavar="LIST",
+        help=f"which of {', '.join(PARTS)} (default: all)",
+    )
+    checkpoint.add_argument(
+        "--store", metavar="URI", help="s3://bucket/prefix to upload to as well"
+    )
+    checkpoint.add_argument(
+        "--bucket-megabytes", type=float, default=400.0, help="of state per upload (default 400)"
+    )
+    checkpoint.add_argument(
+        "--simulated-ranks", type=_positive, default=1024, help="the most of them (default 1024)"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=1800.0, help="seconds for each part (default 1800)"
+    )
     return parser.parse_args(arguments)
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
+    number = int(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a positive number")
     return number
 
@@ -73,7 +101,9 @@ def _positive(text: str) -> int:
 def _bench(given: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"kind": "measured", "machine": describe_machine()}
     print(machine_line(figures["machine"]), flush=True)
-    benches: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str] | None]] = {
+    benches: dict[
+        str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str] | None]
+    ] = {
         "engine": (_bench_engine, engine_text),
         "checkpoint": (bench_checkpoint, None),  # tells each of its parts by itself
     }
@@ -107,7 +137,9 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     modes: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     for ranks, names in ((_RANKS, ["ddp", "fsdp2"]), (1, ["single"])):
-        found = run_ranks({**task, "modes": names}, folder, ranks=ranks, deadline_seconds=given.deadline)
+        found = run_ranks(
+            {**task, "modes": names}, folder, ranks=ranks, deadline_seconds=given.deadline
+        )
         modes |= engine_figures([rank["modes"] for rank in found], tokens_per_step)
         parts |= part_figures([rank["parts"] for rank in found])
     return {
@@ -124,12 +156,16 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """What a bare loop does too: a constant rate, whole steps, float32; and nothing between the steps of a lap."""
+    """What a bare loop does too: a constant rate, whole steps, float32; and nothing between the
+    steps of a lap.
+    """
     training = config.training.model_copy(
         update={
             "gradient_accumulation_steps": 1,
             "evaluation_interval_steps": _NEVER,
-            "scheduler": config.training.scheduler.model_copy(update={"type": "constant", "warmup_steps": 0}),
+            "scheduler": config.training.scheduler.model_copy(
+                update={"type": "constant", "warmup_steps": 0}
+            ),
         }
     )
     return config.model_copy(

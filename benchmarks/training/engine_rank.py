@@ -1,4 +1,6 @@
-"""One rank of `bench engine`: the engine as a worker assembles it, and bare loops beside it in the same process."""
+"""One rank of `bench engine`: the engine as a worker assembles it, and bare loops beside it in the
+same process.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,12 @@ UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 
 
 class EngineLoop:
-    """The whole engine: step sync, clock, heartbeat, limits, events. Each lap pays for putting its events.
+    """The whole engine: step sync, clock, heartbeat, limits, events.
 
-    saves: whether it saves as configured, into the generation of `spec`. watch: is called with each event.
+    Each lap pays for putting its events.
+
+    saves: whether it saves as configured, into the generation of `spec`. watch: is called with each
+        event.
     """
 
     def __init__(
@@ -53,29 +58,42 @@ class EngineLoop:
         heartbeat = folder / f"heartbeat-{spec.job}-{gang.rank}"
         Heartbeat.create(heartbeat)
         spec = replace(spec, heartbeat_path=str(heartbeat))
-        self._log = EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), Origin(job=spec.job, rank=gang.rank))
+        self._log = EventLog(
+            Store.open(spec.store_uri).sub(job_prefix(spec.job)),
+            Origin(job=spec.job, rank=gang.rank),
+        )
         self._last: Event | None = None
         self._last_cpu = 0.0
         self._watch = watch
         reporter = Reporter(Clock(self._log.emit), self._emit, Heartbeat(heartbeat).beat)
-        saver = open_saver(spec, gang, reporter) if saves else NoSaver()
+        if saves:
+            saver = open_saver(spec, gang, reporter)
+        else:
+            saver = NoSaver()
         self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
         self._at = Position()
 
     def run(self, steps: int) -> Lap:
-        """Steps are timed from the call of `train` to the last step's event: what ends a job comes after it."""
+        """Steps are timed from the call of `train` to the last step's event: what ends a job comes
+        after it.
+        """
         until = self._at.step + steps
         training = self._trainer.config.training.model_copy(update={"max_steps": until})
         config = self._trainer.config.model_copy(update={"training": training})
         trainer = replace(self._trainer, config=config, start=self._at)
         arrange_arithmetic(training, trainer.gang.device)
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        cpu_began = time.process_time()
         ending = train(trainer)
         if ending.step != until or self._last is None:
-            raise TrainingError(f"the engine ended at step {ending.step} of {until}: {ending.message}")
-        seconds, cpu_seconds = self._last.t_mono - began, self._last_cpu - cpu_began
+            raise TrainingError(
+                f"the engine ended at step {ending.step} of {until}: {ending.message}"
+            )
+        seconds = self._last.t_mono - began
+        cpu_seconds = self._last_cpu - cpu_began
         self._at = Position(until, until * training.batch_size)
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        cpu_began = time.process_time()
         self._log.flush()
         return Lap(
             seconds=seconds + time.monotonic() - began,
@@ -97,12 +115,16 @@ class EngineLoop:
         """Nothing is flushed on the way, so that the lap's own flush has all there is to put."""
         event = self._log.emit(name, **{**data, "flush": False})
         if name == STEP:
-            self._last, self._last_cpu = event, time.process_time()
+            self._last = event
+            self._last_cpu = time.process_time()
         self._watch(event)
 
 
 def measure_engine(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
-    """Laps by mode and contestant, and the parts of a step where there are ranks to talk to. Collective."""
+    """Laps by mode and contestant, and the parts of a step where there are ranks to talk to.
+
+    Collective.
+    """
     modes = {mode: _measure_mode(task, mode, gang) for mode in task["modes"]}
     return {"modes": modes, "parts": {} if gang.alone else measure_parts(task, gang)}
 
@@ -110,7 +132,11 @@ def measure_engine(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
 def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list[dict[str, Any]]]:
     config = RunConfig.model_validate(task["config"])
     config = config.model_copy(
-        update={"parallel": config.parallel.model_copy(update={"mode": "ddp" if mode == "single" else mode})}
+        update={
+            "parallel": config.parallel.model_copy(
+                update={"mode": "ddp" if mode == "single" else mode}
+            )
+        }
     )
     spec = WorkerSpec(
         job=f"bench-{mode}",

@@ -12,37 +12,58 @@ Laps = list[dict[str, Any]]
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and extremes of the rounds."""
-    return {"median": statistics.median(values), "low": min(values), "high": max(values), "rounds": len(values)}
+    return {
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "rounds": len(values),
+    }
 
 
 def interval_of_median(values: Sequence[float]) -> dict[str, float]:
     """Median and its 95 % confidence interval, which supposes nothing of how the values are spread.
 
-    Its ends are values that stand 0.98 √n from the middle of n sorted ones (the binomial distribution's normal
-    approximation); of fewer than six they are the extremes, and the interval is a smaller one.
+    Its ends are values that stand 0.98 √n from the middle of n sorted ones (the binomial
+    distribution's normal approximation); of fewer than six they are the extremes, and the interval
+    is a smaller one.
     """
-    ordered, reach = sorted(values), 0.98 * math.sqrt(len(values))
+    ordered = sorted(values)
+    reach = 0.98 * math.sqrt(len(values))
     low = max(math.floor(len(values) / 2 - reach), 0)
     high = min(math.ceil(len(values) / 2 + reach), len(values) - 1)
-    return {"median": statistics.median(values), "low": ordered[low], "high": ordered[high], "rounds": len(values)}
+    return {
+        "median": statistics.median(values),
+        "low": ordered[low],
+        "high": ordered[high],
+        "rounds": len(values),
+    }
 
 
-def engine_figures(ranks: Sequence[dict[str, dict[str, Laps]]], tokens_per_step: int) -> dict[str, Any]:
+def engine_figures(
+    ranks: Sequence[dict[str, dict[str, Laps]]], tokens_per_step: int
+) -> dict[str, Any]:
     """ranks: of each, laps by mode and contestant. Figures by mode and contestant.
 
-    A lap lasts as long as its slowest rank's. `engine_over_this` compares laps of the same round, so that a
-    disturbance of the machine that outlasts a round cancels out: the engine's tokens/s over the other's, above 1 when
-    the engine is faster. cpu_…: processor time, mean of the ranks; what waits is not in it, nor what others disturb.
+    A lap lasts as long as its slowest rank's. `engine_over_this` compares laps of the same round,
+    so that a disturbance of the machine that outlasts a round cancels out: the engine's tokens/s
+    over the other's, above 1 when the engine is faster. cpu_…: processor time, mean of the ranks;
+    what waits is not in it, nor what others disturb.
     """
-    return {mode: _mode_figures([rank[mode] for rank in ranks], tokens_per_step) for mode in ranks[0]}
+    return {
+        mode: _mode_figures([rank[mode] for rank in ranks], tokens_per_step) for mode in ranks[0]
+    }
 
 
 def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dict[str, Any]:
-    seconds = {name: _slowest([_column(rank[name], "seconds") for rank in ranks]) for name in ranks[0]}
+    seconds = {
+        name: _slowest([_column(rank[name], "seconds") for rank in ranks]) for name in ranks[0]
+    }
     cpu = {name: _mean([_column(rank[name], "cpu_seconds") for rank in ranks]) for name in ranks[0]}
     figures = {}
     for name, laps in ranks[0].items():
-        steps = laps[-1]["steps"] // (len(laps) + 1)  # each lap has as many, and the warm-up lap too
+        steps = laps[-1]["steps"] // (
+            len(laps) + 1
+        )  # each lap has as many, and the warm-up lap too
         figures[name] = {
             "tokens_per_second": spread([tokens_per_step * steps / lap for lap in seconds[name]]),
             "milliseconds_per_step": spread([1e3 * lap / steps for lap in seconds[name]]),
@@ -61,14 +82,19 @@ def part_figures(ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
 
 
 def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A save blocks as long as its slowest rank's; it is durable when rank 0 knows it. Multiples are per round."""
+    """A save blocks as long as its slowest rank's; it is durable when rank 0 knows it.
+
+    Multiples are per round.
+    """
     size = sum(rank["bytes"] for rank in ranks)
     memcpy = _slowest([rank["memcpy"] for rank in ranks])
     figures: dict[str, Any] = {"bytes": size, "memcpy_seconds": spread(memcpy), "contestants": {}}
     for name in ranks[0]["contestants"]:
         of_ranks = [rank["contestants"][name] for rank in ranks]
         blocked = _slowest([rank["blocked"] for rank in of_ranks])
-        restore = _slowest([rank["restore"] for rank in of_ranks])  # empty where another contestant reads the same
+        restore = _slowest(
+            [rank["restore"] for rank in of_ranks]
+        )  # empty where another contestant reads the same
         durable = of_ranks[0]["durable"]
         first = max(rank["cold"][0] for rank in of_ranks)
         figures["contestants"][name] = {
@@ -84,7 +110,9 @@ def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def _restore_figures(restore: list[float], size: int, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _restore_figures(
+    restore: list[float], size: int, of_ranks: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     if not restore:
         return {}
     return {

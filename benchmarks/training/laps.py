@@ -1,4 +1,6 @@
-"""Contestants run lap after lap in turn, so that what disturbs the machine disturbs all of them alike."""
+"""Contestants run lap after lap in turn, so that what disturbs the machine disturbs all of them
+alike.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Lap:
-    """seconds and cpu_seconds (of this rank, all its threads): of the steps of this lap. steps: taken since the start.
+    """seconds and cpu_seconds (of this rank, all its threads): of the steps of this lap. steps:
+    taken since the start.
     loss: of the last step, mean over all ranks."""
 
     seconds: float
@@ -26,8 +29,13 @@ class Contestant(Protocol):
     def run(self, steps: int) -> Lap: ...
 
 
-def run_laps(contestants: Mapping[str, Contestant], *, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Laps by contestant; a first round warms up and is not returned. Each round begins with another. Collective."""
+def run_laps(
+    contestants: Mapping[str, Contestant], *, rounds: int, steps: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Laps by contestant; a first round warms up and is not returned.
+
+    Each round begins with another. Collective.
+    """
     laps: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds + 1):

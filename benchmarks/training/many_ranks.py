@@ -1,8 +1,10 @@
-"""The protocol of a save at up to a thousand ranks: what each uploader asks of the store, counted by kind.
+"""The protocol of a save at up to a thousand ranks: what each uploader asks of the store, counted
+by kind.
 
-Ranks are simulated: threads of one process, that run the uploaders' own code against a store in memory whose requests
-take a stated time. Data objects are of one small part. What is measured: requests, sizes, processor time; what
-is simulated: the latency of the store, and when each rank's upload ends.
+Ranks are simulated: threads of one process, that run the uploaders' own code against a store in
+memory whose requests take a stated time. Data objects are of one small part. What is measured:
+requests, sizes, processor time; what is simulated: the latency of the store, and when each rank's
+upload ends.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from ebbflow.infra.multipart.sinks import UploadedPart
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.commit import await_commit, commit_as_backup
 from ebbflow.training.checkpoint.lineage import Generation, newest_commits, open_generation
-from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, IndexEntry, Manifest, RankIndex
+from ebbflow.training.checkpoint.manifest import (
+    VERSION,
+    CheckpointId,
+    IndexEntry,
+    Manifest,
+    RankIndex,
+)
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, seal, sha256_text
 
@@ -32,7 +40,9 @@ _REQUEST_SECONDS = 0.02
 _SKEW_SECONDS = 2.0  # between the first rank whose upload ends and the last
 _TENSORS = 300  # sharded over all ranks: 100 parameters with two moments each
 _WORLDS = (16, 64, 256, 1024)
-_PAST_GENERATIONS, _PAST_COMMITS = 3000, 5000  # of the job, before the save: each more than a page of a listing
+# of the job, before the save: each more than a page of a listing
+_PAST_GENERATIONS = 3000
+_PAST_COMMITS = 5000
 _DEADLINE_SECONDS = 120.0
 _SHARD = bytes(4096)
 _KINDS = ("put", "get", "head", "list")
@@ -94,11 +104,15 @@ class _CountingSink:
         self._sizes[key] = size
         return key
 
-    def put_part(self, begun: str, number: int, start: int, body: Any, crc: int, *, seconds: float) -> UploadedPart:
+    def put_part(
+        self, begun: str, number: int, start: int, body: Any, crc: int, *, seconds: float
+    ) -> UploadedPart:
         self._counts.add("put")
         return UploadedPart(number, "", crc)
 
-    def finish(self, begun: str, parts: Any, crcs: Any, whole: int, *, seconds: float) -> int | None:
+    def finish(
+        self, begun: str, parts: Any, crcs: Any, whole: int, *, seconds: float
+    ) -> int | None:
         return whole
 
     def abort(self, begun: str, *, seconds: float) -> None:
@@ -119,9 +133,15 @@ def bench_many_ranks(largest: int, *, rounds: int) -> dict[str, Any]:
     for world in worlds:
         laps = [_save(world, number + 1) for number in range(rounds)]
         found[str(world)] = {
-            name: statistics.median(lap[name] for lap in laps) for name in laps[0] if name != "finding"
+            name: statistics.median(lap[name] for lap in laps)
+            for name in laps[0]
+            if name != "finding"
         } | {"finding": laps[-1]["finding"]}
-    about = {"request_seconds": _REQUEST_SECONDS, "skew_seconds": _SKEW_SECONDS, "tensors": _TENSORS}
+    about = {
+        "request_seconds": _REQUEST_SECONDS,
+        "skew_seconds": _SKEW_SECONDS,
+        "tensors": _TENSORS,
+    }
     past = {"past_generations": _PAST_GENERATIONS, "past_commits": _PAST_COMMITS}
     return {"worlds": found, "rounds": rounds, **about, **past}
 
@@ -132,20 +152,28 @@ def _save(world: int, seed: int) -> dict[str, Any]:
     store = CountingStore(counts)
     _put_past(store)
     generation = open_generation(store, run="bench", attempt=0)
-    save = CheckpointId(job="bench", generation=generation.name, step=_PAST_COMMITS + 1, world_size=world)
+    save = CheckpointId(
+        job="bench", generation=generation.name, step=_PAST_COMMITS + 1, world_size=world
+    )
     uploader = PartUploader(_CountingSink(counts), PartSettings(parallel=64), Throttle())
     chance = random.Random(seed)
     delays = [chance.uniform(0.0, _SKEW_SECONDS) for _ in range(world)]
     counts.kinds.clear()
-    durable, done, committed = [0.0] * world, threading.Event(), []
+    durable = [0.0] * world
+    done = threading.Event()
+    committed = []
 
     def rank_of(rank: int) -> Callable[[], None]:
         def run() -> None:
             deadline = Deadline(_DEADLINE_SECONDS)
             time.sleep(delays[rank])
-            data = uploader.upload(data_key(save.generation, save.step, rank), memoryview(_SHARD), deadline)
+            data = uploader.upload(
+                data_key(save.generation, save.step, rank), memoryview(_SHARD), deadline
+            )
             items = tuple(_item(number, rank, world) for number in range(_TENSORS))
-            index = RankIndex(save=save, rank=rank, data=data, items=items, common={} if rank == 0 else None)
+            index = RankIndex(
+                save=save, rank=rank, data=data, items=items, common={} if rank == 0 else None
+            )
             put_verified(store, index_key(save.generation, save.step, rank), index.to_bytes())
             durable[rank] = time.monotonic()
             if rank == 0:
@@ -164,7 +192,8 @@ def _save(world: int, seed: int) -> dict[str, Any]:
     for thread in threads:
         thread.join()
     cpu = time.process_time() - cpu_began
-    kinds, longest = dict(counts.kinds), counts.longest_list
+    kinds = dict(counts.kinds)
+    longest = counts.longest_list
     return {
         **{kind: kinds.get(kind, 0) for kind in _KINDS},
         "requests": sum(kinds.values()),
@@ -177,8 +206,11 @@ def _save(world: int, seed: int) -> dict[str, Any]:
 
 
 def _put_past(store: Store) -> None:
-    """A job that was started and has committed many times, put uncounted; of its commits there are the manifests."""
-    step, parent = 0, None
+    """A job that was started and has committed many times, put uncounted; of its commits there are
+    the manifests.
+    """
+    step = 0
+    parent = None
     for number in range(1, _PAST_GENERATIONS + 1):
         generation = Generation(number, f"{number:08x}", parent, step)
         about = {"generation": number, "id": generation.id, "parent": parent, "parent_step": step}
@@ -196,13 +228,20 @@ def _finding(store: Store, counts: _Counts, generation: Generation) -> dict[str,
     counts.kinds.clear()
     counts.longest_list = 0
     assert next(newest_commits(store)).generation == generation.number
-    return {"requests": sum(counts.kinds.values()), "pages_of_the_longest_list": counts.longest_list}
+    return {
+        "requests": sum(counts.kinds.values()),
+        "pages_of_the_longest_list": counts.longest_list,
+    }
 
 
 def _item(number: int, rank: int, world: int) -> IndexEntry:
     boxes = {"shape": (world * 4,), "offsets": (rank * 4,), "sizes": (4,)}
     return IndexEntry(
-        name=f"model.layers.{number}.weight", dtype="float32", start=number * 64 % 4032, length=16, **boxes
+        name=f"model.layers.{number}.weight",
+        dtype="float32",
+        start=number * 64 % 4032,
+        length=16,
+        **boxes,
     )
 
 
@@ -211,19 +250,27 @@ def many_ranks_text(figures: dict[str, Any]) -> str:
 
     rows = []
     for world, found in figures["worlds"].items():
-        shares = [f"{found[kind]:,.0f} ({100 * found[kind] / found['requests']:.0f} %)" for kind in _KINDS]
+        shares = [
+            f"{found[kind]:,.0f} ({100 * found[kind] / found['requests']:.0f} %)" for kind in _KINDS
+        ]
         more = [f"{found['requests'] / int(world):.2f}", f"{found['commit_seconds']:.2f}"]
         more += [f"{found['cpu_seconds']:.1f}", f"{found['manifest_bytes'] / 1e6:.2f}"]
         rows.append(
-            [world, *shares, *more, f"{found['finding']['requests']} ({found['finding']['pages_of_the_longest_list']})"]
+            [
+                world,
+                *shares,
+                *more,
+                f"{found['finding']['requests']} ({found['finding']['pages_of_the_longest_list']})",
+            ]
         )
     heads = ["ranks", *_KINDS, "per rank", "commit s", "CPU s", "MB", "newest"]
     about = (
-        f"many ranks: simulated · {figures['tensors']} tensors sharded over all ranks, one small part each, "
-        f"{1e3 * figures['request_seconds']:.0f} ms per request,\nuploads end within {figures['skew_seconds']:g} s; "
-        f"medians of {figures['rounds']} saves. Requests are counted; commit: from the last durable\nindex; CPU: of "
-        "all ranks in this one process; MB: of the manifest; newest: requests to find\nthe newest commit of a job with "
-        f"{figures['past_commits']:,} commits of {figures['past_generations']:,} generations before this one\n"
-        "(pages of its longest listing)"
+        f"many ranks: simulated · {figures['tensors']} tensors sharded over all ranks, one small "
+        f"part each, {1e3 * figures['request_seconds']:.0f} ms per request,\nuploads end within "
+        f"{figures['skew_seconds']:g} s; medians of {figures['rounds']} saves. Requests are "
+        "counted; commit: from the last durable\nindex; CPU: of all ranks in this one process; "
+        "MB: of the manifest; newest: requests to find\nthe newest commit of a job with "
+        f"{figures['past_commits']:,} commits of {figures['past_generations']:,} generations "
+        "before this one\n(pages of its longest listing)"
     )
     return f"{about}\n\n{table(heads, rows, text_columns=0)}"

@@ -14,7 +14,8 @@ class NoSaver(Checkpointer):
     """A saver that saves nothing but records the steps at which `save` was called."""
 
     last_commit = last_durable = expected_seconds = failed_step = None
-    busy, limit_seconds = False, 0.0
+    busy = False
+    limit_seconds = 0.0
 
     def __init__(self) -> None:
         self.steps: list[int] = []

@@ -1,9 +1,11 @@
-"""An S3 that keeps nothing: what a client alone can do, with a server that takes next to none of the machine's time.
+"""An S3 that keeps nothing: what a client alone can do, with a server that takes next to none of
+the machine's time.
 
     python -m benchmarks.training.null_sink PARENT_PID
 
-Prints its port. Bodies above a mebibyte are discarded by the kernel, without being copied (MSG_TRUNC), and counted;
-small ones are kept, so that indexes and manifests are found again. It checks no signature and no checksum.
+Prints its port. Bodies above a mebibyte are discarded by the kernel, without being copied
+(MSG_TRUNC), and counted; small ones are kept, so that indexes and manifests are found again. It
+checks no signature and no checksum.
 """
 
 from __future__ import annotations
@@ -48,13 +50,16 @@ def _serve(connection: socket.socket, objects: _Objects) -> None:
     try:
         while True:
             while b"\r\n\r\n" not in buffered:
-                if not (more := connection.recv(65536)):
+                more = connection.recv(65536)
+                if not more:
                     return
                 buffered += more
             head, buffered = buffered.split(b"\r\n\r\n", 1)
             lines = head.decode("latin-1").split("\r\n")
             method, target, _ = lines[0].split(" ")
-            headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:])}
+            headers = {
+                name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:])
+            }
             if "expect" in headers:
                 connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             size, body, buffered = _take_body(connection, headers, buffered)
@@ -65,14 +70,17 @@ def _serve(connection: socket.socket, objects: _Objects) -> None:
         connection.close()
 
 
-def _take_body(connection: socket.socket, headers: dict[str, str], buffered: bytes) -> tuple[int, bytes, bytes]:
+def _take_body(
+    connection: socket.socket, headers: dict[str, str], buffered: bytes
+) -> tuple[int, bytes, bytes]:
     """(length, the bytes where they are kept, what came after)."""
     if headers.get("transfer-encoding", "") == "chunked":
         raise OSError("no chunked bodies here")
     size = int(headers.get("content-length", "0"))
     if size <= _KEPT_BYTES:
         while len(buffered) < size:
-            if not (more := connection.recv(65536)):
+            more = connection.recv(65536)
+            if not more:
                 raise OSError("closed")
             buffered += more
         return size, buffered[:size], buffered[size:]
@@ -93,9 +101,13 @@ def _discard(connection: socket.socket, size: int) -> int:
 _NOTHING = bytearray(_BLOCK)
 
 
-def _answer(o: _Objects, method: str, target: str, headers: dict[str, str], size: int, body: bytes) -> bytes:
+def _answer(
+    o: _Objects, method: str, target: str, headers: dict[str, str], size: int, body: bytes
+) -> bytes:
     url = urlsplit(target)
-    query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+    query = {
+        name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()
+    }
     key = unquote(url.path).lstrip("/").partition("/")[2]
     with o.lock:
         if method == "GET" and not key:
@@ -109,13 +121,16 @@ def _answer(o: _Objects, method: str, target: str, headers: dict[str, str], size
             rows = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
             return _response(200, f"<DeleteResult>{rows}</DeleteResult>".encode())
         if method == "PUT":
-            o.sizes[key], o.bodies[key] = _decoded_size(headers, size), body
+            o.sizes[key] = _decoded_size(headers, size)
+            o.bodies[key] = body
             return _response(200, b"", {"ETag": f'"{hashlib.md5(key.encode()).hexdigest()}"'})
         if method == "DELETE":
             o.sizes.pop(key, None), o.bodies.pop(key, None)
             return _response(204)
         if key not in o.sizes:
-            return _response(404, b"<Error><Code>NoSuchKey</Code></Error>" if method == "GET" else b"")
+            return _response(
+                404, b"<Error><Code>NoSuchKey</Code></Error>" if method == "GET" else b""
+            )
         about = {"Last-Modified": _DATE, "ETag": f'"{hashlib.md5(key.encode()).hexdigest()}"'}
         if method == "HEAD":
             return _response(200, b"", about, length=o.sizes[key])
@@ -135,10 +150,15 @@ def _multipart(o: _Objects, method: str, key: str, query: dict[str, str], size: 
     upload = query["uploadId"]
     if method == "PUT":
         o.parts[upload] += size
-        return _response(200, b"", {"ETag": f'"{hashlib.md5(query["partNumber"].encode()).hexdigest()}"'})
+        return _response(
+            200, b"", {"ETag": f'"{hashlib.md5(query["partNumber"].encode()).hexdigest()}"'}
+        )
     if method == "POST":
-        o.sizes[key], o.bodies[key] = o.parts.pop(upload), b""
-        body = f"<CompleteMultipartUploadResult><Key>{escape(key)}</Key><ETag>&quot;0-1&quot;</ETag>"
+        o.sizes[key] = o.parts.pop(upload)
+        o.bodies[key] = b""
+        body = (
+            f"<CompleteMultipartUploadResult><Key>{escape(key)}</Key><ETag>&quot;0-1&quot;</ETag>"
+        )
         return _response(200, f"{body}</CompleteMultipartUploadResult>".encode())
     o.parts.pop(upload, None)
     return _response(204)
@@ -159,15 +179,24 @@ def _list(o: _Objects, query: dict[str, str]) -> bytes:
         "<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
         for key in page
     )
-    token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+    if more:
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
+    else:
+        token = ""
     about = f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>{token}"
-    return _response(200, f"<ListBucketResult><Name>b</Name>{about}{rows}</ListBucketResult>".encode())
+    return _response(
+        200, f"<ListBucketResult><Name>b</Name>{about}{rows}</ListBucketResult>".encode()
+    )
 
 
 def _response(
     status: int, body: bytes = b"", headers: dict[str, str] | None = None, length: int | None = None
 ) -> bytes:
-    known = {"Content-Length": str(len(body) if length is None else length), "Date": _DATE, **(headers or {})}
+    known = {
+        "Content-Length": str(len(body) if length is None else length),
+        "Date": _DATE,
+        **(headers or {}),
+    }
     if body.startswith(b"<"):
         known["Content-Type"] = "application/xml"
     lines = "".join(f"{name}: {value}\r\n" for name, value in known.items())

@@ -1,8 +1,10 @@
-"""`ebbflow bench overhead`: what being watched costs a step: heartbeat, step sync and guards, beside none of it.
+"""`ebbflow bench overhead`: what being watched costs a step: heartbeat, step sync and guards,
+beside none of it.
 
-Two ranks on this machine wait 50 ms for their device (a sleep), reduce 1 MiB of gradients, and go on; step after step
-in turn without anything, with heartbeat and step sync, and with guards as well. What disturbs the machine disturbs all
-alike, so that the figure is the median over the rounds of the difference to the bare step of the same round.
+Two ranks on this machine wait 50 ms for their device (a sleep), reduce 1 MiB of gradients, and go
+on; step after step in turn without anything, with heartbeat and step sync, and with guards as well.
+What disturbs the machine disturbs all alike, so that the figure is the median over the rounds of
+the difference to the bare step of the same round.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import TrainingError
 
-_PART_ROUNDS, _CALLS = 15, 200
+_PART_ROUNDS = 15
+_CALLS = 200
 _BARE = "bare"
 _NAMES = {
     _BARE: "bare step",
@@ -36,14 +39,27 @@ _NAMES = {
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 1 if heartbeat and step sync cost more than --at-most of a step, or the exit code of an error."""
-    parser = argparse.ArgumentParser(prog="ebbflow bench overhead", description=__doc__.splitlines()[0])
+    """Returns 1 if heartbeat and step sync cost more than --at-most of a step, or the exit code of
+    an error.
+    """
+    parser = argparse.ArgumentParser(
+        prog="ebbflow bench overhead", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--rounds", type=int, default=300, help="steps of each kind (default 300)")
-    parser.add_argument("--step-milliseconds", type=float, default=50.0, help="that the device takes (default 50)")
+    parser.add_argument(
+        "--step-milliseconds", type=float, default=50.0, help="that the device takes (default 50)"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
-    parser.add_argument("--at-most", type=float, metavar="SHARE", help="fail above this share of a step, such as 0.01")
+    parser.add_argument(
+        "--at-most",
+        type=float,
+        metavar="SHARE",
+        help="fail above this share of a step, such as 0.01",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--folder", type=Path, help="where files are made (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where files are made (default: the temporary folder)"
+    )
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds (default 1800)")
     given = parser.parse_args(arguments)
     if given.rounds < 1 or given.ranks < 1 or given.step_milliseconds <= 0:
@@ -72,7 +88,10 @@ def _bench(given: argparse.Namespace) -> int:
         ranks = run_ranks(task, Path(name), ranks=given.ranks, deadline_seconds=given.deadline)
     figures = {"kind": "measured", "machine": machine, "ranks": given.ranks, "rounds": given.rounds}
     steps = [rank["steps"] for rank in ranks]
-    figures |= {"step_seconds": task["step_seconds"], "contestants": overhead_figures(steps, task["step_seconds"])}
+    figures |= {
+        "step_seconds": task["step_seconds"],
+        "contestants": overhead_figures(steps, task["step_seconds"]),
+    }
     figures["parts"] = part_figures([rank["parts"] for rank in ranks])
     print(f"\n{overhead_text(figures)}", flush=True)
     if given.json is not None:
@@ -84,9 +103,10 @@ def _bench(given: argparse.Namespace) -> int:
 def overhead_figures(ranks: Sequence[dict[str, Any]], step_seconds: float) -> dict[str, Any]:
     """By contestant. A step, or a part of it, lasts as long as its slowest rank's.
 
-    share_of_step: by how much a step was longer than the bare one of its round, over step_seconds; a negative one says
-    that the machine's noise is larger. The parts are seconds of a call, as it was made within a step; processor is the
-    mean of the ranks, of heartbeat, step sync and guards together.
+    share_of_step: by how much a step was longer than the bare one of its round, over step_seconds;
+    a negative one says that the machine's noise is larger. The parts are seconds of a call, as it
+    was made within a step; processor is the mean of the ranks, of heartbeat, step sync and guards
+    together.
     """
     bare = _slowest(ranks, _BARE, "step")
     found: dict[str, Any] = {}
@@ -96,8 +116,13 @@ def overhead_figures(ranks: Sequence[dict[str, Any]], step_seconds: float) -> di
         found[name] = {
             "step_seconds": interval_of_median(steps),
             "share_of_step": interval_of_median(longer),
-            **{f"{part}_seconds": interval_of_median(_slowest(ranks, name, part)) for part in _PARTS},
-            "processor_seconds": statistics.fmean(statistics.median(rank[name]["processor"]) for rank in ranks),
+            **{
+                f"{part}_seconds": interval_of_median(_slowest(ranks, name, part))
+                for part in _PARTS
+            },
+            "processor_seconds": statistics.fmean(
+                statistics.median(rank[name]["processor"]) for rank in ranks
+            ),
         }
     return found
 
@@ -118,17 +143,31 @@ def overhead_text(figures: dict[str, Any]) -> str:
                 _NAMES[name],
                 _bracketed(found["step_seconds"], 1e3, 2),
                 "" if bare else _bracketed(found["share_of_step"], 1e2, 2),
-                *("" if bare else f"{1e6 * found[f'{part}_seconds']['median']:.1f}" for part in _PARTS),
+                *(
+                    "" if bare else f"{1e6 * found[f'{part}_seconds']['median']:.1f}"
+                    for part in _PARTS
+                ),
                 "" if bare else f"{1e6 * found['processor_seconds']:.0f}",
             ]
         )
-    heads = ["step with", "ms", "% of a step more", "4 beats µs", "step sync µs", "guards µs", "CPU µs"]
+    heads = [
+        "step with",
+        "ms",
+        "% of a step more",
+        "4 beats µs",
+        "step sync µs",
+        "guards µs",
+        "CPU µs",
+    ]
     about = (
         f"overhead: measured · {figures['ranks']} ranks of 1 thread, a device that takes "
-        f"{1e3 * figures['step_seconds']:g} ms, 1 MiB reduced\nmedians of {figures['rounds']} steps each, in turn, "
-        "with their 95 % interval in brackets"
+        f"{1e3 * figures['step_seconds']:g} ms, 1 MiB reduced\nmedians of {figures['rounds']} "
+        "steps each, in turn, with their 95 % interval in brackets"
     )
-    parts = f"again and again, with warm caches:\n{parts_text(figures['parts'], ranks=figures['ranks'])}"
+    parts = (
+        "again and again, with warm "
+        f"caches:\n{parts_text(figures['parts'], ranks=figures['ranks'])}"
+    )
     return f"{about}\n\n{table(heads, rows, text_columns=1)}\n\n{parts}"
 
 

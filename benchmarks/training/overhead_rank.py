@@ -1,4 +1,6 @@
-"""One rank of `bench overhead`: the same step bare, with heartbeat and step sync, and with guards as well."""
+"""One rank of `bench overhead`: the same step bare, with heartbeat and step sync, and with guards
+as well.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.step_sync import exchange
 
-BARE, WATCHED, GLOO, GUARDED = "bare", "watched", "watched_gloo", "guarded"
+BARE = "bare"
+WATCHED = "watched"
+GLOO = "watched_gloo"
+GUARDED = "guarded"
 _GRADIENTS = 2**18  # float32 numbers that are reduced in each step: 1 MiB
 _WARM_UP_ROUNDS = 10
 
 
 @dataclass
 class _Measured:
-    """Seconds of one contestant, by round: the whole step, and within it heartbeats, step sync and guards."""
+    """Seconds of one contestant, by round: the whole step, and within it heartbeats, step sync and
+    guards.
+    """
 
     step: list[float] = field(default_factory=list)
     beats: list[float] = field(default_factory=list)
@@ -34,14 +41,17 @@ class _Measured:
 
 
 class _Step:
-    """What a rank does between two steps of its gang: it waits for its device, reduces gradients, and goes on.
+    """What a rank does between two steps of its gang: it waits for its device, reduces gradients,
+    and goes on.
 
-    The device is a sleep: on a machine whose cores others want too, computing would take as long as they please, and a
-    hundredth of it could not be told from that.
+    The device is a sleep: on a machine whose cores others want too, computing would take as long as
+    they please, and a hundredth of it could not be told from that.
     """
 
     def __init__(self, seconds: float, gang: Gang, heartbeat: Heartbeat, config: RunConfig) -> None:
-        self._seconds, self._gang, self._heartbeat = seconds, gang, heartbeat
+        self._seconds = seconds
+        self._gang = gang
+        self._heartbeat = heartbeat
         self._gradients = torch.ones(_GRADIENTS)
         self._row = example_row()
         self._gloo = replace(gang, peers=None)
@@ -50,12 +60,16 @@ class _Step:
 
     def take(self, name: str, found: _Measured) -> None:
         """Collective."""
-        beat = self._heartbeat.beat if name != BARE else _no_beat
+        if name != BARE:
+            beat = self._heartbeat.beat
+        else:
+            beat = _no_beat
         self._number += 1
         spent = [0.0, 0.0]
 
         def enter(phase: str) -> None:
-            began, cpu_began = time.perf_counter(), time.thread_time()
+            began = time.perf_counter()
+            cpu_began = time.thread_time()
             beat(self._number, phase)
             spent[0] += time.perf_counter() - began
             spent[1] += time.thread_time() - cpu_began
@@ -67,7 +81,10 @@ class _Step:
         enter("backward")
         if not self._gang.alone:
             dist.all_reduce(self._gradients, dist.ReduceOp.MAX)
-        parts = (0.0, 0.0, 0.0) if name == BARE else self._watch(name)
+        if name == BARE:
+            parts = (0.0, 0.0, 0.0)
+        else:
+            parts = self._watch(name)
         enter("optimizer")
         self._gradients.mul_(1.0)
         found.step.append(time.perf_counter() - began)
@@ -78,7 +95,8 @@ class _Step:
 
     def _watch(self, name: str) -> tuple[float, float, float]:
         """(seconds of the step sync, of the guards, processor seconds of both)."""
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
+        cpu_began = time.thread_time()
         sync = exchange(self._gloo if name == GLOO else self._gang, self._row)
         exchanged = time.perf_counter()
         if name == GUARDED:
@@ -87,8 +105,10 @@ class _Step:
 
 
 def measure_overhead(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
-    """`steps`: by contestant, seconds by round; in each round every contestant takes a step, each begins with another.
-    `parts`: microseconds of each part where it is called again and again, with warm caches. Collective."""
+    """`steps`: by contestant, seconds by round; in each round every contestant takes a step, each
+    begins with another.
+    `parts`: microseconds of each part where it is called again and again, with warm caches.
+    Collective."""
     heartbeat = Heartbeat.create(Path(task["folder"]) / f"heartbeat-overhead-{gang.rank}")
     step = _Step(task["step_seconds"], gang, heartbeat, RunConfig.model_validate(task["config"]))
     names = [BARE, WATCHED, GLOO, GUARDED]

@@ -38,10 +38,15 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
     heartbeat = Heartbeat.create(path)
     row = example_row()
     config = RunConfig.model_validate(task["config"])
-    watchful = config.model_copy(update={"guards": config.guards.model_copy(update={"spike": "skip"})})
-    order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
+    watchful = config.model_copy(
+        update={"guards": config.guards.model_copy(update={"spike": "skip"})}
+    )
+    order = SampleOrder(_WINDOWS, seed=1)
+    share = max(1, task["config"]["training"]["batch_size"] // gang.world_size)
     values = torch.tensor(row, dtype=torch.float64, device=gang.device)
-    with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
+    with EventLog(
+        Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)
+    ) as log:
         sync = exchange(gang, row)
         parts: dict[str, Callable[[], object]] = {
             "guards": partial(judged(config, gang), sync),
@@ -52,7 +57,9 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
             "step_sync": lambda: exchange(gang, row),
             "step_sync_all_gather": lambda: gang.gather(values),
         }
-        return {name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()}
+        return {
+            name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()
+        }
 
 
 def example_row() -> Row:
@@ -73,7 +80,8 @@ def example_row() -> Row:
 
 def judged(config: RunConfig, gang: Gang) -> Callable[[StepSync], None]:
     """What guards do with the step sync of a step in which nothing is wrong, on rank 0."""
-    guards, at = Guards(config=config, gang=gang, copies=1, emit=lambda *_, **__: None), Position(1)
+    guards = Guards(config=config, gang=gang, copies=1, emit=lambda *_, **__: None)
+    at = Position(1)
 
     def judge(sync: StepSync) -> None:
         guards.judge(at, sync, lambda: None)

@@ -1,4 +1,7 @@
-"""One rank that measures, as a process: `python -m benchmarks.training.rank TASK.json`, with torchrun's environment."""
+"""One rank that measures, as a process:
+
+`python -m benchmarks.training.rank TASK.json`, with torchrun's environment.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def main(path: str) -> None:
     die_with_parent(task["parent_pid"])
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    gang = connect(start_seconds=_START_SECONDS, collective_seconds=_COLLECTIVE_SECONDS, generation="bench")
+    gang = connect(
+        start_seconds=_START_SECONDS, collective_seconds=_COLLECTIVE_SECONDS, generation="bench"
+    )
     measures = {
         "engine": measure_engine,
         "checkpoint": measure_checkpoint,

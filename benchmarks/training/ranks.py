@@ -19,10 +19,15 @@ _POLL_SECONDS = 0.05
 _LOG_TAIL_LINES = 20
 
 
-def run_ranks(task: dict[str, Any], folder: Path, *, ranks: int, deadline_seconds: float) -> list[Any]:
-    """Each rank's result of `task`, in order of rank. Two or more ranks form a gloo group on this machine's CPU.
+def run_ranks(
+    task: dict[str, Any], folder: Path, *, ranks: int, deadline_seconds: float
+) -> list[Any]:
+    """Each rank's result of `task`, in order of rank.
 
-    task: JSON for `benchmarks.training.rank`, with its `kind`. Raises GangError with the end of the culprit's log.
+    Two or more ranks form a gloo group on this machine's CPU.
+
+    task: JSON for `benchmarks.training.rank`, with its `kind`. Raises GangError with the end of the
+        culprit's log.
     """
     path = folder / f"{task['kind']}-{ranks}.json"
     path.write_text(json.dumps({**task, "parent_pid": os.getpid()}))
@@ -38,7 +43,12 @@ def run_ranks(task: dict[str, Any], folder: Path, *, ranks: int, deadline_second
 
 
 def _environment(ranks: int, port: int) -> dict[str, str]:
-    known = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
+    known = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": python_path(),
+    }
     known |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     if ranks > 1:
         return known | {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(port)}
@@ -62,17 +72,22 @@ def _await(processes: list[subprocess.Popen[bytes]], path: Path, end: float) -> 
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                raise GangError(f"{path.stem}: rank {rank} ended with exit code {code}:\n{_tail(path, rank)}")
+                raise GangError(
+                    f"{path.stem}: rank {rank} ended with exit code {code}:\n{_tail(path, rank)}"
+                )
         if all(code == 0 for code in codes):
             return
         if time.monotonic() >= end:
             late = [rank for rank, code in enumerate(codes) if code is None]
             logs = "\n".join(f"rank {rank}:\n{_tail(path, rank)}" for rank in late)
             raise GangError(
-                f"{path.stem}: rank {', '.join(map(str, late))} did not end in time; fix: less work\n{logs}"
+                f"{path.stem}: rank {', '.join(map(str, late))} did not end in time; fix: less "
+                f"work\n{logs}"
             )
         time.sleep(_POLL_SECONDS)
 
 
 def _tail(path: Path, rank: int) -> str:
-    return "\n".join(Path(f"{path}.{rank}.log").read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+    return "\n".join(
+        Path(f"{path}.{rank}.log").read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+    )

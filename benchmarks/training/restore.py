@@ -1,11 +1,13 @@
-"""`ebbflow bench restore`: recovery split into its parts, beside the raw limit of reading the same bytes.
+"""`ebbflow bench restore`: recovery split into its parts, beside the raw limit of reading the same
+bytes.
 
 One process and one rank. In each round every contestant reads all bytes once, one after the other:
     raw      ranges of 16 MiB of the same objects in several threads, into memory that is there, unchecked
     engine   Checkpointer.restore into a model and its AdamW, each byte checked
     dcp      torch's distributed checkpoint, which checks none (local folder only)
-The raw limit is the fastest median of all ways to read. The page cache is warm for all of them alike. Reading is
-the engine's download and verifying: what the raw reads do too, with sums; the rest is finding, planning and settings.
+The raw limit is the fastest median of all ways to read. The page cache is warm for all of them
+alike. Reading is the engine's download and verifying: what the raw reads do too, with sums; the
+rest is finding, planning and settings.
 """
 
 from __future__ import annotations
@@ -42,9 +44,12 @@ from ebbflow.training.checkpoint.reader import read_manifest
 from ebbflow.training.errors import TrainingError
 
 _WIDTH = 2048
-_BYTES_PER_LAYER = 12 * (_WIDTH * _WIDTH + _WIDTH)  # float32 weight, bias, and AdamW's two moments of each
+_BYTES_PER_LAYER = 12 * (
+    _WIDTH * _WIDTH + _WIDTH
+)  # float32 weight, bias, and AdamW's two moments of each
 _RANGE_BYTES = 16 * 2**20
-_LOCAL_THREADS, _REMOTE_THREADS = (1, 2, 4), (4, 8, 16)
+_LOCAL_THREADS = (1, 2, 4)
+_REMOTE_THREADS = (4, 8, 16)
 _Read = Callable[[], Any]
 
 
@@ -52,8 +57,12 @@ def main(arguments: list[str]) -> int:
     """0, or the exit code of the error that ended it, which is printed."""
     parser = argparse.ArgumentParser(prog="ebbflow bench restore", description="Measure recovery.")
     parser.add_argument("--megabytes", type=float, default=1000.0, help="of state (default 1000)")
-    parser.add_argument("--rounds", type=int, default=7, help="of which medians are taken (default 7)")
-    parser.add_argument("--store", help="folder, s3://bucket/prefix, or swift (default: a temporary folder)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="of which medians are taken (default 7)"
+    )
+    parser.add_argument(
+        "--store", help="folder, s3://bucket/prefix, or swift (default: a temporary folder)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args(arguments)
     about = describe_machine()
@@ -69,7 +78,9 @@ def main(arguments: list[str]) -> int:
         return error.outcome.exit_code
     print(f"\n{restore_text(figures)}", flush=True)
     if given.json is not None:
-        given.json.write_text(json.dumps({"kind": "measured", "machine": about, "restore": figures}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"kind": "measured", "machine": about, "restore": figures}, indent=1) + "\n"
+        )
     return 0
 
 
@@ -91,7 +102,9 @@ def measure_restore(store_uri: str, folder: Path, megabytes: float, rounds: int)
     job = Store.open(store_uri).sub(job_prefix(f"bench-restore-{time.time_ns()}"))
     model, optimizer = _state(megabytes)
     try:
-        with Checkpointer(job.uri, generation=open_generation(job, run="bench", attempt=0)) as checkpointer:
+        with Checkpointer(
+            job.uri, generation=open_generation(job, run="bench", attempt=0)
+        ) as checkpointer:
             checkpointer.save(1, model, optimizer, {"cursor": 1})
             commit = checkpointer.wait()
             assert commit is not None
@@ -113,7 +126,9 @@ def measure_restore(store_uri: str, folder: Path, megabytes: float, rounds: int)
         "store": f"{file_system(folder)} folder" if local else "s3",
         "rounds": rounds,
         "seconds": seconds,
-        "split_seconds": {name: statistics.median(split[name] for split in splits) for name in splits[0]},
+        "split_seconds": {
+            name: statistics.median(split[name] for split in splits) for name in splits[0]
+        },
     }
 
 
@@ -123,7 +138,8 @@ def restore_text(figures: dict[str, Any]) -> str:
     medians = {name: statistics.median(laps) for name, laps in figures["seconds"].items()}
     limit = min(seconds for name, seconds in medians.items() if name.startswith("raw"))
     lines = [
-        f"restore of {size / 1e6:.0f} MB from {figures['store']}, medians of {figures['rounds']} rounds",
+        f"restore of {size / 1e6:.0f} MB from {figures['store']}, medians of {figures['rounds']} "
+        "rounds",
         f"{'':22}{'seconds':>9}{'MB/s':>8}{'of the raw limit':>18}",
     ]
     for name, seconds in medians.items():
@@ -143,7 +159,9 @@ def _state(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _restore(job: Store, checkpointer: Checkpointer, model: nn.Module, optimizer: Any) -> dict[str, float]:
+def _restore(
+    job: Store, checkpointer: Checkpointer, model: nn.Module, optimizer: Any
+) -> dict[str, float]:
     began = time.monotonic()
     candidates = [ref.key for ref in reachable_commits(job)]
     listed = time.monotonic() - began
@@ -163,7 +181,9 @@ def _dcp(folder: Path, model: nn.Module, optimizer: Any) -> _Read:
     def load() -> None:
         found = state()
         dcp.load(found, checkpoint_id=folder, no_dist=True)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        )
 
     return load
 
@@ -171,10 +191,15 @@ def _dcp(folder: Path, model: nn.Module, optimizer: Any) -> _Read:
 def _raw(job: Store, objects: list[tuple[str, int]], *, local: bool) -> dict[str, _Read]:
     """Ways to read the same bytes, by name."""
     ranges = [
-        (key, start, min(_RANGE_BYTES, size - start)) for key, size in objects for start in range(0, size, _RANGE_BYTES)
+        (key, start, min(_RANGE_BYTES, size - start))
+        for key, size in objects
+        for start in range(0, size, _RANGE_BYTES)
     ]
-    target = memoryview(torch.ones(sum(length for _, _, length in ranges), dtype=torch.uint8).numpy())
-    places, at = [], 0
+    target = memoryview(
+        torch.ones(sum(length for _, _, length in ranges), dtype=torch.uint8).numpy()
+    )
+    places = []
+    at = 0
     for _, _, length in ranges:
         places.append(target[at : at + length])
         at += length
@@ -194,7 +219,10 @@ def _raw(job: Store, objects: list[tuple[str, int]], *, local: bool) -> dict[str
 
         return read
 
-    return {f"raw, {count} threads": reader(count) for count in (_LOCAL_THREADS if local else _REMOTE_THREADS)}
+    return {
+        f"raw, {count} threads": reader(count)
+        for count in (_LOCAL_THREADS if local else _REMOTE_THREADS)
+    }
 
 
 def _rounds(reads: dict[str, _Read], rounds: int) -> dict[str, list[float]]:

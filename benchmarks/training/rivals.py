@@ -1,4 +1,6 @@
-"""DCP into a bucket, by the two ways that its users have: s3torchconnector's writer, and fsspec with s3fs."""
+"""DCP into a bucket, by the two ways that its users have: s3torchconnector's writer, and fsspec
+with s3fs.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,23 @@ class BucketSaver:
     """`dcp.save`, which returns when all is written, through one of the writers."""
 
     def __init__(self, name: str, uri: str, model: nn.Module, optimizer: Optimizer) -> None:
-        self._make: Callable[[str], Any] = {"dcp_s3torchconnector": _torch_connector, "dcp_s3fs": _fsspec}[name]
+        self._make: Callable[[str], Any] = {
+            "dcp_s3torchconnector": _torch_connector,
+            "dcp_s3fs": _fsspec,
+        }[name]
         self._uri = f"{uri}/{name}"
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
         self._group = dist.new_group(backend="gloo")
 
     def save(self, step: int) -> None:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         writer = self._make(f"{self._uri}/step-{step}/")
-        dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, process_group=self._group)
+        dcp.save(
+            {"model": model, "optimizer": optimizer},
+            storage_writer=writer,
+            process_group=self._group,
+        )
 
     def finish(self) -> None:
         return None
@@ -51,7 +61,8 @@ def _torch_connector(uri: str) -> Any:
     from s3torchconnector.dcp import S3StorageWriter
     from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
-    region, config = os.environ["AWS_REGION"], S3ClientConfig(force_path_style=True)
+    region = os.environ["AWS_REGION"]
+    config = S3ClientConfig(force_path_style=True)
     writer = S3StorageWriter(region, uri, s3client_config=config)
     # The writer takes no endpoint, the client does.
     client = S3Client(region, endpoint=os.environ.get("AWS_ENDPOINT_URL"), s3client_config=config)

@@ -1,4 +1,6 @@
-"""Ways to save and restore one model and optimizer: ours, and torch's distributed checkpoint (DCP) in its modes."""
+"""Ways to save and restore one model and optimizer: ours, and torch's distributed checkpoint (DCP)
+in its modes.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,11 @@ class Saver(Protocol):
 class CommitSaver:
     """Ours. Keeps one commit; the uploader itself deletes the one before."""
 
-    def __init__(self, uri: str, generation: Generation, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(
+        self, uri: str, generation: Generation, model: nn.Module, optimizer: Optimizer, rank: int
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
         self._commit: CommitRef | None = None
         self._checkpointer = Checkpointer(
             uri,
@@ -58,7 +63,9 @@ class CommitSaver:
             deadline_seconds=300,
             retention=RetentionPolicy(keep_last=1),
         )
-        self._checkpointer.prepare(model, optimizer)  # as a trainer does at its start, long before the first save
+        self._checkpointer.prepare(
+            model, optimizer
+        )  # as a trainer does at its start, long before the first save
 
     def save(self, step: int) -> None:
         self._checkpointer.save(step, self._model, self._optimizer, {"cursor": step})
@@ -85,13 +92,18 @@ class DcpSaver:
     """`dcp.save`: returns when the files are written and synced (FileSystemWriter's default)."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        self._folder, self._model, self._optimizer = folder, model, optimizer
-        self._group = dist.new_group(backend="gloo")  # DCP's own, as async_save works beside training's collectives
+        self._folder = folder
+        self._model = model
+        self._optimizer = optimizer
+        self._group = dist.new_group(
+            backend="gloo"
+        )  # DCP's own, as async_save works beside training's collectives
         self._step: int | None = None
         self._obsolete: int | None = None
 
     def save(self, step: int) -> None:
-        self._obsolete, self._step = self._step, step
+        self._obsolete = self._step
+        self._step = step
         self._save(self._state(), str(self._path(step)))
 
     def finish(self) -> None:
@@ -107,7 +119,10 @@ class DcpSaver:
         state = self._state()
         dcp.load(state, checkpoint_id=str(self._path(self._step)), process_group=self._group)
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
         )
 
     def close(self) -> None:
@@ -125,11 +140,16 @@ class DcpSaver:
 
 
 class DcpAsyncSaver(DcpSaver):
-    """`dcp.async_save`. kept: one stager for all saves, so that its buffers are allocated once; else a new one each."""
+    """`dcp.async_save`. kept: one stager for all saves, so that its buffers are allocated once;
+    else a new one each.
+    """
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer, *, kept: bool) -> None:
         super().__init__(folder, model, optimizer)
-        self._stager = _stager(shared=False) if kept else None
+        if kept:
+            self._stager = _stager(shared=False)
+        else:
+            self._stager = None
         self._upload: Future[Any] | None = None
 
     def finish(self) -> None:
@@ -142,7 +162,11 @@ class DcpAsyncSaver(DcpSaver):
 
     def _save(self, state: dict[str, Any], path: str) -> None:
         stager = self._stager or _stager(shared=False)
-        self._take(dcp.async_save(state, checkpoint_id=path, process_group=self._group, async_stager=stager))
+        self._take(
+            dcp.async_save(
+                state, checkpoint_id=path, process_group=self._group, async_stager=stager
+            )
+        )
 
     def _take(self, response: Any) -> None:
         if isinstance(response, Future):
@@ -178,6 +202,9 @@ class DcpProcessSaver(DcpAsyncSaver):
 def _stager(*, shared: bool) -> DefaultStager:
     """Without an accelerator torch refuses pinned memory and non-blocking copies."""
     options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
+        use_pinned_memory=False,
+        use_shared_memory=shared,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
     )
     return DefaultStager(options)

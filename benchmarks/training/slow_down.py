@@ -1,4 +1,6 @@
-"""How much an upload slows the steps beside it, at the interval that is best for interruptions each two hours."""
+"""How much an upload slows the steps beside it, at the interval that is best for interruptions each
+two hours.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,20 @@ def bench_slow_down(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Of each upload: what its steps took longer than those while it was held, of which there are as many.
+    """Of each upload: what its steps took longer than those while it was held, of which there are
+    as many.
 
-    slow_down_of_pairs is the least noisy: each block of steps is compared with the block right after it, of all
-    uploads, and the median of those is given with its 95 % interval. Processor time has nothing in it of what others
-    do to the machine, but for their hold on its caches.
+    slow_down_of_pairs is the least noisy: each block of steps is compared with the block right
+    after it, of all uploads, and the median of those is given with its 95 % interval. Processor
+    time has nothing in it of what others do to the machine, but for their hold on its caches.
     """
-    rounds, interval = found["rounds"], found["interval"]
+    rounds = found["rounds"]
+    interval = found["interval"]
     upload = statistics.median(lap["upload"] for lap in rounds)
     stall = statistics.median(lap["stall"] for lap in rounds)
-    pairs = interval_of_median([ratio for lap in rounds for ratio in _pairs(lap, found["block_steps"])])
+    pairs = interval_of_median(
+        [ratio for lap in rounds for ratio in _pairs(lap, found["block_steps"])]
+    )
     shares = {name: (stall + upload * pairs[name]) / interval for name in ("median", "low", "high")}
     return {
         "rounds": len(rounds),
@@ -68,7 +74,9 @@ def _figures(found: dict[str, Any]) -> dict[str, Any]:
         "slow_down_of_pairs": pairs,
         "slow_down": spread([_longer(lap, 0, statistics.fmean) for lap in rounds]),
         "slow_down_of_medians": spread([_longer(lap, 0, statistics.median) for lap in rounds]),
-        "slow_down_of_processor_time": spread([_longer(lap, 1, statistics.fmean) for lap in rounds]),
+        "slow_down_of_processor_time": spread(
+            [_longer(lap, 1, statistics.fmean) for lap in rounds]
+        ),
         "uploader_share_of_a_core": spread([lap["carrier"] / lap["upload"] for lap in rounds]),
         "stall_share_of_time": spread([lap["stall"] / interval for lap in rounds]),
         "share_of_time": {**shares, "rounds": pairs["rounds"]},
@@ -86,7 +94,10 @@ def _longer(lap: dict[str, Any], column: int, middle: Callable[[list[float]], fl
 
 def _pairs(lap: dict[str, Any], length: int) -> list[float]:
     """By how much each block was longer than the next; not of the last, in which the upload ended."""
-    busy, quiet = ([sum(_column(lap[k][at : at + length], 0)) for at in range(0, len(lap[k]), length)] for k in _KINDS)
+    busy, quiet = (
+        [sum(_column(lap[k][at : at + length], 0)) for at in range(0, len(lap[k]), length)]
+        for k in _KINDS
+    )
     ratios = [own / other - 1.0 for own, other in zip(busy, quiet, strict=True)]
     return ratios[:-1] or ratios
 
@@ -96,19 +107,19 @@ def slow_down_text(figures: dict[str, Any]) -> str:
         return f"{100 * found['median']:.2f} % ({100 * found['low']:.2f}–{100 * found['high']:.2f})"
 
     return (
-        f"slow-down: measured · {figures['bytes'] / 1e6:.1f} MB over {figures['ranks']} ranks of 1 thread, null sink, "
-        f"{figures['rounds']} uploads\n\n"
-        f"best interval, interrupted each {figures['mtbf_hours']:g} h: {figures['interval_seconds']:.1f} s (Daly)\n"
-        f"cap so that an upload ends in half of it: {figures['cap_bytes_per_second'] / 1e6:.1f} MB/s per rank;\n"
-        f"uploads took {figures['upload_seconds']['median']:.1f} s\n"
-        f"steps beside an upload, {figures['steps_per_upload']:g} each time, of "
-        f"{1e3 * figures['step_seconds']['median']:.0f} ms:\n"
-        f"  {percent(figures['slow_down_of_pairs'])} longer than the next few without it,\n"
-        f"    the median of {figures['slow_down_of_pairs']['rounds']} pairs with its 95 % interval;\n"
-        f"  of each upload's means {percent(figures['slow_down'])},\n"
-        f"  of its medians {percent(figures['slow_down_of_medians'])},\n"
-        f"  of its processor time {percent(figures['slow_down_of_processor_time'])}\n"
-        f"the uploader takes {percent(figures['uploader_share_of_a_core'])} of a core meanwhile\n"
-        f"share of the time: stall {percent(figures['stall_share_of_time'])},\n"
-        f"  with the slow-down of the pairs {percent(figures['share_of_time'])}"
+        f"slow-down: measured · {figures['bytes'] / 1e6:.1f} MB over {figures['ranks']} ranks of "
+        f"1 thread, null sink, {figures['rounds']} uploads\n\nbest interval, interrupted each "
+        f"{figures['mtbf_hours']:g} h: {figures['interval_seconds']:.1f} s (Daly)\ncap so that "
+        f"an upload ends in half of it: {figures['cap_bytes_per_second'] / 1e6:.1f} MB/s per "
+        f"rank;\nuploads took {figures['upload_seconds']['median']:.1f} s\nsteps beside an "
+        f"upload, {figures['steps_per_upload']:g} each time, of "
+        f"{1e3 * figures['step_seconds']['median']:.0f} ms:\n  "
+        f"{percent(figures['slow_down_of_pairs'])} longer than the next few without it,\n    the "
+        f"median of {figures['slow_down_of_pairs']['rounds']} pairs with its 95 % interval;\n  "
+        f"of each upload's means {percent(figures['slow_down'])},\n  of its medians "
+        f"{percent(figures['slow_down_of_medians'])},\n  of its processor time "
+        f"{percent(figures['slow_down_of_processor_time'])}\nthe uploader takes "
+        f"{percent(figures['uploader_share_of_a_core'])} of a core meanwhile\nshare of the time: "
+        f"stall {percent(figures['stall_share_of_time'])},\n  with the slow-down of the pairs "
+        f"{percent(figures['share_of_time'])}"
     )

@@ -1,4 +1,6 @@
-"""One rank of the slow-down bench: real steps while a capped upload runs and while it is held, in turn."""
+"""One rank of the slow-down bench: real steps while a capped upload runs and while it is held, in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,17 @@ def measure_slow_down(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     options["retention"] = RetentionPolicy(keep_last=1)
     with Checkpointer(uri, **options) as saver:
         saver.prepare(model, optimizer)
-        stall = _agreed(statistics.median([_save(saver, number, model, optimizer) for number in range(_STALL_SAVES)]))
+        stall = _agreed(
+            statistics.median(
+                [_save(saver, number, model, optimizer) for number in range(_STALL_SAVES)]
+            )
+        )
     interval = daly_interval_seconds(stall, task["hazard_per_hour"])
     cap = size / (interval / 2)
     rounds = []
-    with Checkpointer(uri, **options, upload_bytes_per_second=cap, deadline_seconds=10 * interval) as saver:
+    with Checkpointer(
+        uri, **options, upload_bytes_per_second=cap, deadline_seconds=10 * interval
+    ) as saver:
         saver.prepare(model, optimizer)
         for number in range(task["rounds"]):
             rounds.append(_round(saver, _STALL_SAVES + number, model, optimizer, steps))
@@ -68,7 +76,9 @@ def _save(saver: Checkpointer, step: int, model: nn.Module, optimizer: Optimizer
     return stall
 
 
-def _round(saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimizer, steps: _Steps) -> dict[str, Any]:
+def _round(
+    saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimizer, steps: _Steps
+) -> dict[str, Any]:
     """A few steps beside the upload and as many while it is held still, in turn until it has ended.
 
     So a drift of the machine, which outlasts a few steps, is in both alike.
@@ -92,7 +102,12 @@ def _round(saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimi
         finally:
             os.kill(pid, signal.SIGCONT)
     saver.wait()
-    return {"stall": stall, **laps, "upload": upload, "carrier": saver.upload_cost.cpu_seconds - carried}
+    return {
+        "stall": stall,
+        **laps,
+        "upload": upload,
+        "carrier": saver.upload_cost.cpu_seconds - carried,
+    }
 
 
 def _agreed(value: float) -> float:
@@ -106,12 +121,14 @@ class _Steps:
     """Forward, backward and optimizer on random tokens."""
 
     def __init__(self, config: RunConfig, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
         shape = (config.training.batch_size, config.model.sequence_length)
         self._tokens = torch.randint(config.model.vocab_size, shape)
 
     def take(self) -> Lap:
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        cpu_began = time.process_time()
         logits = self._model(self._tokens)
         F.cross_entropy(logits.flatten(0, 1), self._tokens.flatten()).backward()
         self._optimizer.step()

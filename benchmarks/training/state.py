@@ -41,7 +41,10 @@ def local_state(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
     """This rank's part of every tensor that a save has to hold."""
     for parameter in model.parameters():
         states = optimizer.state[parameter].values()
-        for tensor in (parameter.detach(), *(state for state in states if isinstance(state, Tensor))):
+        for tensor in (
+            parameter.detach(),
+            *(state for state in states if isinstance(state, Tensor)),
+        ):
             yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -30,17 +30,18 @@ _SAVERS = {
 
 def machine_line(machine: dict[str, Any]) -> str:
     return (
-        f"measured {machine['measured_at']} on {machine['cpu']}\n{machine['cores']} cores, torch {machine['torch']}, "
-        f"Python {machine['python']}, load average before {machine['load_average']}"
+        f"measured {machine['measured_at']} on {machine['cpu']}\n{machine['cores']} cores, torch "
+        f"{machine['torch']}, Python {machine['python']}, load average before "
+        f"{machine['load_average']}"
     )
 
 
 def engine_text(engine: dict[str, Any]) -> str:
     """Modes and contestants, then the parts."""
     about = (
-        f"measured · {engine['parameters']:,} parameters, {engine['tokens_per_step']:,} tokens per step\n"
-        f"medians of {engine['rounds']} rounds of {engine['steps']} steps, in turn; 1 thread per rank; low–high of the "
-        "rounds in brackets"
+        f"measured · {engine['parameters']:,} parameters, {engine['tokens_per_step']:,} tokens "
+        f"per step\nmedians of {engine['rounds']} rounds of {engine['steps']} steps, in turn; 1 "
+        "thread per rank; low–high of the rounds in brackets"
     )
     rows = []
     for mode, contestants in engine["modes"].items():
@@ -57,23 +58,32 @@ def engine_text(engine: dict[str, Any]) -> str:
                     f"{found['last_loss']:.4f}",
                 ]
             )
-    steps = table(["mode", "loop", "tokens/s", "ms/step", "CPU ms", "engine ÷ this", "loss"], rows, text_columns=2)
+    steps = table(
+        ["mode", "loop", "tokens/s", "ms/step", "CPU ms", "engine ÷ this", "loss"],
+        rows,
+        text_columns=2,
+    )
     return f"engine: {about}\n\n{steps}\n\n{parts_text(engine['parts'], ranks=2)}"
 
 
 def parts_text(parts: dict[str, Any], *, ranks: int) -> str:
     """What a part of a step costs each time it is called."""
     rows = [[_PARTS[name][0], bracketed(found), _PARTS[name][1]] for name, found in parts.items()]
-    return table([f"part of a step, {ranks} ranks", "microseconds per call", "calls per step"], rows, text_columns=1)
+    return table(
+        [f"part of a step, {ranks} ranks", "microseconds per call", "calls per step"],
+        rows,
+        text_columns=1,
+    )
 
 
 def checkpoint_text(checkpoint: dict[str, Any]) -> str:
     copy = checkpoint["memcpy_seconds"]
     about = (
-        f"measured · {checkpoint['bytes'] / 1e6:.1f} MB over {checkpoint['ranks']} ranks of 1 thread, store on "
-        f"{checkpoint['file_system']}\nmedians of {checkpoint['rounds']} warm saves and restores, in turn; low–high in "
-        f"brackets\nwarm memcpy of the same bytes: {1e3 * copy['median']:.1f} ms "
-        f"({1e3 * copy['low']:.1f}–{1e3 * copy['high']:.1f}), = 1 below"
+        f"measured · {checkpoint['bytes'] / 1e6:.1f} MB over {checkpoint['ranks']} ranks of 1 "
+        f"thread, store on {checkpoint['file_system']}\nmedians of {checkpoint['rounds']} warm "
+        "saves and restores, in turn; low–high in brackets\nwarm memcpy of the same bytes: "
+        f"{1e3 * copy['median']:.1f} ms ({1e3 * copy['low']:.1f}–{1e3 * copy['high']:.1f}), = 1 "
+        "below"
     )
     rows = [
         [
@@ -94,7 +104,8 @@ def checkpoint_text(checkpoint: dict[str, Any]) -> str:
 def bracketed(found: dict[str, float], *, ratio: bool = False) -> str:
     """Median (low–high). A ratio near 1 has three decimals, since there a hundredth matters."""
     median, low, high = (
-        f"{value:.3f}" if ratio else _three_digits(value) for value in (found["median"], found["low"], found["high"])
+        f"{value:.3f}" if ratio else _three_digits(value)
+        for value in (found["median"], found["low"], found["high"])
     )
     return f"{median} ({low}–{high})"
 

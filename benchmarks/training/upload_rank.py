@@ -1,4 +1,6 @@
-"""One rank of the upload bench: the same state into a bucket by each contestant in turn, beside bare parallel puts."""
+"""One rank of the upload bench: the same state into a bucket by each contestant in turn, beside
+bare parallel puts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from ebbflow.training.gang import Gang
 _PART_BYTES = 32 * 2**20
 _THREADS = 4
 _SECONDS = 300.0
-_PAUSE_SECONDS = 0.3  # a save is followed by the deletion of the one before, which is nobody else's to pay
+# A save is followed by the deletion of the one before, which is nobody else's to pay
+_PAUSE_SECONDS = 0.3
 
 
 class _Saver(Protocol):
@@ -46,7 +49,10 @@ def measure_upload(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     engine = CommitSaver(job, generation, model, optimizer, gang.rank)
     savers: dict[str, _Saver] = {"engine": engine}
     savers |= {name: BucketSaver(name, uri, model, optimizer) for name in task["rivals"]}
-    raw = {"raw_obstore": _obstore_puts(uri, gang.rank, size), "raw_sockets": _socket_puts(uri, gang.rank, size)}
+    raw = {
+        "raw_obstore": _obstore_puts(uri, gang.rank, size),
+        "raw_sockets": _socket_puts(uri, gang.rank, size),
+    }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (*raw, *savers)}
     for number in range(1 + task["rounds"]):
         for name, put in raw.items():
@@ -70,9 +76,12 @@ def _lap(work: Callable[[], object], engine: CommitSaver) -> dict[str, float]:
     """carrier_…: of the process that carries our bytes; the others have none."""
     time.sleep(_PAUSE_SECONDS)
     await_all()
-    began, cpu_began, carried = time.monotonic(), time.process_time(), engine.carried()
+    began = time.monotonic()
+    cpu_began = time.process_time()
+    carried = engine.carried()
     work()
-    seconds, cpu = time.monotonic() - began, time.process_time() - cpu_began
+    seconds = time.monotonic() - began
+    cpu = time.process_time() - cpu_began
     after = engine.carried()
     carrier = {
         "carrier_cpu": after.cpu_seconds - carried.cpu_seconds,
@@ -84,12 +93,20 @@ def _lap(work: Callable[[], object], engine: CommitSaver) -> dict[str, float]:
 def _obstore_puts(uri: str, rank: int, size: int) -> Callable[[], object]:
     """One multipart upload by the Rust library."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    options: dict[str, Any] = {"region": os.environ["AWS_REGION"], "endpoint": os.environ["AWS_ENDPOINT_URL"]}
+    options: dict[str, Any] = {
+        "region": os.environ["AWS_REGION"],
+        "endpoint": os.environ["AWS_ENDPOINT_URL"],
+    }
     client = {"timeout": f"{_SECONDS:g}s", "allow_http": True}
     store = S3Store(bucket, client_options=client, unsigned_payload=True, **options)
     data = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
     return lambda: obstore.put(
-        store, f"{prefix}/raw/{rank}", data, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_THREADS
+        store,
+        f"{prefix}/raw/{rank}",
+        data,
+        use_multipart=True,
+        chunk_size=_PART_BYTES,
+        max_concurrency=_THREADS,
     )
 
 

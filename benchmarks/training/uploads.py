@@ -1,7 +1,9 @@
-"""Bytes per second and processor seconds of whole saves into a bucket, beside the limit that bare puts reach.
+"""Bytes per second and processor seconds of whole saves into a bucket, beside the limit that bare
+puts reach.
 
-As a program it compares two clients that upload in parts with checksums, `infra/multipart` and `awscrt.s3`, on the
-strict S3 server of the tests: `python -m benchmarks.training.uploads [--part-mib 256] [--parts 2] [--rounds 7]`.
+As a program it compares two clients that upload in parts with checksums, `infra/multipart` and
+`awscrt.s3`, on the strict S3 server of the tests: `python -m benchmarks.training.uploads
+[--part-mib 256] [--parts 2] [--rounds 7]`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _NAMES = {
 }
 
 
-def bench_upload(place: BucketPlace, task: dict[str, Any], folder: Path, *, ranks: int, deadline: float) -> Any:
+def bench_upload(
+    place: BucketPlace, task: dict[str, Any], folder: Path, *, ranks: int, deadline: float
+) -> Any:
     """task: config, rounds. Rivals that are not installed are named with the reason."""
     from benchmarks.training.rivals import installed
 
@@ -55,7 +59,12 @@ def bench_upload(place: BucketPlace, task: dict[str, Any], folder: Path, *, rank
         }
         found = run_ranks(full, folder, ranks=ranks, deadline_seconds=deadline)
     figures = _figures(found)
-    return {**figures, "ranks": ranks, "rounds": task["rounds"], "left_out": {n: r for n, r in reasons.items() if r}}
+    return {
+        **figures,
+        "ranks": ranks,
+        "rounds": task["rounds"],
+        "left_out": {n: r for n, r in reasons.items() if r},
+    }
 
 
 @contextlib.contextmanager
@@ -74,10 +83,12 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A lap lasts as long as its slowest rank's; processor seconds are those of all ranks and their uploaders.
+    """A lap lasts as long as its slowest rank's; processor seconds are those of all ranks and their
+    uploaders.
 
-    engine_upload: of the uploaders alone, from the command, with the bytes copied, to the durable index. It is what
-    bare puts do too, with checksums and a deadline; a whole save has the copy before it and the commit after it.
+    engine_upload: of the uploaders alone, from the command, with the bytes copied, to the durable
+    index. It is what bare puts do too, with checksums and a deadline; a whole save has the copy
+    before it and the commit after it.
     """
     size = sum(rank["bytes"] for rank in ranks)
     names = list(ranks[0]["laps"])
@@ -93,7 +104,8 @@ def _figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     contestants = {}
     for name in names:
-        cpu, carrier = _over(ranks, name, "cpu", sum), _over(ranks, name, "carrier_cpu", sum)
+        cpu = _over(ranks, name, "cpu", sum)
+        carrier = _over(ranks, name, "carrier_cpu", sum)
         contestants[name] = row(seconds[name], [a + b for a, b in zip(cpu, carrier, strict=True)])
         if name == "engine":
             contestants["engine_upload"] = row(_over(ranks, name, "carrier_seconds", max), carrier)
@@ -119,10 +131,13 @@ def upload_text(place: str, figures: dict[str, Any]) -> str:
             ]
         )
     heads = ["whole saves", "MB/s", "÷ raw limit", "CPU s/GB"]
-    left_out = "".join(f"\n{_NAMES[name]}: {reason}" for name, reason in figures["left_out"].items())
+    left_out = "".join(
+        f"\n{_NAMES[name]}: {reason}" for name, reason in figures["left_out"].items()
+    )
     about = (
-        f"upload to {place}: measured · {figures['bytes'] / 1e6:.1f} MB over {figures['ranks']} ranks, medians of "
-        f"{figures['rounds']} rounds\nraw limit: the faster of the bare puts; CPU: all ranks and uploaders, no server"
+        f"upload to {place}: measured · {figures['bytes'] / 1e6:.1f} MB over {figures['ranks']} "
+        f"ranks, medians of {figures['rounds']} rounds\nraw limit: the faster of the bare puts; "
+        "CPU: all ranks and uploaders, no server"
     )
     return f"{about}\n\n{table(heads, rows, text_columns=1)}{left_out}"
 
@@ -134,11 +149,15 @@ _SECONDS = 300.0
 def compare_clients(part_bytes: int, parts: int, rounds: int) -> dict[str, Any]:
     """Upload one object by each client in turn, `rounds` times after a round that is not counted.
 
-    Returns:
-        For each client the laps as (wall seconds, processor seconds of this process); the server is another process.
+    Returns: For each client the laps as (wall seconds, processor seconds of this process); the
+        server is another process.
     """
     size = part_bytes * parts
-    with strict_s3() as place, environment(place.environment), tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+    with (
+        strict_s3() as place,
+        environment(place.environment),
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as file,
+    ):
         file.write(os.urandom(size))
         file.flush()
         uploads = {
@@ -148,7 +167,8 @@ def compare_clients(part_bytes: int, parts: int, rounds: int) -> dict[str, Any]:
         laps: dict[str, list[tuple[float, float]]] = {name: [] for name in uploads}
         for number in range(1 + rounds):
             for name, upload in sorted(uploads.items(), reverse=bool(number % 2)):
-                began, cpu_began = time.monotonic(), time.process_time()
+                began = time.monotonic()
+                cpu_began = time.process_time()
                 upload()
                 if number:
                     laps[name].append((time.monotonic() - began, time.process_time() - cpu_began))
@@ -181,8 +201,13 @@ def _multipart_upload(uri: str, path: Path, part_bytes: int) -> Callable[[], obj
         whole = 0
         for (_, crc), start in zip(done, starts, strict=True):
             length = len(data[start : start + part_bytes])
-            whole = checksums.combine_crc64nvme(whole, crc, length) if start else crc
-        sink.finish(begun, [part for part, _ in done], [crc for _, crc in done], whole, seconds=_SECONDS)
+            if start:
+                whole = checksums.combine_crc64nvme(whole, crc, length)
+            else:
+                whole = crc
+        sink.finish(
+            begun, [part for part, _ in done], [crc for _, crc in done], whole, seconds=_SECONDS
+        )
 
     return upload
 
@@ -197,17 +222,25 @@ def _awscrt_upload(place: BucketPlace, path: Path, part_bytes: int) -> Callable[
     region = place.environment["AWS_REGION"]
     signing = s3.create_default_s3_signing_config(region=region, credential_provider=credentials)
     client = s3.S3Client(
-        region=region, tls_mode=s3.S3RequestTlsMode.DISABLED, signing_config=signing, part_size=part_bytes,
+        region=region,
+        tls_mode=s3.S3RequestTlsMode.DISABLED,
+        signing_config=signing,
+        part_size=part_bytes,
         max_active_connections_override=_THREADS,
-    )  # fmt: skip
+    )
     host = place.environment["AWS_ENDPOINT_URL"].removeprefix("http://")
-    checksum = s3.S3ChecksumConfig(algorithm=s3.S3ChecksumAlgorithm.CRC64NVME, location=s3.S3ChecksumLocation.HEADER)
+    checksum = s3.S3ChecksumConfig(
+        algorithm=s3.S3ChecksumAlgorithm.CRC64NVME, location=s3.S3ChecksumLocation.HEADER
+    )
 
     def upload() -> None:
         headers = http.HttpHeaders([("host", host), ("content-length", str(path.stat().st_size))])
         request = http.HttpRequest("PUT", f"/{bucket}/{prefix}/object", headers)
         made = client.make_request(
-            type=s3.S3RequestType.PUT_OBJECT, request=request, send_filepath=str(path), checksum_config=checksum
+            type=s3.S3RequestType.PUT_OBJECT,
+            request=request,
+            send_filepath=str(path),
+            checksum_config=checksum,
         )
         made.finished_future.result(_SECONDS)
 
@@ -226,8 +259,9 @@ def clients_text(figures: dict[str, Any]) -> str:
         for name, laps in figures["laps"].items()
     ]
     about = (
-        f"one object in {figures['parts']} parts of {figures['part_bytes'] / 2**20:g} MiB with CRC64NVME, "
-        f"{_THREADS} connections, strict S3 server on the same machine: measured, medians of {figures['rounds']} rounds"
+        f"one object in {figures['parts']} parts of {figures['part_bytes'] / 2**20:g} MiB with "
+        f"CRC64NVME, {_THREADS} connections, strict S3 server on the same machine: measured, "
+        f"medians of {figures['rounds']} rounds"
     )
     return f"{about}\n\n{table(['client', 'wall s', 'CPU s'], rows, text_columns=1)}"
 

@@ -1,4 +1,7 @@
-"""Commands of the cost package, such as `ebbflow plan CONFIG`, `report` and `prices`. They run without Metaflow."""
+"""Commands of the cost package, such as `ebbflow plan CONFIG`, `report` and `prices`.
+
+They run without Metaflow.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +58,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ebbflow", description="What a job should cost, and what it did cost.")
+    parser = argparse.ArgumentParser(
+        prog="ebbflow", description="What a job should cost, and what it did cost."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help="rank the capacity pools that could run a configuration")
-    plan.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG, metavar="CONFIG", help="a YAML file")
-    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    plan = commands.add_parser(
+        "plan", help="rank the capacity pools that could run a configuration"
+    )
+    plan.add_argument(
+        "config", nargs="?", type=Path, default=DEFAULT_CONFIG, metavar="CONFIG", help="a YAML file"
+    )
+    plan.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key; repeatable",
+    )
     plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
-    plan.add_argument("--job", default=None, metavar="JOB", help="continue this job: plan only the remaining work")
+    plan.add_argument(
+        "--job", default=None, metavar="JOB", help="continue this job: plan only the remaining work"
+    )
     front = "dollars against time to finish, over pools, markets, nodes and checkpoint intervals"
     plan.add_argument("--frontier", action="store_true", help=front)
     plan.add_argument(
-        "--html", type=Path, default=None, metavar="FILE", help="with --frontier: also write it as a page"
+        "--html",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="with --frontier: also write it as a page",
     )
     plan.set_defaults(run=_plan)
     add_report(commands)
@@ -74,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     add_reconcile(commands)
     add_replay(commands)
     add_commands(commands, PROJECT_ROOT)
-    commands.add_parser("bench", help="measure plans and policies, simulate intervals", add_help=False)
+    commands.add_parser(
+        "bench", help="measure plans and policies, simulate intervals", add_help=False
+    )
     add_catalogue_commands(commands)
     return parser
 
@@ -94,18 +117,30 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.infra.footprint import causal_lm_shape
 
     loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
-    now, config, queues = time.time(), loaded.config, None
+    now = time.time()
+    config = loaded.config
+    queues = None
     if config.cluster.plan_for == "batch" and (config.batch.queues or config.cost.prices == "live"):
         config = limit_to_queue_region(config)
         queues = queues_to_plan(
-            config.batch, ask=config.cost.prices == "live", notify=lambda text: print(text, file=sys.stderr)
+            config.batch,
+            ask=config.cost.prices == "live",
+            notify=lambda text: print(text, file=sys.stderr),
         )
     prices = open_prices(config, now, project_root=PROJECT_ROOT)
-    history, shape, progress = _job_history(loaded.config), _measured_shape(loaded.config), NO_PROGRESS
+    history = _job_history(loaded.config)
+    shape = _measured_shape(loaded.config)
+    progress = NO_PROGRESS
     if arguments.job is not None:
         events = read_job(arguments.job)
-        progress, history = read_progress(events), history.adding(summarize_job(events))
-    known = {"history": history, "progress": progress, "evidence": open_evidence(config, now), "queues": queues}
+        progress = read_progress(events)
+        history = history.adding(summarize_job(events))
+    known = {
+        "history": history,
+        "progress": progress,
+        "evidence": open_evidence(config, now),
+        "queues": queues,
+    }
     plan = make_plan(config, now_utc=now, prices=prices, shape=shape, **known)
     if arguments.frontier:
         sources = PlanInputs(
@@ -120,34 +155,60 @@ def _plan(arguments: argparse.Namespace) -> int:
             try:
                 arguments.html.write_text(render_frontier_page(front, plan), encoding="utf-8")
             except OSError as error:
-                raise ReportError(f"{arguments.html}: cannot be written: {error.strerror}") from error
+                raise ReportError(
+                    f"{arguments.html}: cannot be written: {error.strerror}"
+                ) from error
         found = [point.to_json() for point in front]
-        print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else render_frontier(front, plan))
+        print(
+            json.dumps(found, indent=1, allow_nan=False)
+            if arguments.json
+            else render_frontier(front, plan)
+        )
     else:
-        print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
-    return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
+        print(
+            json.dumps(plan.to_json(), indent=1, allow_nan=False)
+            if arguments.json
+            else render_plan(plan)
+        )
+    if plan.refusal is None:
+        return 0
+    return plan.refusal.outcome.exit_code
 
 
 def add_report(commands: Any) -> None:
-    parser = commands.add_parser("report", help="a job's report from its events, or several jobs side by side")
+    parser = commands.add_parser(
+        "report", help="a job's report from its events, or several jobs side by side"
+    )
     parser.add_argument(
         "job",
         nargs="*",
         metavar="RUN",
-        help="names of jobs, 'latest', folders or s3:// URIs; none: all of --store, else of this machine",
+        help=(
+            "names of jobs, 'latest', folders or s3:// URIs; none: all of --store, else of this "
+            "machine"
+        ),
     )
     parser.add_argument("--store", default=None, metavar="URI", help="the store of the jobs")
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="the report as JSON; of several jobs a list of them")
+    shape.add_argument(
+        "--json", action="store_true", help="the report as JSON; of several jobs a list of them"
+    )
     shape.add_argument("--csv", action="store_true", help="one line for each job")
-    shape.add_argument("--configuration", action="store_true", help="each key's value and where it came from instead")
+    shape.add_argument(
+        "--configuration",
+        action="store_true",
+        help="each key's value and where it came from instead",
+    )
     parser.set_defaults(run=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
     jobs = arguments.job or list_jobs(arguments.store)
     if not jobs:
-        raise ReportError(f"no job in {arguments.store or 'the list of this machine; fix: name one, or give --store'}")
+        raise ReportError(
+            "no job in "
+            f"{arguments.store or 'the list of this machine; fix: name one, or give --store'}"
+        )
     reports = _reports(jobs, arguments.store, strict=bool(arguments.job))
     if arguments.csv:
         writer = csv.DictWriter(sys.stdout, JOB_COLUMNS, lineterminator="\n")
@@ -164,7 +225,10 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _reports(jobs: list[str], store: str | None, *, strict: bool) -> list[RunReport]:
-    """Build the report of each job. For an unreadable job, raise the error if `strict`; else print it and continue."""
+    """Build the report of each job.
+
+    For an unreadable job, raise the error if `strict`; else print it and continue.
+    """
     found = []
     for job in jobs:
         try:
@@ -185,7 +249,9 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
     from ebbflow.infra.config.load import render_sources
 
     if configuration:
-        print(render_sources(report.configuration) or "the configuration of this job was not recorded")
+        print(
+            render_sources(report.configuration) or "the configuration of this job was not recorded"
+        )
     else:
         print(render(report))
 
@@ -194,7 +260,9 @@ def _job_history(config: RunConfig) -> JobHistory:
     from ebbflow.cost.job_history import load_job_history, load_or_use_priors
     from ebbflow.infra.store import Store
 
-    store = partial(Store.open, config.store, request_timeout_seconds=_REQUEST_SECONDS, create=False)
+    store = partial(
+        Store.open, config.store, request_timeout_seconds=_REQUEST_SECONDS, create=False
+    )
     return load_or_use_priors(lambda: load_job_history(store()), partial(print, file=sys.stderr))
 
 

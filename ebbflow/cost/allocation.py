@@ -1,8 +1,10 @@
-"""Import of OpenCost and Kubecost allocations: the dollars that a cluster's cost monitor charges to a job's pods.
+"""Import of OpenCost and Kubecost allocations: the dollars that a cluster's cost monitor charges to
+a job's pods.
 
-The module reads answers of the allocation API, aggregated by pod (JSON, https://opencost.io/docs/integrations/api), and
-OpenCost's CSV export. Unless they know the bill, both monitors price nodes at list prices. They charge a pod for the
-resources that it requests or uses. Their dollars may therefore differ from the ledger's, but the times must agree.
+The module reads answers of the allocation API, aggregated by pod (JSON,
+https://opencost.io/docs/integrations/api), and OpenCost's CSV export. Unless they know the bill,
+both monitors price nodes at list prices. They charge a pod for the resources that it requests or
+uses. Their dollars may therefore differ from the ledger's, but the times must agree.
 """
 
 import csv
@@ -19,13 +21,17 @@ from ebbflow.cost.ledger.ledger import fold
 from ebbflow.infra.events import BATCH_ATTEMPT, Event
 from ebbflow.infra.untrusted_text import one_line
 
-_RESOLUTION_SECONDS = 120.0  # per pod: the monitor looks about once per minute, at its start and at its end
+# Per pod: the monitor looks about once per minute, at its start and at its end
+_RESOLUTION_SECONDS = 120.0
 _AGREED_SHARE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Dollars and seconds of one pod in one time window. OpenCost's CSV export has no times: `seconds` is None."""
+    """Dollars and seconds of one pod in one time window.
+
+    OpenCost's CSV export has no times: `seconds` is None.
+    """
 
     pod: str
     seconds: float | None
@@ -34,7 +40,8 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptAllocation:
-    """Comparison of one attempt: the node seconds that the cluster reported, and the allocations of its pods.
+    """Comparison of one attempt: the node seconds that the cluster reported, and the allocations of
+    its pods.
 
     `cluster_seconds` come from the cluster. `pods`, `seconds` and `usd` come from the cost monitor.
     """
@@ -48,7 +55,9 @@ class AttemptAllocation:
     @property
     def agrees(self) -> bool:
         slack = _AGREED_SHARE * self.cluster_seconds + _RESOLUTION_SECONDS * max(self.pods, 1)
-        return bool(self.pods) and (self.seconds is None or abs(self.seconds - self.cluster_seconds) <= slack)
+        return bool(self.pods) and (
+            self.seconds is None or abs(self.seconds - self.cluster_seconds) <= slack
+        )
 
 
 def is_allocation(path: Path) -> bool:
@@ -63,16 +72,24 @@ def is_allocation(path: Path) -> bool:
 
 def read_allocations(path: Path) -> list[Allocation]:
     """Read the allocations in a JSON or CSV file. Raises BillError for an invalid file."""
-    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+    if path.suffix == ".csv":
+        rows = _csv_rows(path)
+    else:
+        rows = _json_rows(path)
     found = []
     for where, pod, minutes, usd in rows:
         try:
-            seconds = None if minutes is None else 60 * float(read_decimal(str(minutes)))
+            if minutes is None:
+                seconds = None
+            else:
+                seconds = 60 * float(read_decimal(str(minutes)))
             if (seconds or 0) < 0:
                 raise ValueError
             found.append(Allocation(pod=pod, seconds=seconds, usd=read_decimal(str(usd))))
         except ValueError:
-            raise BillError(f"{where}: minutes {minutes!r} or total cost {usd!r} is no number") from None
+            raise BillError(
+                f"{where}: minutes {minutes!r} or total cost {usd!r} is no number"
+            ) from None
     return found
 
 
@@ -83,12 +100,19 @@ def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
             for name, one in (window or {}).items():
                 if not name.startswith("__"):  # __idle__, __unmounted__
                     pod = (one.get("properties") or {}).get("pod") or name.rpartition("/")[2]
-                    yield f"{path}: window {number}, {name}", str(pod), one["minutes"], one["totalCost"]
+                    yield (
+                        f"{path}: window {number}, {name}",
+                        str(pod),
+                        one["minutes"],
+                        one["totalCost"],
+                    )
     except OSError as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "curl -G …/allocation -d window=7d -d aggregate=pod > allocation.json"
-        raise BillError(f"{path}: no answer of the allocation API ({error!r}); fix: {fix}") from None
+        raise BillError(
+            f"{path}: no answer of the allocation API ({error!r}); fix: {fix}"
+        ) from None
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
@@ -100,8 +124,11 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
         raise BillError(f"{path}: cannot be read: {error}") from error
 
 
-def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocation]) -> list[AttemptAllocation]:
-    """Add up the pods' allocations per attempt on Kubernetes, and compare each sum with the ledger's cost.
+def compare_allocations(
+    events: Sequence[Event], allocations: Sequence[Allocation]
+) -> list[AttemptAllocation]:
+    """Add up the pods' allocations per attempt on Kubernetes, and compare each sum with the
+    ledger's cost.
 
     A pod belongs to an attempt if the pod's name begins with the attempt's name.
     """
@@ -110,14 +137,23 @@ def compare_allocations(events: Sequence[Event], allocations: Sequence[Allocatio
     for data in newest.values():
         if data.get("queue") != "kubernetes" or not data.get("node_times"):
             continue
-        mine = [one for one in allocations if one.pod.startswith(f"{data['job_name']}-")]
+        mine = [
+            allocation
+            for allocation in allocations
+            if allocation.pod.startswith(f"{data['job_name']}-")
+        ]
         seconds = [one.seconds for one in mine if one.seconds is not None]
-        found.append(AttemptAllocation(
-            attempt=str(data["job_name"]), pods=len({one.pod for one in mine}),
-            cluster_seconds=sum(end - start for start, end in data["node_times"] if start and end),
-            seconds=sum(seconds) if len(seconds) == len(mine) else None,
-            usd=sum((one.usd for one in mine), Decimal(0)),
-        ))  # fmt: skip
+        found.append(
+            AttemptAllocation(
+                attempt=str(data["job_name"]),
+                pods=len({one.pod for one in mine}),
+                cluster_seconds=sum(
+                    end - start for start, end in data["node_times"] if start and end
+                ),
+                seconds=sum(seconds) if len(seconds) == len(mine) else None,
+                usd=sum((one.usd for one in mine), Decimal(0)),
+            )
+        )
     return found
 
 
@@ -126,14 +162,25 @@ def render_allocations(events: Sequence[Event], found: Sequence[AttemptAllocatio
     if not found:
         return "the job has no attempt on Kubernetes whose times are known"
     lines = ["allocations of OpenCost or Kubecost, by attempt"]
-    for one in found:
-        told = "no seconds told" if one.seconds is None else f"{one.seconds:,.0f} s"
-        verdict = "" if one.agrees else "  ! no pod found" if not one.pods else "  ! more than the resolution apart"
+    for allocation in found:
+        if allocation.seconds is None:
+            told = "no seconds told"
+        else:
+            told = f"{allocation.seconds:,.0f} s"
+        if allocation.agrees:
+            verdict = ""
+        elif not allocation.pods:
+            verdict = "  ! no pod found"
+        else:
+            verdict = "  ! more than the resolution apart"
         lines.append(
-            f"  {one_line(one.attempt)}: {one.pods} pods, {told} ({one.cluster_seconds:,.0f} s by the cluster), "
-            f"{format_usd(one.usd, 4)}{verdict}"
+            f"  {one_line(allocation.attempt)}: {allocation.pods} pods, {told} "
+            f"({allocation.cluster_seconds:,.0f} s by the cluster), "
+            f"{format_usd(allocation.usd, 4)}{verdict}"
         )
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    total = sum((one.usd for one in found), Decimal(0))
-    lines.append(f"  sum: {format_usd(total, 4)} allocated, {format_usd(fold(ordered).total_usd, 4)} metered")
+    total = sum((allocation.usd for allocation in found), Decimal(0))
+    lines.append(
+        f"  sum: {format_usd(total, 4)} allocated, {format_usd(fold(ordered).total_usd, 4)} metered"
+    )
     return "\n".join(lines)

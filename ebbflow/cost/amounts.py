@@ -1,13 +1,15 @@
-"""Dollars and other amounts: rounding, splitting a total into rounded parts that sum to it, and formatting as text.
+"""Dollars and other amounts: rounding, splitting a total into rounded parts that sum to it, and
+formatting as text.
 
-Amounts of $10 and more are shown with two decimals. Smaller ones have four, because a short run often costs less than
-one cent.
+Amounts of $10 and more are shown with two decimals. Smaller ones have four, because a short run
+often costs less than one cent.
 """
 
 import math
 from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal, InvalidOperation
 
-# Dollars are kept to six decimals: a rank-second of the cheapest pool costs about a ten-thousandth of a dollar.
+# Dollars are kept to six decimals: a rank-second of the cheapest pool costs about a ten-thousandth
+# of a dollar.
 USD_DECIMALS = 6
 NONE = "n/a"
 _LARGEST = Decimal("1e18")  # far above anything sensible
@@ -26,7 +28,9 @@ def read_decimal(text: str) -> Decimal:
 
 def _quantize(amount: Decimal, decimals: int, rounding: str) -> Decimal:
     huge = amount.adjusted() >= 20  # has more digits than Decimal's 28, and no decimals that matter
-    return amount if huge else amount.quantize(Decimal(1).scaleb(-decimals), rounding)
+    if huge:
+        return amount
+    return amount.quantize(Decimal(1).scaleb(-decimals), rounding)
 
 
 def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
@@ -34,12 +38,15 @@ def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
     return _quantize(amount, decimals, ROUND_HALF_EVEN)
 
 
-def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
+def apportion(
+    amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None
+) -> list[Decimal]:
     """Round each amount so that the rounded amounts sum to the rounded sum of the exact amounts.
 
-    This is the largest-remainder method. Every amount is rounded down. Then the amounts with the largest remainders get
-    one unit each, until the rounded amounts sum to the rounded total. Of equal remainders, the earlier one comes first.
-    Every result differs from its exact amount by less than one unit.
+    This is the largest-remainder method. Every amount is rounded down. Then the amounts with the
+    largest remainders get one unit each, until the rounded amounts sum to the rounded total. Of
+    equal remainders, the earlier one comes first. Every result differs from its exact amount by
+    less than one unit.
 
     Args:
         decimals: Number of decimals to round to.
@@ -49,16 +56,23 @@ def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: De
     """
     unit = Decimal(1).scaleb(-decimals)
     floors = [_quantize(amount, decimals, ROUND_FLOOR) for amount in amounts]
-    whole = round_amount(sum(amounts, Decimal(0)), decimals) if total is None else total
+    if total is None:
+        whole = round_amount(sum(amounts, Decimal(0)), decimals)
+    else:
+        whole = total
     missing = int((whole - sum(floors, Decimal(0))) / unit)
-    by_remainder = sorted(range(len(amounts)), key=lambda index: (floors[index] - amounts[index], index))
+    by_remainder = sorted(
+        range(len(amounts)), key=lambda index: (floors[index] - amounts[index], index)
+    )
     for index in by_remainder[:missing]:
         floors[index] += unit
     return floors
 
 
 def usd_decimals(total: Decimal | float) -> int:
-    return 2 if abs(Decimal(str(total))) >= 10 else 4
+    if abs(Decimal(str(total))) >= 10:
+        return 2
+    return 4
 
 
 def format_usd(amount: Decimal | float | None, decimals: int | None = None) -> str:
@@ -71,23 +85,35 @@ def format_usd(amount: Decimal | float | None, decimals: int | None = None) -> s
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Format a number with `digits` decimals and thousands separators; "n/a" for None, NaN and infinity."""
-    return NONE if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+    """Format a number with `digits` decimals and thousands separators; "n/a" for None, NaN and
+    infinity.
+    """
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:,.{digits}f}"
 
 
 def format_percent(share: float | None, digits: int = 1) -> str:
     """Format a share from 0 to 1, such as "41.0 %"; "n/a" for None, NaN and infinity."""
-    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f} %"
+    if share is None or not math.isfinite(share):
+        return NONE
+    return f"{100 * share:.{digits}f} %"
 
 
 def format_share(share: float | None, whole: str) -> str:
-    """Format a share from 0 to 1 with the name of the total that it refers to, such as "41.0 % of measured peak"."""
+    """Format a share from 0 to 1 with the name of the total that it refers to, such as "41.0 % of
+    measured peak".
+    """
     text = format_percent(share)
-    return text if text == NONE else f"{text} of {whole}"
+    if text == NONE:
+        return text
+    return f"{text} of {whole}"
 
 
 def format_seconds(value: float | None) -> str:
-    """Format seconds with two decimals, rounded half to even like the lines of a ledger; "n/a" for None and NaN."""
+    """Format seconds with two decimals, rounded half to even like the lines of a ledger; "n/a" for
+    None and NaN.
+    """
     if value is None or not math.isfinite(value):
         return NONE
     return f"{round_amount(Decimal(str(value)), 2):,}"

@@ -1,13 +1,15 @@
 """Reader of AWS Cost and Usage Reports (CUR and CUR 2.0) in CSV, gzipped CSV or Parquet.
 
-The columns are documented at https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html for CUR and at
-https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html for CUR 2.0 (Data Exports).
+The columns are documented at https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html
+for CUR and at https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html for CUR
+2.0 (Data Exports).
 
-AWS delivers a report several times, and each delivery contains the lines of the previous delivery again. A line's id is
-unique only within one partition of one delivery, and the next delivery gives the same line another id
-(identity/LineItemId in https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore counts
-as a repeat in two cases: an earlier line has the same id, time, resource, usage type and line type, or another file has
-an equal line. Equal lines within one file are not repeats.
+AWS delivers a report several times, and each delivery contains the lines of the previous delivery
+again. A line's id is unique only within one partition of one delivery, and the next delivery gives
+the same line another id (identity/LineItemId in
+https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore counts as
+a repeat in two cases: an earlier line has the same id, time, resource, usage type and line type, or
+another file has an equal line. Equal lines within one file are not repeats.
 """
 
 import contextlib
@@ -47,7 +49,9 @@ _OPTIONAL = {
     "line_id": "identity_line_item_id",
 }
 _TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
-_INSTANCE_USE = re.compile(r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$")
+_INSTANCE_USE = re.compile(
+    r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$"
+)
 _USE = frozenset({"Usage", "DiscountedUsage", "SavingsPlanCoveredUsage"})
 SYNTHETIC = "synthetic"
 
@@ -70,14 +74,18 @@ class BillLine:
     market: str  # "spot" or "on_demand" for instances, else empty
     tags: Mapping[str, str]  # values by normalised key (`normalise_tag`)
     synthetic: bool = False  # whether the report's invoice id marks it as synthetic
-    line_id: str = ""  # the report's id for the line, unique within one delivery; empty if the report has no ids
-    delivery: int = 0  # index of the file that contains the line, if several report files are read together
+    # the report's id for the line, unique within one delivery; empty if the report has no ids
+    line_id: str = ""
+    # Index of the file that contains the line, if several report files are read together
+    delivery: int = 0
     where: str = ""  # file name and line number, for error messages
 
     @property
     def seconds(self) -> float:
         """Billed seconds of an instance; 0 for other lines."""
-        return round(float(self.amount) * 3600, 6) if self.kind == "instance" else 0.0
+        if self.kind == "instance":
+            return round(float(self.amount) * 3600, 6)
+        return 0.0
 
 
 def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
@@ -86,10 +94,13 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
     Args:
         delivery: Index of this file, if several report files are read together.
 
-    Raises:
-        BillError: The file is unreadable or invalid. The message has file:line, the column and the problem.
+    Raises: BillError: The file is unreadable or invalid. The message has file:line, the column and
+        the problem.
     """
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
+    if path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    else:
+        rows = _csv_rows(path)
     for where, row in rows:
         yield _line(row, where, delivery)
 
@@ -104,7 +115,11 @@ def normalise_tag(key: str) -> str:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+        with (
+            gzip.open(path, "rt", newline="")
+            if path.suffix == ".gz"
+            else path.open(newline="") as file
+        ):
             reader = csv.reader(file)
             names = [_normalise_name(name) for name in next(reader, [])]
             _check_columns(names, path)
@@ -122,8 +137,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         frame = pandas.read_parquet(path)
     except ImportError as error:
         raise BillError(
-            f"{path}: reading Parquet needs pandas with pyarrow, which is not installed; fix: pip install pyarrow, or "
-            "have the report delivered as CSV"
+            f"{path}: reading Parquet needs pandas with pyarrow, which is not installed; fix: "
+            "pip install pyarrow, or have the report delivered as CSV"
         ) from error
     except (OSError, ValueError) as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
@@ -134,11 +149,17 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _normalise_name(name: str) -> str:
-    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date. Keep tag keys unchanged."""
+    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date.
+
+    Keep tag keys unchanged.
+    """
     head, slash, rest = name.strip().partition("/")
     if slash and head == "resourceTags":
         return f"resource_tags_{rest}"
-    words = f"{head}_{rest}" if slash else head
+    if slash:
+        words = f"{head}_{rest}"
+    else:
+        words = head
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
 
 
@@ -146,8 +167,9 @@ def _check_columns(names: list[str], path: Path) -> None:
     missing = [column for column in _REQUIRED.values() if column not in names]
     if missing:
         raise BillError(
-            f"{path}: not a Cost and Usage Report with resource ids: it lacks {', '.join(missing)}; fix: create the "
-            "report with 'include resource IDs' and hourly granularity"
+            f"{path}: not a Cost and Usage Report with resource ids: it lacks "
+            f"{', '.join(missing)}; fix: create the report with 'include resource IDs' and "
+            "hourly granularity"
         )
 
 
@@ -155,17 +177,31 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
     found = {name: _read_text(row, column) for name, column in {**_REQUIRED, **_OPTIONAL}.items()}
     currency = found["currency"] or "USD"
     if currency != "USD":
-        raise BillError(f"{where}: line_item_currency_code is {currency}; only bills in USD are read")
+        raise BillError(
+            f"{where}: line_item_currency_code is {currency}; only bills in USD are read"
+        )
     line_type = found["line_type"] or "Usage"
-    # Negations, fees, credits and taxes repeat the usage of other lines, whose time would count twice.
-    usage = _INSTANCE_USE.search(found["usage_type"]) if line_type in _USE else None
-    start, end = (_time(found[name], f"line_item_usage_{name}_date", where) for name in ("start", "end"))
+    # Negations, fees, credits and taxes repeat the usage of other lines, whose time would count
+    # twice.
+    if line_type in _USE:
+        usage = _INSTANCE_USE.search(found["usage_type"])
+    else:
+        usage = None
+    start, end = (
+        _time(found[name], f"line_item_usage_{name}_date", where) for name in ("start", "end")
+    )
     amount = _number(found["amount"] or "0", "line_item_usage_amount", where)
     usd = _number(found["usd"] or "0", "line_item_unblended_cost", where)
     if end < start:
-        raise BillError(f"{where}: line_item_usage_end_date {found['end']} is before the start, {found['start']}")
+        raise BillError(
+            f"{where}: line_item_usage_end_date {found['end']} is before the start, "
+            f"{found['start']}"
+        )
     if usage and min(amount, usd) < 0:
-        raise BillError(f"{where}: {amount} hours of an instance for ${usd}: a {line_type} line is never negative")
+        raise BillError(
+            f"{where}: {amount} hours of an instance for ${usd}: a {line_type} line is never "
+            "negative"
+        )
     return BillLine(
         resource_id=found["resource_id"].rpartition("/")[2],
         start=start,
@@ -188,7 +224,9 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
 
 def _read_text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
-    if value is None or value != value:  # pandas has NaN for an empty cell, which differs from itself
+    if (
+        value is None or value != value
+    ):  # pandas has NaN for an empty cell, which differs from itself
         return ""
     return str(value).strip()
 
@@ -211,12 +249,18 @@ def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
         if (found := _TAG.match(name)) and _read_text(row, name)
     }
     if column.startswith("{"):
-        # Some writers use single quotes. Valid JSON is tried first, since a value may hold one, such as O'Brien.
+        # Some writers use single quotes. Valid JSON is tried first, since a value may hold one,
+        # such as O'Brien.
         for text in (column, column.replace("'", '"')):
             with contextlib.suppress(ValueError, RecursionError):
-                return tags | {normalise_tag(key): str(value) for key, value in json.loads(text).items()}
+                return tags | {
+                    normalise_tag(key): str(value) for key, value in json.loads(text).items()
+                }
     else:  # pandas reads a map as a list of pairs
-        tags |= {normalise_tag(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
+        tags |= {
+            normalise_tag(key): value
+            for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)
+        }
     return tags
 
 
@@ -224,7 +268,9 @@ def _time(text: str, column: str, where: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        raise BillError(f"{where}: {column}: {text!r} is not a time such as 2026-11-20T10:00:00Z") from error
+        raise BillError(
+            f"{where}: {column}: {text!r} is not a time such as 2026-11-20T10:00:00Z"
+        ) from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
@@ -238,7 +284,8 @@ def _number(text: str, column: str, where: str) -> Decimal:
 class RepeatFilter:
     """Filter that recognises repeated bill lines.
 
-    It keeps every line in memory. A bill may have millions of lines, so pass only the lines of one job.
+    It keeps every line in memory. A bill may have millions of lines, so pass only the lines of one
+    job.
     """
 
     def __init__(self) -> None:
@@ -250,8 +297,8 @@ class RepeatFilter:
 
         The filter remembers the line for later calls.
 
-        Raises:
-            BillError: An earlier line has the same id, time, resource and types, but another amount or cost.
+        Raises: BillError: An earlier line has the same id, time, resource and types, but another
+            amount or cost.
         """
         use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
         name = (line.line_id, *map(str, use))
@@ -259,11 +306,14 @@ class RepeatFilter:
             amount, usd = self._by_id[name]
             if (amount, usd) != (line.amount, line.usd):
                 raise BillError(
-                    f"{line.where}: an earlier line has {amount} for ${usd}, but this line has {line.amount} for "
-                    f"${line.usd}: two deliveries of one report that differ; fix: pass only the newest one"
+                    f"{line.where}: an earlier line has {amount} for ${usd}, but this line has "
+                    f"{line.amount} for ${line.usd}: two deliveries of one report that differ; "
+                    "fix: pass only the newest one"
                 )
             return True
         self._by_id[name] = line.amount, line.usd
         times = self._alike.setdefault((*use, line.amount, line.usd), Counter())
         times[line.delivery] += 1
-        return times[line.delivery] <= max((n for file, n in times.items() if file != line.delivery), default=0)
+        return times[line.delivery] <= max(
+            (n for file, n in times.items() if file != line.delivery), default=0
+        )

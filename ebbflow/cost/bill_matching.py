@@ -1,4 +1,6 @@
-"""Compare the time that a job's agents metered on an instance with the hours that AWS billed; explain differences."""
+"""Compare the time that a job's agents metered on an instance with the hours that AWS billed;
+explain differences.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,25 +11,34 @@ from typing import Any
 
 from ebbflow.cost.bill import BillLine, normalise_tag
 from ebbflow.cost.ledger.bills import NodeBill
-from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, group_by_instance
+from ebbflow.cost.ledger.instances import (
+    CLOCKS_APART_SECONDS,
+    LONGEST_IDLE_SECONDS,
+    MINIMUM_SECONDS,
+    group_by_instance,
+)
 from ebbflow.cost.ledger.pricing import PriceCurve
 from ebbflow.cost.ledger.timeline import MICRO
 
-# A node that vanishes loses its newest events: they are stored every 10 s, and heartbeats come every second.
+# A node that vanishes loses its newest events: they are stored every 10 s, and heartbeats come
+# every second.
 LOST_SECONDS = 15.0
-# AWS Batch ends an idle instance some minutes after its last job. An instance that runs on for longer is a fault.
+# AWS Batch ends an idle instance some minutes after its last job. An instance that runs on for
+# longer is a fault.
 ENDS_LATER_SECONDS = 600.0
-# Largest tolerated difference per hour. It covers clocks, and the time from the last event to the instance's end.
+# Largest tolerated difference per hour. It covers clocks, and the time from the last event to the
+# instance's end.
 HOUR_TOLERANCE_SECONDS = 60.0
 _HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaidPiece:
-    """Interval for which the ledger charges the job for one instance, in Unix seconds by the agent's clock.
+    """Interval for which the ledger charges the job for one instance, in Unix seconds by the
+    agent's clock.
 
-    `usd` is the known total cost of an interval that no agent recorded. If it is None, the cost is the price curve
-    integrated over the interval.
+    `usd` is the known total cost of an interval that no agent recorded. If it is None, the cost is
+    the price curve integrated over the interval.
     """
 
     start: float
@@ -36,7 +47,8 @@ class PaidPiece:
     usd: Decimal | None = None
 
     def usd_between(self, start: float, end: float) -> Decimal:
-        low, high = max(self.start, start), min(self.end, end)
+        low = max(self.start, start)
+        high = min(self.end, end)
         if high <= low:
             return Decimal(0)
         if self.usd is not None:
@@ -49,10 +61,14 @@ class MeteredInstance:
     """Use of one instance by a job, according to the job's events."""
 
     instance_id: str
-    machine: dict[str, Any]  # properties of the machine that the agent recorded, such as its zone and type
+    machine: dict[
+        str, Any
+    ]  # properties of the machine that the agent recorded, such as its zone and type
     market: str
     lost_ends: int  # number of nodes on the instance whose end no event records
-    pieces: list[PaidPiece]  # charged intervals: the time of the nodes, idle pauses and the minimum charge
+    pieces: list[
+        PaidPiece
+    ]  # charged intervals: the time of the nodes, idle pauses and the minimum charge
     offset: float = 0.0  # seconds by which the agent's clock is behind the bill's clock
 
     @property
@@ -69,9 +85,13 @@ class MeteredInstance:
 
     @property
     def uptime_seconds(self) -> float | None:
-        """Seconds from the instance's boot to the start of the job's first node on it; None if unknown."""
+        """Seconds from the instance's boot to the start of the job's first node on it; None if
+        unknown.
+        """
         known = self.machine.get("uptime_seconds")
-        return None if known is None else float(known)
+        if known is None:
+            return None
+        return float(known)
 
     @property
     def was_warm(self) -> bool:
@@ -85,8 +105,12 @@ class MeteredInstance:
         return sum((piece.usd_between(start, end) for piece in self.pieces), Decimal(0))
 
     def seconds_between(self, start: float, end: float) -> float:
-        """Return the paid seconds from `start` to `end`. Time in which several nodes ran counts once."""
-        total, reached = 0.0, start
+        """Return the paid seconds from `start` to `end`.
+
+        Time in which several nodes ran counts once.
+        """
+        total = 0.0
+        reached = start
         for piece in sorted(self.pieces, key=lambda piece: piece.start):
             total += max(0.0, min(piece.end, end) - max(piece.start, reached))
             reached = max(reached, piece.end)
@@ -143,14 +167,23 @@ class BilledInstance:
     @property
     def conflicting_uses(self) -> int:
         """Number of usage records that appear in several report files with different content."""
-        return sum(len(files) > 1 for hour in self.hours.values() for files in hour.deliveries.values())
+        return sum(
+            len(files) > 1 for hour in self.hours.values() for files in hour.deliveries.values()
+        )
 
     def values(self, name: str) -> set[str]:
         """Return the distinct values that the bill has for a property ("zone", "type" or "market")."""
-        return {value for hour in self.hours.values() for key, value in hour.seen if key == name and value}
+        return {
+            value
+            for hour in self.hours.values()
+            for key, value in hour.seen
+            if key == name and value
+        }
 
     def add(self, line: BillLine, job_tag: str) -> None:
-        hour = self.hours.setdefault((line.start, line.end), BilledHour(start=line.start, end=line.end))
+        hour = self.hours.setdefault(
+            (line.start, line.end), BilledHour(start=line.start, end=line.end)
+        )
         hour.seconds += line.seconds
         hour.usd += line.usd
         hour.deliveries.setdefault((line.usage_type, line.line_type), set()).add(line.delivery)
@@ -166,12 +199,18 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
         pool = mine[0].price.pool
         pieces = []
         for bill in mine:
-            start, end = bill.node.started_wall, bill.node.ended_wall
+            start = bill.node.started_wall
+            end = bill.node.ended_wall
             pieces.append(PaidPiece(start=start, end=end, curve=bill.curve))
             for extra in bill.extras:  # placed by two clocks, but it cannot overlap the node
-                at = start - extra.seconds if extra.start < start else max(end, extra.start)
+                if extra.start < start:
+                    at = start - extra.seconds
+                else:
+                    at = max(end, extra.start)
                 usd = bill.extra_usd(extra)
-                pieces.append(PaidPiece(start=at, end=at + extra.seconds, curve=bill.price.curve, usd=usd))
+                pieces.append(
+                    PaidPiece(start=at, end=at + extra.seconds, curve=bill.price.curve, usd=usd)
+                )
         found[instance_id] = MeteredInstance(
             instance_id=instance_id,
             machine=nodes[0].machine,
@@ -209,9 +248,12 @@ class HourMatch:
 def match_instance(
     metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str
 ) -> list[HourMatch]:
-    """Compare an instance's billed hours with its metered time. Store the clock difference in `metered.offset`.
+    """Compare an instance's billed hours with its metered time.
 
-    The hours in which another job used the instance are first moved from `billed.hours` to `billed.elsewhere_usd`.
+    Store the clock difference in `metered.offset`.
+
+    The hours in which another job used the instance are first moved from `billed.hours` to
+    `billed.elsewhere_usd`.
 
     Args:
         others: (start, end) in Unix seconds of each use of the instance by another job. The function extends this list
@@ -223,11 +265,17 @@ def match_instance(
     explained = list(_explanations(metered, billed, others))
     hours = _match_hours(metered, billed, explained, 0.0)
     if _residual(hours) > HOUR_TOLERANCE_SECONDS / 2 and not billed.conflicting_uses:
-        steps = [5.0 * step for step in range(-int(CLOCKS_APART_SECONDS // 5), int(CLOCKS_APART_SECONDS // 5) + 1)]
-        found_offsets = ((_residual(_match_hours(metered, billed, explained, at)), abs(at), at) for at in steps)
+        steps = [
+            5.0 * step
+            for step in range(-int(CLOCKS_APART_SECONDS // 5), int(CLOCKS_APART_SECONDS // 5) + 1)
+        ]
+        found_offsets = (
+            (_residual(_match_hours(metered, billed, explained, at)), abs(at), at) for at in steps
+        )
         residual, _, offset = min(found_offsets)
         if residual <= 0.2 * _residual(hours):
-            hours, metered.offset = _match_hours(metered, billed, explained, offset), offset
+            hours = _match_hours(metered, billed, explained, offset)
+            metered.offset = offset
     if any(
         hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours
     ):  # the instance kept running, so it did not end late
@@ -236,12 +284,16 @@ def match_instance(
     return hours
 
 
-def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str) -> None:
-    """Remove hours in which another job used the instance from `billed.hours`, and add them to `billed.elsewhere_usd`.
+def _set_aside(
+    metered: MeteredInstance, billed: BilledInstance, others: list[tuple[float, float]], job: str
+) -> None:
+    """Remove hours in which another job used the instance from `billed.hours`, and add them to
+    `billed.elsewhere_usd`.
 
-    An hour is removed if this job did not run in it and there is evidence of another job: the tag of another job, an
-    interval in `others`, or a boot of the instance well before this job started on it. If a tag shows that another job
-    used the instance after this one, the time between the two jobs is added to `others`.
+    An hour is removed if this job did not run in it and there is evidence of another job: the tag
+    of another job, an interval in `others`, or a boot of the instance well before this job started
+    on it. If a tag shows that another job used the instance after this one, the time between the
+    two jobs is added to `others`.
     """
     for (start, end), hour in list(billed.hours.items()):
         if metered.seconds_between(start - CLOCKS_APART_SECONDS, end + CLOCKS_APART_SECONDS):
@@ -249,7 +301,9 @@ def _set_aside(metered: MeteredInstance, billed: BilledInstance, others: list[tu
         early = end <= metered.start and (metered.was_warm or metered.uptime_seconds is None)
         theirs = bool(hour.tags) and job not in hour.tags
         used = sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)
-        if theirs and start >= metered.end:  # the other job kept it running, also before the tag changed
+        if (
+            theirs and start >= metered.end
+        ):  # the other job kept it running, also before the tag changed
             others.append((metered.end, start))
         if early or theirs or (used and used + HOUR_TOLERANCE_SECONDS >= hour.seconds):
             billed.elsewhere_usd += hour.usd
@@ -263,10 +317,17 @@ def _explanations(
 
     Such an interval is, for example, the boot of the instance or its use by another job.
     """
-    uptime, end = metered.uptime_seconds or 0.0, metered.end
-    yield ("warm instance" if metered.was_warm else "boot time"), metered.start - uptime, metered.start
+    uptime = metered.uptime_seconds or 0.0
+    end = metered.end
+    yield (
+        ("warm instance" if metered.was_warm else "boot time"),
+        metered.start - uptime,
+        metered.start,
+    )
     yield from (("another job", *interval) for interval in others)
-    if billed.seconds <= MINIMUM_SECONDS:  # the uptime was not recorded, so the ledger may have missed a minimum charge
+    if (
+        billed.seconds <= MINIMUM_SECONDS
+    ):  # the uptime was not recorded, so the ledger may have missed a minimum charge
         seconds = metered.seconds_between(metered.start, end)
         yield "minimum charge", end, end + max(0.0, MINIMUM_SECONDS - seconds - uptime)
     lost = metered.lost_ends * LOST_SECONDS
@@ -275,20 +336,30 @@ def _explanations(
 
 
 def _match_hours(
-    metered: MeteredInstance, billed: BilledInstance, explained: list[tuple[str, float, float]], offset: float
+    metered: MeteredInstance,
+    billed: BilledInstance,
+    explained: list[tuple[str, float, float]],
+    offset: float,
 ) -> list[HourMatch]:
-    """Compare billed and metered time hour by hour, after adding `offset` seconds to the agent's times."""
+    """Compare billed and metered time hour by hour, after adding `offset` seconds to the agent's
+    times.
+    """
     spans = set(billed.hours)
-    for number in range(math.floor((metered.start + offset) / _HOUR), math.ceil((metered.end + offset) / _HOUR)):
-        start, end = number * _HOUR, (number + 1) * _HOUR
+    for number in range(
+        math.floor((metered.start + offset) / _HOUR), math.ceil((metered.end + offset) / _HOUR)
+    ):
+        start = number * _HOUR
+        end = (number + 1) * _HOUR
         if not any(first < end and last > start for first, last in billed.hours):
             spans.add((start, end))
     found = []
     for start, end in sorted(spans):
-        low, high = start - offset, end - offset
+        low = start - offset
+        high = end - offset
         hour = billed.hours.get((start, end)) or BilledHour(start=start, end=end)
         own = metered.seconds_between(low, high)
-        rest, taken = max(0.0, hour.seconds - own), {}
+        rest = max(0.0, hour.seconds - own)
+        taken = {}
         for cause, first, last in explained:
             seconds = min(rest, min(last, high) - max(first, low))
             if seconds > 0:

@@ -1,13 +1,15 @@
 """Tables of instance types, GPUs, prices and rates. Reading a table validates every line.
 
-An unknown figure is None, never a guess: a pool that needs it is rejected with the reason. `other_costs` prices
-storage, requests and transfer:
+An unknown figure is None, never a guess: a pool that needs it is rejected with the reason.
+`other_costs` prices storage, requests and transfer:
 
-- storage: number of stored commits × size of a commit × time, and volume size × paid time of each node.
-- requests: PUT requests for the parts, indexes and manifests of every commit, and for the events and log lines of every
-  rank; GET requests for a restore.
-- transfer: if store and pool are in different regions, every commit is sent to the store's region, and every start
-  fetches tokens and the newest commit from there. Transfer within a region is free, through a gateway endpoint.
+- storage: number of stored commits × size of a commit × time, and volume size × paid time of each
+  node.
+- requests: PUT requests for the parts, indexes and manifests of every commit, and for the events
+  and log lines of every rank; GET requests for a restore.
+- transfer: if store and pool are in different regions, every commit is sent to the store's region,
+  and every start fetches tokens and the newest commit from there. Transfer within a region is free,
+  through a gateway endpoint.
 """
 
 import csv
@@ -29,10 +31,28 @@ T = TypeVar("T")
 ON_DEMAND_REGION = "us-east-1"
 
 _HERE = Path(__file__).parent
-INSTANCES, GPUS = _HERE / "instances.csv", _HERE / "gpus.csv"
-ADVISOR, ON_DEMAND = _HERE / "spot_advisor.csv", _HERE / "on_demand.csv"
-INSTANCE_COLUMNS = ("name", "gpu", "gpu_count", "gpu_memory_mib", "vcpu", "ram_gib", "network_gbps", "efa")
-_GPU_FIGURES = ("compute_capability", "nvlink", "bf16_tflops", "fp16_tflops", "fp32_tflops", "bf16_mfu")
+INSTANCES = _HERE / "instances.csv"
+GPUS = _HERE / "gpus.csv"
+ADVISOR = _HERE / "spot_advisor.csv"
+ON_DEMAND = _HERE / "on_demand.csv"
+INSTANCE_COLUMNS = (
+    "name",
+    "gpu",
+    "gpu_count",
+    "gpu_memory_mib",
+    "vcpu",
+    "ram_gib",
+    "network_gbps",
+    "efa",
+)
+_GPU_FIGURES = (
+    "compute_capability",
+    "nvlink",
+    "bf16_tflops",
+    "fp16_tflops",
+    "fp32_tflops",
+    "bf16_mfu",
+)
 GPU_COLUMNS = ("gpu", *_GPU_FIGURES, "source", "mfu_source", "note")
 ADVISOR_COLUMNS = ("region", "name", "savings_percent", "interruption_band")
 ON_DEMAND_COLUMNS = ("region", "name", "usd_per_hour", "recorded")
@@ -46,7 +66,8 @@ class Gpu:
     name: str
     compute_capability: float
     nvlink: bool  # whether the GPUs of a node are connected by NVLink
-    # bf16_tflops, fp16_tflops, fp32_tflops: dense peak in TFLOP/s; None if the vendor publishes none (see `note`)
+    # bf16_tflops, fp16_tflops, fp32_tflops: dense peak in TFLOP/s; None if the vendor publishes
+    # none (see `note`)
     bf16_tflops: float | None
     fp16_tflops: float | None  # only of GPUs without bfloat16
     fp32_tflops: float | None
@@ -59,10 +80,15 @@ class Gpu:
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the dense peak in FLOP/s for bfloat16, float16 or float32; None if unknown."""
-        tflops = self.fp32_tflops if dtype == "float32" else self.bf16_tflops
+        if dtype == "float32":
+            tflops = self.fp32_tflops
+        else:
+            tflops = self.bf16_tflops
         if dtype == "float16" and tflops is None:
             tflops = self.fp16_tflops
-        return None if tflops is None else tflops * 1e12
+        if tflops is None:
+            return None
+        return tflops * 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +96,8 @@ class SpotAdvice:
     """Entry of the AWS Spot Instance Advisor for an instance type in a region."""
 
     savings_percent: float  # savings against the on-demand price
-    # band number for the share of Spot capacity that AWS reclaims in a month, from 0 (less than 5 %) to 4 (more than 20
-    # %)
+    # band number for the share of Spot capacity that AWS reclaims in a month, from 0 (less than 5
+    # %) to 4 (more than 20 %)
     interruption_band: int
 
 
@@ -104,14 +130,21 @@ class InstanceType:
         return self.gpu_memory_mib * 2**20
 
     def interruption_band(self, region: str) -> int | None:
-        """Return the spot advisor's interruption band for the region (0 to 4); None if the advisor does not list it."""
+        """Return the spot advisor's interruption band for the region (0 to 4); None if the advisor
+        does not list it.
+        """
         advice = self.advice.get(region)
-        return None if advice is None else advice.interruption_band
+        if advice is None:
+            return None
+        return advice.interruption_band
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All instance types, in the order of the table. `catalogue[name]` is the type with that name."""
+    """All instance types, in the order of the table.
+
+    `catalogue[name]` is the type with that name.
+    """
 
     types: tuple[InstanceType, ...]
 
@@ -122,30 +155,50 @@ class Catalogue:
         raise KeyError(name)
 
     def matching(self, prefixes: list[str]) -> tuple[InstanceType, ...]:
-        """Return the types whose names begin with any of the prefixes; all types if there are no prefixes."""
-        return tuple(kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes)))
+        """Return the types whose names begin with any of the prefixes; all types if there are no
+        prefixes.
+        """
+        return tuple(
+            kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes))
+        )
 
 
 def load_catalogue(
-    instances: Path = INSTANCES, gpus: Path = GPUS, advisor: Path = ADVISOR, on_demand: Path = ON_DEMAND
+    instances: Path = INSTANCES,
+    gpus: Path = GPUS,
+    advisor: Path = ADVISOR,
+    on_demand: Path = ON_DEMAND,
 ) -> Catalogue:
-    """Load the catalogue from its four tables. Raises CatalogueError with file:line:column for an invalid value."""
+    """Load the catalogue from its four tables.
+
+    Raises CatalogueError with file:line:column for an invalid value.
+    """
     models = {gpu.name: gpu for gpu in _unique(_read_gpus(gpus), gpus)}
-    advice, prices = _read_advice(advisor), _read_on_demand(on_demand)
+    advice = _read_advice(advisor)
+    prices = _read_on_demand(on_demand)
     types = _unique(_read_instances(instances, models), instances)
     return Catalogue(
-        tuple(replace(kind, advice=advice.get(kind.name, {}), on_demand=prices.get(kind.name, {})) for kind in types)
+        tuple(
+            replace(kind, advice=advice.get(kind.name, {}), on_demand=prices.get(kind.name, {}))
+            for kind in types
+        )
     )
 
 
 def efa_interfaces(instance_type: str, most: int) -> int:
-    """Return how many EFA interfaces a node of a gang asks for: `most`, or fewer if its type is known to have fewer."""
+    """Return how many EFA interfaces a node of a gang asks for:
+
+    `most`, or fewer if its type is known to have fewer.
+    """
     return min([most, *(kind.efa for kind in load_catalogue().types if kind.name == instance_type)])
 
 
 @cache
 def advisor_recorded() -> str:
-    """Return the day or month when the spot advisor's table was recorded. Raises CatalogueError if it has no date."""
+    """Return the day or month when the spot advisor's table was recorded.
+
+    Raises CatalogueError if it has no date.
+    """
     found = _RECORDED.search(ADVISOR.read_text(encoding="utf-8")[:1000])
     if found is None:
         raise CatalogueError(f'{ADVISOR}:1:1: no "recorded 2025-07" in the first line')
@@ -154,7 +207,10 @@ def advisor_recorded() -> str:
 
 @cache
 def on_demand_recorded() -> Mapping[str, str]:
-    """Return the day on which the oldest on-demand price was recorded, by region. Omit regions without prices."""
+    """Return the day on which the oldest on-demand price was recorded, by region.
+
+    Omit regions without prices.
+    """
     oldest: dict[str, str] = {}
     for regions in _read_on_demand(ON_DEMAND).values():
         for region, price in regions.items():
@@ -166,13 +222,18 @@ class _Row:
     """One line of a table. The message of a parsing error has the file, the line and the column."""
 
     def __init__(self, path: Path, number: int, line: str, header: list[str]) -> None:
-        self.path, self.number = path, number
+        self.path = path
+        self.number = number
         self.cells = next(csv.reader([line]))
         self.header = header
         if len(self.cells) != len(header):
-            raise CatalogueError(f"{path}:{number}:1: {len(self.cells)} cells, expected {len(header)}: {line!r}")
+            raise CatalogueError(
+                f"{path}:{number}:1: {len(self.cells)} cells, expected {len(header)}: {line!r}"
+            )
 
-    def parse(self, key: str, convert: Callable[[str], Any], expected: str, *, optional: bool = False) -> Any:
+    def parse(
+        self, key: str, convert: Callable[[str], Any], expected: str, *, optional: bool = False
+    ) -> Any:
         index = self.header.index(key)
         text = self.cells[index]
         if text == "" and optional:
@@ -204,11 +265,19 @@ def _read_gpus(path: Path) -> Iterator[Gpu]:
     for row in _rows(path, list(GPU_COLUMNS)):
         yield Gpu(
             name=row.parse("gpu", _text, "a name"),
-            compute_capability=row.parse("compute_capability", _number(1, 100), "a compute capability"),
+            compute_capability=row.parse(
+                "compute_capability", _number(1, 100), "a compute capability"
+            ),
             nvlink=row.parse("nvlink", _YES_NO.__getitem__, "yes or no"),
-            bf16_tflops=row.parse("bf16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True),
-            fp16_tflops=row.parse("fp16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True),
-            fp32_tflops=row.parse("fp32_tflops", _number(1, 1e4), "TFLOP/s in 1 … 10000", optional=True),
+            bf16_tflops=row.parse(
+                "bf16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True
+            ),
+            fp16_tflops=row.parse(
+                "fp16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True
+            ),
+            fp32_tflops=row.parse(
+                "fp32_tflops", _number(1, 1e4), "TFLOP/s in 1 … 10000", optional=True
+            ),
             bf16_mfu=row.parse("bf16_mfu", _number(0.01, 1), "a share in 0.01 … 1", optional=True),
             source=row.parse("source", _text, "a source"),
             mfu_source=row.parse("mfu_source", str, "text"),
@@ -222,7 +291,9 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
             name=row.parse("name", _text, "a name"),
             gpu=row.parse("gpu", gpus.__getitem__, f"a GPU of gpus.csv ({', '.join(gpus)})"),
             gpu_count=row.parse("gpu_count", _whole(1, 128), "a count in 1 … 128"),
-            gpu_memory_mib=row.parse("gpu_memory_mib", _whole(1024, 2**20), "MiB in 1024 … 1048576"),
+            gpu_memory_mib=row.parse(
+                "gpu_memory_mib", _whole(1024, 2**20), "MiB in 1024 … 1048576"
+            ),
             vcpu=row.parse("vcpu", _whole(1, 1024), "a count in 1 … 1024"),
             ram_gib=row.parse("ram_gib", _number(1, 65536), "GiB in 1 … 65536"),
             network_gbps=row.parse("network_gbps", _number(0.1, 10000), "Gbit/s in 0.1 … 10000"),
@@ -231,20 +302,28 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
 
 
 def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
-    """Read on-demand prices by type and region. The table may have types that are not in the catalogue."""
+    """Read on-demand prices by type and region.
+
+    The table may have types that are not in the catalogue.
+    """
 
     def price(row: _Row) -> OnDemandPrice:
         row.parse("usd_per_hour", _number(0.01, 1000), "$/h in 0.01 … 1000")
         return OnDemandPrice(
             usd_per_hour=row.parse("usd_per_hour", Decimal, "a decimal"),
-            recorded=row.parse("recorded", lambda text: date.fromisoformat(text).isoformat(), "a day, 2026-07-20"),
+            recorded=row.parse(
+                "recorded", lambda text: date.fromisoformat(text).isoformat(), "a day, 2026-07-20"
+            ),
         )
 
     return _by_type_and_region(path, ON_DEMAND_COLUMNS, price)
 
 
 def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
-    """Read the spot advisor's entries by type and region. The table may have types that are not in the catalogue."""
+    """Read the spot advisor's entries by type and region.
+
+    The table may have types that are not in the catalogue.
+    """
 
     def advice(row: _Row) -> SpotAdvice:
         return SpotAdvice(
@@ -255,10 +334,13 @@ def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
     return _by_type_and_region(path, ADVISOR_COLUMNS, advice)
 
 
-def _by_type_and_region(path: Path, columns: Sequence[str], read: Callable[[_Row], T]) -> dict[str, dict[str, T]]:
+def _by_type_and_region(
+    path: Path, columns: Sequence[str], read: Callable[[_Row], T]
+) -> dict[str, dict[str, T]]:
     found: dict[str, dict[str, T]] = {}
     for row in _rows(path, list(columns)):
-        region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
+        region = row.parse("region", *_REGION)
+        name = row.parse("name", _text, "a name")
         regions = found.setdefault(name, {})
         if region in regions:
             raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
@@ -322,11 +404,17 @@ class Rates:
     """List prices. A missing key means that a price is not on record."""
 
     regions: Mapping[str, RegionRates]  # prices of storage and requests by region
-    egress: Mapping[tuple[str, str], float]  # price of transfer by (from region, to region), in USD per GB
+    egress: Mapping[
+        tuple[str, str], float
+    ]  # price of transfer by (from region, to region), in USD per GB
 
     def egress_usd_per_gb(self, source: str, target: str) -> float | None:
-        """Return the price of transfer between two regions in USD per GB; 0 within a region, None if not on record."""
-        return 0.0 if source == target else self.egress.get((source, target))
+        """Return the price of transfer between two regions in USD per GB; 0 within a region, None
+        if not on record.
+        """
+        if source == target:
+            return 0.0
+        return self.egress.get((source, target))
 
 
 @cache
@@ -338,12 +426,18 @@ def load_rates() -> Rates:
     prices = [field.name for field in fields(RegionRates)]
     return Rates(
         regions={
-            row.parse("region", *_REGION): RegionRates(**{name: row.parse(name, *_LIST_PRICE) for name in prices})
+            row.parse("region", *_REGION): RegionRates(
+                **{name: row.parse(name, *_LIST_PRICE) for name in prices}
+            )
             for row in _rows(_HERE / "list_prices.csv", ["region", *prices])
         },
         egress={
-            (row.parse("from_region", *_REGION), target): row.parse("price_usd_per_gb", *_LIST_PRICE)
-            for row in _rows(_HERE / "egress.csv", ["from_region", "price_usd_per_gb", "to_regions"])
+            (row.parse("from_region", *_REGION), target): row.parse(
+                "price_usd_per_gb", *_LIST_PRICE
+            )
+            for row in _rows(
+                _HERE / "egress.csv", ["from_region", "price_usd_per_gb", "to_regions"]
+            )
             for target in row.parse("to_regions", str.split, "region names separated by spaces")
         },
     )
@@ -382,7 +476,10 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`. Without S3, only EBS volumes count."""
+    """Return the cost of storage, requests and transfer in `region`.
+
+    Without S3, only EBS volumes count.
+    """
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)
@@ -405,28 +502,41 @@ def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> B
 
 
 def kept_commits(config: RunConfig) -> int:
-    """Count the stored commits: the newest, the best, one per `keep_every_steps`, and the one being written."""
+    """Count the stored commits: the newest, the best, one per `keep_every_steps`, and the one being
+    written.
+    """
     saves = config.checkpoint
-    every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
+    if saves.keep_every_steps:
+        every = config.training.max_steps // saves.keep_every_steps
+    else:
+        every = 0
     return saves.keep_last + saves.keep_best.count + every + 1
 
 
 def _puts(usage: Usage) -> float:
     parts = math.ceil(usage.commit_bytes / usage.ranks / PART_BYTES)
-    begin_and_end = 2 if parts > 1 else 0
+    if parts > 1:
+        begin_and_end = 2
+    else:
+        begin_and_end = 0
     per_commit = usage.ranks * (parts + begin_and_end + 1) + 1
     return usage.commits * per_commit + SMALL_PUTS_PER_RANK_HOUR * usage.ranks * usage.hours
 
 
 def _gets(usage: Usage) -> float:
     per_restore = usage.ranks * (math.ceil(usage.commit_bytes / usage.ranks / PART_BYTES) + 2)
-    return usage.restores * per_restore + usage.starts * usage.nodes * math.ceil(usage.token_bytes / PART_BYTES)
+    return usage.restores * per_restore + usage.starts * usage.nodes * math.ceil(
+        usage.token_bytes / PART_BYTES
+    )
 
 
-def _transfer(usage: Usage, region: str, store_region: str, rates: Rates) -> tuple[float, list[str]]:
+def _transfer(
+    usage: Usage, region: str, store_region: str, rates: Rates
+) -> tuple[float, list[str]]:
     if region == store_region:
         return 0.0, []
-    out, back = rates.egress_usd_per_gb(region, store_region), rates.egress_usd_per_gb(store_region, region)
+    out = rates.egress_usd_per_gb(region, store_region)
+    back = rates.egress_usd_per_gb(store_region, region)
     if out is None or back is None:
         return 0.0, [f"no price of transfer between {region} and {store_region} on record"]
     leaves = usage.commits * usage.commit_bytes

@@ -1,4 +1,6 @@
-"""`ebbflow catalogue refresh`: update the shipped tables of instances, prices and interruptions from AWS."""
+"""`ebbflow catalogue refresh`: update the shipped tables of instances, prices and interruptions
+from AWS.
+"""
 
 import argparse
 import json
@@ -55,35 +57,58 @@ class Hardware:
     gpu_memory_mib: int  # memory of one GPU
     vcpu: int
     ram_gib: float
-    network_gbps: float | None  # baseline bandwidth of all network cards together; None if EC2 states none
+    network_gbps: (
+        float | None
+    )  # baseline bandwidth of all network cards together; None if EC2 states none
     efa: int
 
 
 def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
-    """Return the hardware of all types with NVIDIA GPUs in the region, sorted by name. Raises CloudError."""
+    """Return the hardware of all types with NVIDIA GPUs in the region, sorted by name.
+
+    Raises CloudError.
+    """
     entries = paginate(ec2, "describe_instance_types", "InstanceTypes", deadline, token="NextToken")
     found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
 def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> dict[str, Decimal]:
-    """Return the on-demand price in USD per hour of each GPU type in the region. Raises CloudError or PriceError."""
+    """Return the on-demand price in USD per hour of each GPU type in the region.
+
+    Raises CloudError or PriceError.
+    """
     wanted = [*_LISTED.items(), ("regionCode", region)]
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted]
     prices: dict[str, Decimal] = {}
     listed = paginate(
-        pricing, "get_products", "PriceList", deadline, token="NextToken", ServiceCode="AmazonEC2", Filters=filters
+        pricing,
+        "get_products",
+        "PriceList",
+        deadline,
+        token="NextToken",
+        ServiceCode="AmazonEC2",
+        Filters=filters,
     )
     for text in listed:
-        product = json.loads(text) if isinstance(text, str) else text
-        name, usd = product["product"]["attributes"]["instanceType"], next(_hourly(product), None)
+        if isinstance(text, str):
+            product = json.loads(text)
+        else:
+            product = text
+        name = product["product"]["attributes"]["instanceType"]
+        usd = next(_hourly(product), None)
         if usd and prices.setdefault(name, usd) != usd:
-            raise PriceError(f"price list of {region}: {name} costs {prices[name]} and {usd}, which is ambiguous")
+            raise PriceError(
+                f"price list of {region}: {name} costs {prices[name]} and {usd}, which is ambiguous"
+            )
     return prices
 
 
-def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return the spot advisor's (savings in percent, interruption band) for Linux, by (region, instance type).
+def advisor_bands(
+    read: Callable[[], bytes] | None = None,
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the spot advisor's (savings in percent, interruption band) for Linux, by (region,
+    instance type).
 
     Raises:
         PriceError: The advisor does not answer, or its answer cannot be read.
@@ -91,21 +116,27 @@ def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, st
     try:
         data = json.loads((read or _read_advisor)())
         regions: Mapping[str, Any] = data["spot_advisor"]
-        return {
-            (region, name): (int(entry["s"]), int(entry["r"]))
-            for region, systems in regions.items()
-            for name, entry in systems.get("Linux", {}).items()
-        }
+        bands = {}
+        for region, systems in regions.items():
+            for name, entry in systems.get("Linux", {}).items():
+                bands[(region, name)] = (int(entry["s"]), int(entry["r"]))
+        return bands
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PriceError(f"{ADVISOR_URL}: not the spot advisor's table: {type(error).__name__}: {error}") from error
+        raise PriceError(
+            f"{ADVISOR_URL}: not the spot advisor's table: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
-    """Parse EC2's description of an instance type. Return None for a type with no NVIDIA GPU or a fraction of one."""
+    """Parse EC2's description of an instance type.
+
+    Return None for a type with no NVIDIA GPU or a fraction of one.
+    """
     gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
     if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
         return None
-    gpu, network = gpus[0], entry.get("NetworkInfo") or {}
+    gpu = gpus[0]
+    network = entry.get("NetworkInfo") or {}
     baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
     known = bool(baselines) and all(baseline is not None for baseline in baselines)
     return Hardware(
@@ -137,9 +168,9 @@ def _read_advisor() -> bytes:
 
 
 _PRICES_HEAD = (
-    "# AWS on-demand prices of GPU instance types, Linux, shared tenancy, from the public price list. recorded: the day"
-    " of each.\n# A type that is not listed for a region has no price on record there; another region's never stands in"
-    " for it.\n"
+    "# AWS on-demand prices of GPU instance types, Linux, shared tenancy, from the public price "
+    "list. recorded: the day of each.\n# A type that is not listed for a region has no price on "
+    "record there; another region's never stands in for it.\n"
 )
 
 
@@ -154,14 +185,21 @@ class TableChange:
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
 ) -> TableChange:
-    """Update the table of on-demand prices. The table keeps prices of other regions and of delisted types.
+    """Update the table of on-demand prices.
+
+    The table keeps prices of other regions and of delisted types.
 
     Args:
         listed: New prices by region and instance type.
         today: Day of the new prices, such as 2026-07-20.
     """
-    lines, notes = {}, []
-    known = {(region, kind.name): price for kind in catalogue.types for region, price in kind.on_demand.items()}
+    lines = {}
+    notes = []
+    known = {
+        (region, kind.name): price
+        for kind in catalogue.types
+        for region, price in kind.on_demand.items()
+    }
     for key, price in known.items():
         lines[key] = f"{key[0]},{key[1]},{price.usd_per_hour:f},{price.recorded}"
     names = {kind.name for kind in catalogue.types}
@@ -173,9 +211,14 @@ def write_on_demand(
             lines[region, name] = f"{region},{name},{usd:f},{today}"
             old = known.get((region, name))
             if old is not None and old.usd_per_hour != usd:
-                notes.append(f"{name} in {region}: ${old.usd_per_hour:f} of {old.recorded} is now ${usd:f}")
+                notes.append(
+                    f"{name} in {region}: ${old.usd_per_hour:f} of {old.recorded} is now ${usd:f}"
+                )
         gone = [name for of, name in known if of == region and name not in prices]
-        notes += [f"{name} in {region}: no longer listed; its price of the day it was recorded stays" for name in gone]
+        notes += [
+            f"{name} in {region}: no longer listed; its price of the day it was recorded stays"
+            for name in gone
+        ]
     _write(path, _PRICES_HEAD, ON_DEMAND_COLUMNS, [lines[key] for key in sorted(lines)])
     return TableChange(lines=len(lines), notes=tuple(notes))
 
@@ -195,54 +238,85 @@ def write_advisor(
         if name in names
     ]
     head = (
-        f"# AWS Spot Instance Advisor, all regions, Linux, recorded {today} ({ADVISOR_URL}).\n"
-        "# Only the types of instances.csv; a type that is not listed for a region was not advised on there.\n"
-        "# savings_percent: against the on-demand price of the region. interruption_band: share of spot capacity "
-        "reclaimed in the trailing month: 0 below 5 %, 1 5-10 %, 2 10-15 %, 3 15-20 %, 4 above 20 %.\n"
+        f"# AWS Spot Instance Advisor, all regions, Linux, recorded {today} ({ADVISOR_URL}).\n# "
+        "Only the types of instances.csv; a type that is not listed for a region was not advised "
+        "on there.\n# savings_percent: against the on-demand price of the region. "
+        "interruption_band: share of spot capacity reclaimed in the trailing month: 0 below 5 %, "
+        "1 5-10 %, 2 10-15 %, 3 15-20 %, 4 above 20 %.\n"
     )
     _write(path, head, ADVISOR_COLUMNS, rows)
     return TableChange(lines=len(rows), notes=())
 
 
-def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> TableChange:
-    """Add new instance types whose GPU is in `gpus`. If EC2's figures for a recorded type differ, only add a note."""
+def write_instances(
+    path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]
+) -> TableChange:
+    """Add new instance types whose GPU is in `gpus`.
+
+    If EC2's figures for a recorded type differ, only add a note.
+    """
     known = {kind.name: kind for kind in catalogue.types}
     lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
     notes = []
-    for one in found:
-        if one.name in known:
-            notes += _differences(one, known[one.name])
-        elif one.gpu not in set(gpus):
-            notes.append(f"{one.name}: left out, because gpus.csv has no {one.gpu}; add its peaks with their source")
-        elif one.network_gbps is None:
-            notes.append(f"{one.name}: left out, because EC2 states no baseline of its network")
+    for hardware in found:
+        if hardware.name in known:
+            notes += _differences(hardware, known[hardware.name])
+        elif hardware.gpu not in set(gpus):
+            notes.append(
+                f"{hardware.name}: left out, because gpus.csv has no {hardware.gpu}; add its "
+                "peaks with their source"
+            )
+        elif hardware.network_gbps is None:
+            notes.append(
+                f"{hardware.name}: left out, because EC2 states no baseline of its network"
+            )
         else:
-            lines[one.name] = _line(one.name, one.gpu, one)
-            notes.append(f"{one.name}: new, {one.gpu_count} × {one.gpu}")
-    head = "".join(f"{line}\n" for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+            lines[hardware.name] = _line(hardware.name, hardware.gpu, hardware)
+            notes.append(f"{hardware.name}: new, {hardware.gpu_count} × {hardware.gpu}")
+    head = "".join(
+        f"{line}\n"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    )
     _write(path, head, INSTANCE_COLUMNS, [lines[name] for name in sorted(lines)])
     return TableChange(lines=len(lines), notes=tuple(notes))
 
 
 def reread(folder: Path) -> Catalogue:
     return load_catalogue(
-        folder / "instances.csv", folder / "gpus.csv", folder / "spot_advisor.csv", folder / "on_demand.csv"
+        folder / "instances.csv",
+        folder / "gpus.csv",
+        folder / "spot_advisor.csv",
+        folder / "on_demand.csv",
     )
 
 
 def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
-    numbers = (one.gpu_count, one.gpu_memory_mib, one.vcpu, f"{one.ram_gib:g}", f"{one.network_gbps:g}")
+    numbers = (
+        one.gpu_count,
+        one.gpu_memory_mib,
+        one.vcpu,
+        f"{one.ram_gib:g}",
+        f"{one.network_gbps:g}",
+    )
     return ",".join(map(str, (name, gpu, *numbers, one.efa)))
 
 
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
     """Return a note for each figure that differs between EC2 and the table.
 
-    The figure in the table stays as it is, because it may be more accurate. For example, the table has the sustained
-    bandwidth, while EC2 states the nominal bandwidth.
+    The figure in the table stays as it is, because it may be more accurate. For example, the table
+    has the sustained bandwidth, while EC2 states the nominal bandwidth.
     """
-    pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
-    pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}
+    pairs = {
+        "gpu_count": (one.gpu_count, known.gpu_count),
+        "vcpu": (one.vcpu, known.vcpu),
+        "efa": (one.efa, known.efa),
+    }
+    pairs |= {
+        "network_gbps": (one.network_gbps, known.network_gbps),
+        "ram_gib": (one.ram_gib, known.ram_gib),
+    }
     return [
         f"{one.name}: {key} is {ours} here, {theirs} by EC2; the table's stays"
         for key, (theirs, ours) in pairs.items()
@@ -251,7 +325,9 @@ def _differences(one: Hardware, known: InstanceType) -> list[str]:
 
 
 def _write(path: Path, head: str, columns: Sequence[str], rows: Sequence[str]) -> None:
-    path.write_text(head + ",".join(columns) + "\n" + "".join(f"{row}\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        head + ",".join(columns) + "\n" + "".join(f"{row}\n" for row in rows), encoding="utf-8"
+    )
 
 
 # The price list has many pages and is slow.
@@ -259,17 +335,29 @@ _SECONDS = 300.0
 
 
 def add_commands(commands: Any) -> None:
-    catalogue = commands.add_parser("catalogue", help="renew the shipped tables of types, prices and bands")
+    catalogue = commands.add_parser(
+        "catalogue", help="renew the shipped tables of types, prices and bands"
+    )
     ways = catalogue.add_subparsers(required=True, metavar="COMMAND")
     refresh = ways.add_parser("refresh", help="ask the price list, EC2 and the spot advisor")
     regions = CostConfig.model_validate({}).regions
     refresh.add_argument(
-        "--regions", nargs="+", default=regions, metavar="REGION", help=f"default: {' '.join(regions)}"
+        "--regions",
+        nargs="+",
+        default=regions,
+        metavar="REGION",
+        help=f"default: {' '.join(regions)}",
     )
     refresh.add_argument(
-        "--output", type=Path, default=INSTANCES.parent, metavar="FOLDER", help="default: where the shipped tables lie"
+        "--output",
+        type=Path,
+        default=INSTANCES.parent,
+        metavar="FOLDER",
+        help="default: where the shipped tables lie",
     )
-    refresh.add_argument("--no-advisor", action="store_true", help="leave savings and bands as they are")
+    refresh.add_argument(
+        "--no-advisor", action="store_true", help="leave savings and bands as they are"
+    )
     refresh.set_defaults(run=refresh_catalogue)
     ways.add_parser("ages", help="the age of each shipped table").set_defaults(run=_print_ages)
 
@@ -277,7 +365,10 @@ def add_commands(commands: Any) -> None:
 def _print_ages(_: argparse.Namespace) -> int:
     now = time.time()
     for name, day, at in table_ages():
-        old = f", older than {STALE_DAYS} days" if now - at > STALE_DAYS * 86400 else ""
+        if now - at > STALE_DAYS * 86400:
+            old = f", older than {STALE_DAYS} days"
+        else:
+            old = ""
         print(f"{name}: {day}, {format_age(now - at)} old{old}")
     return 0
 
@@ -298,32 +389,51 @@ def refresh_catalogue(
     Raises:
         PriceError: An answer is missing; nothing is written.
     """
-    make, deadline = client or aws_client, RequestDeadline.after(_SECONDS)
+    make = client or aws_client
+    deadline = RequestDeadline.after(_SECONDS)
     try:
         pricing = make("pricing", PRICE_LIST_REGION)
-        listed = {region: on_demand_prices(pricing, region, deadline) for region in arguments.regions}
+        listed = {
+            region: on_demand_prices(pricing, region, deadline) for region in arguments.regions
+        }
         hardware = {
-            one.name: one for region in arguments.regions for one in gpu_hardware(make("ec2", region), deadline)
+            one.name: one
+            for region in arguments.regions
+            for one in gpu_hardware(make("ec2", region), deadline)
         }
     except CloudError as error:
         raise PriceError(f"nothing was written, because {error}") from error
     empty = [region for region, prices in listed.items() if not prices]
     if empty:
-        raise PriceError(f"nothing was written, because the price list has no GPU instance in {', '.join(empty)}")
-    bands = None if arguments.no_advisor else advisor_bands(read_advisor)
-    folder, today = arguments.output, datetime.now(UTC).date().isoformat()
+        raise PriceError(
+            f"nothing was written, because the price list has no GPU instance in {', '.join(empty)}"
+        )
+    if arguments.no_advisor:
+        bands = None
+    else:
+        bands = advisor_bands(read_advisor)
+    folder = arguments.output
+    today = datetime.now(UTC).date().isoformat()
     folder.mkdir(parents=True, exist_ok=True)
     for table in (INSTANCES, GPUS, ON_DEMAND, ADVISOR):
         if not (folder / table.name).exists():
             shutil.copy(table, folder / table.name)
     before = reread(folder)
-    gpus = {line.split(",")[0] for line in (folder / GPUS.name).read_text(encoding="utf-8").splitlines()}
+    gpus = {
+        line.split(",")[0] for line in (folder / GPUS.name).read_text(encoding="utf-8").splitlines()
+    }
     found = [hardware[name] for name in sorted(hardware)]
-    _print_change(folder / INSTANCES.name, write_instances(folder / INSTANCES.name, before, found, gpus))
+    _print_change(
+        folder / INSTANCES.name, write_instances(folder / INSTANCES.name, before, found, gpus)
+    )
     catalogue = reread(folder)
-    _print_change(folder / ON_DEMAND.name, write_on_demand(folder / ON_DEMAND.name, catalogue, listed, today))
+    _print_change(
+        folder / ON_DEMAND.name, write_on_demand(folder / ON_DEMAND.name, catalogue, listed, today)
+    )
     if bands is not None:
-        _print_change(folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today))
+        _print_change(
+            folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today)
+        )
     reread(folder)
     return 0
 

@@ -1,4 +1,6 @@
-"""Preflight checks of cost: prices, memory, budget and deadline, and the queues and quotas of AWS Batch."""
+"""Preflight checks of cost: prices, memory, budget and deadline, and the queues and quotas of AWS
+Batch.
+"""
 
 import time
 from collections.abc import Mapping
@@ -18,7 +20,13 @@ from ebbflow.cost.prices.source import NOT_ASKED, open_prices
 from ebbflow.cost.team import admit, read_team
 from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
 from ebbflow.infra.aws.calls import RequestDeadline, within
-from ebbflow.infra.batch import QueueState, batch_client, declared_queues, limit_to_queue_region, training_queues
+from ebbflow.infra.batch import (
+    QueueState,
+    batch_client,
+    declared_queues,
+    limit_to_queue_region,
+    training_queues,
+)
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
 from ebbflow.infra.footprint import size_text
@@ -29,9 +37,11 @@ from ebbflow.infra.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its pools.
+    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its
+    pools.
 
-    `plan` ranks all pools. `admitted` ranks only pools that a queue can run, as the plan of the run does.
+    `plan` ranks all pools. `admitted` ranks only pools that a queue can run, as the plan of the run
+    does.
     """
 
     plan: Plan
@@ -46,16 +56,21 @@ class _Asked:
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
-    """Check that a queue has machines and vCPUs for a pool of the plan, and that a plan of such pools is accepted."""
+    """Check that a queue has machines and vCPUs for a pool of the plan, and that a plan of such
+    pools is accepted.
+    """
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
     if not asked.offered:
         fix = (
-            "name a queue of such machines in batch.queues, widen cluster.instance_types or cost.regions, or raise "
-            "maxvCpus of a compute environment: aws batch update-compute-environment"
+            "name a queue of such machines in batch.queues, widen cluster.instance_types or "
+            "cost.regions, or raise maxvCpus of a compute environment: aws batch "
+            "update-compute-environment"
         )
-        lacks = explain_no_offer(asked.plan.ranked, asked.queues, region=asked.region, catalogue=asked.catalogue)
+        lacks = explain_no_offer(
+            asked.plan.ranked, asked.queues, region=asked.region, catalogue=asked.catalogue
+        )
         return CheckFinding.failed(lacks, fix)
     cheapest: dict[str, QueueOffer] = {}
     for offer in asked.offered:
@@ -64,28 +79,41 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
     if plan.refusal is not None and not _goes_on(context):
         message = f"with the queues that AWS Batch lists: {plan.refusal.message}"
         return _waits_for_prices(context, plan) or CheckFinding.failed(message, plan.refusal.hint)
-    return CheckFinding.passed("\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items()))
+    return CheckFinding.passed(
+        "\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items())
+    )
 
 
 def check_quota(context: PreflightContext) -> CheckFinding:
-    """Check that at least one pool that a queue can run fits the account's vCPU quota for its market and region."""
+    """Check that at least one pool that a queue can run fits the account's vCPU quota for its
+    market and region.
+    """
     asked = _ask(context)
     if isinstance(asked, CheckFinding):
         return asked
     if not asked.offered:
         return CheckFinding.skipped("no queue can run the plan; see the check aws-capacity")
     # A reservation has its quota already.
-    pools = [(one, quota_code(one.candidate.instance_type, one.candidate.market)) for one in asked.offered]
-    counted = [(one, one.candidate.region or asked.region, code) for one, code in pools if code is not None]
+    pools = [
+        (one, quota_code(one.candidate.instance_type, one.candidate.market))
+        for one in asked.offered
+    ]
+    counted = [
+        (one, one.candidate.region or asked.region, code) for one, code in pools if code is not None
+    ]
     counted = [one for one in counted if one[0].candidate.reservation is None]
     if not counted:
         return CheckFinding.skipped("no quota of these instance families is known")
-    deadline, quotas, unknown = RequestDeadline.after(ANSWER_SECONDS), {}, {}
+    deadline = RequestDeadline.after(ANSWER_SECONDS)
+    quotas = {}
+    unknown = {}
     for region, code in dict.fromkeys((region, code) for _, region, code in counted):
         if region in unknown:
             continue
         try:
-            quotas[region, code] = vcpu_quota(code, sibling_client("service-quotas", batch_client(region)), deadline)
+            quotas[region, code] = vcpu_quota(
+                code, sibling_client("service-quotas", batch_client(region)), deadline
+            )
         except (CloudError, StoreError) as error:
             unknown[region] = str(error)
     if not quotas:
@@ -95,28 +123,42 @@ def check_quota(context: PreflightContext) -> CheckFinding:
     for offer, region, code in counted:  # `lines` keeps the cheapest offer of each quota
         if (region, code) not in quotas:
             continue
-        quota, needed = quotas[region, code], asked.vcpus(offer)
+        quota = quotas[region, code]
+        needed = asked.vcpus(offer)
         allowed = allowed or needed <= quota.vcpus
-        verdict = "enough" if needed <= quota.vcpus else "too few"
+        if needed <= quota.vcpus:
+            verdict = "enough"
+        else:
+            verdict = "too few"
         have = f"{quota.name} ({quota.code}): {quota.vcpus:g} vCPUs in {region}"
-        lines.setdefault((region, code), f"{have}, {verdict} for {offer.candidate}, which has {needed}")
+        lines.setdefault(
+            (region, code), f"{have}, {verdict} for {offer.candidate}, which has {needed}"
+        )
     said = "\n".join([*lines.values(), *unknown.values()])
     if allowed:
         return CheckFinding.passed(said)
     if unknown:
         return CheckFinding.skipped(said)
     codes = ", ".join(f"{code} in {region}" for region, code in lines)
-    fix = f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code CODE ({codes})"
+    fix = (
+        "aws service-quotas request-service-quota-increase --service-code ec2 --quota-code CODE "
+        f"({codes})"
+    )
     return CheckFinding.failed(said, fix)
 
 
 def _ask(context: PreflightContext) -> _Asked | CheckFinding:
-    """Make the plan, and find the AWS Batch queues that can run it. If this fails, return a finding with the reason."""
+    """Make the plan, and find the AWS Batch queues that can run it.
+
+    If this fails, return a finding with the reason.
+    """
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     now = time.time()
     if context.config.user_code is not None:
-        return CheckFinding.skipped("the workload defines its own model, which is measured when the run is planned")
+        return CheckFinding.skipped(
+            "the workload defines its own model, which is measured when the run is planned"
+        )
     try:
         config = limit_to_queue_region(context.config, only_if_set=False)
     except StoreError as error:
@@ -127,12 +169,21 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
         plan = make_plan(config, **known)
     except PriceError:
         return CheckFinding.skipped("the prices cannot be read; see the check prices")
-    if not plan.ranked and config.cost.regions != context.config.cost.regions and plan.refusal is not None:
+    if (
+        not plan.ranked
+        and config.cost.regions != context.config.cost.regions
+        and plan.refusal is not None
+    ):
         named = ", ".join(context.config.cost.regions)
-        detail = f"the queues are in {config.batch.region}, cost.regions has {named}: {plan.refusal.message}"
+        detail = (
+            f"the queues are in {config.batch.region}, cost.regions has {named}: "
+            f"{plan.refusal.message}"
+        )
         return CheckFinding.failed(detail, plan.refusal.hint)
     if not plan.ranked:
-        return CheckFinding.skipped("there is no plan; see the checks planned-memory and budget-deadline")
+        return CheckFinding.skipped(
+            "there is no plan; see the checks planned-memory and budget-deadline"
+        )
     try:
         client = batch_client(config.batch.region)
         queues = training_queues(config.batch, client, deadline_seconds=ANSWER_SECONDS)
@@ -142,14 +193,23 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     catalogue = load_catalogue()
     offered = find_offers(plan.ranked, queues, region=region, catalogue=catalogue)
     admitted = make_plan(config, **known, queues=queues)
-    return _Asked(plan=plan, admitted=admitted, region=region, queues=queues, offered=offered, catalogue=catalogue)
+    return _Asked(
+        plan=plan,
+        admitted=admitted,
+        region=region,
+        queues=queues,
+        offered=offered,
+        catalogue=catalogue,
+    )
 
 
 def _job_history(context: PreflightContext) -> JobHistory:
     """Load the job history of the store; empty if there is no store yet, or if it does not answer."""
 
     def load() -> JobHistory:
-        store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False)
+        store = Store.open(
+            context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False
+        )
         return load_job_history(store)
 
     return load_or_use_priors(lambda: within(_STORE_SECONDS, load, "reading the job history"))
@@ -159,40 +219,61 @@ def _job_history(context: PreflightContext) -> JobHistory:
 _LIVE_SECONDS = 12.0
 # Deadline for one small listing of the store.
 _STORE_SECONDS = 4.0
-_MEASURED_LATER = "the workload defines its own model, which is measured and checked when the run is planned"
+_MEASURED_LATER = (
+    "the workload defines its own model, which is measured and checked when the run is planned"
+)
 
 
 def check_planned_memory(context: PreflightContext) -> CheckFinding:
-    """Check that an allowed pool has enough GPU and main memory, and that its ranks divide the batch evenly."""
+    """Check that an allowed pool has enough GPU and main memory, and that its ranks divide the
+    batch evenly.
+    """
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
     if plan.chosen is not None:
-        chosen, fit = plan.chosen, plan.chosen.fit
+        chosen = plan.chosen
+        fit = plan.chosen.fit
         return CheckFinding.passed(
-            f"{chosen}: {size_text(fit.total)} of {size_text(chosen.gpu_memory_bytes)} per GPU (estimated), "
-            f"{chosen.micro_batch} samples per micro-batch on each of {chosen.ranks} ranks"
+            f"{chosen}: {size_text(fit.total)} of {size_text(chosen.gpu_memory_bytes)} per GPU "
+            f"(estimated), {chosen.micro_batch} samples per micro-batch on each of "
+            f"{chosen.ranks} ranks"
         )
     if plan.refusal is not None and plan.refusal.outcome is Outcome.NO_CAPACITY:
-        return _waits_for_prices(context, plan) or CheckFinding.failed(plan.refusal.message, plan.refusal.hint)
+        return _waits_for_prices(context, plan) or CheckFinding.failed(
+            plan.refusal.message, plan.refusal.hint
+        )
     return CheckFinding.skipped("no pool meets the deadline; see the check budget-deadline")
 
 
 def check_limits(context: PreflightContext) -> CheckFinding:
-    """Check that the cheapest plan meets budget and deadline, including the cost reserved for the last checkpoint."""
+    """Check that the cheapest plan meets budget and deadline, including the cost reserved for the
+    last checkpoint.
+    """
     plan = _plan(context)
     if isinstance(plan, CheckFinding):
         return plan
     if plan.refusal is not None and plan.refusal.outcome is not Outcome.NO_CAPACITY:
         if _goes_on(context):
-            return CheckFinding.skipped("the job continues: the plan decides by the remaining steps, dollars and hours")
-        return _waits_for_prices(context, plan) or CheckFinding.failed(plan.refusal.message, plan.refusal.hint)
+            return CheckFinding.skipped(
+                "the job continues: the plan decides by the remaining steps, dollars and hours"
+            )
+        return _waits_for_prices(context, plan) or CheckFinding.failed(
+            plan.refusal.message, plan.refusal.hint
+        )
     chosen = plan.chosen
     if chosen is None:
         return CheckFinding.skipped("there is no pool to price; see the check planned-memory")
-    cost, deadline = context.config.cost, context.config.cost.deadline_hours
-    budget = "no budget" if cost.budget_usd is None else f"budget ${cost.budget_usd:.2f}"
-    limit = "no deadline" if deadline is None else f"deadline {deadline:g} h"
+    cost = context.config.cost
+    deadline = context.config.cost.deadline_hours
+    if cost.budget_usd is None:
+        budget = "no budget"
+    else:
+        budget = f"budget ${cost.budget_usd:.2f}"
+    if deadline is None:
+        limit = "no deadline"
+    else:
+        limit = f"deadline {deadline:g} h"
     return CheckFinding.passed(
         f"{chosen}: ${chosen.expected_usd:.4f} + ${plan.reserve_usd:.4f} reserve, {budget}; "
         f"{chosen.expected_hours:.3g} h, {limit} (estimated; price {chosen.price_kind})"
@@ -200,7 +281,9 @@ def check_limits(context: PreflightContext) -> CheckFinding:
 
 
 def check_team_budget(context: PreflightContext) -> CheckFinding:
-    """Check that the project's budget of each month in which the job can run has room for `cost.budget_usd`."""
+    """Check that the project's budget of each month in which the job can run has room for
+    `cost.budget_usd`.
+    """
     cost = context.config.cost
     if cost.team_file is None:
         return CheckFinding.skipped("cost.team_file is not set")
@@ -212,63 +295,102 @@ def check_team_budget(context: PreflightContext) -> CheckFinding:
     records = read_records([*list_known_jobs(), *team.jobs], None)
     name = context.job or ""
     mine = config_money(name, context.config, now)
-    before = next((one.money for one in records if one.money.job == name), None)
-    mine = mine if before is None else replace(mine, spent=before.spent)
-    others = [one for one in records if one.money.job != name]
-    running = [one.money for one in others if one.state == RUNNING]
-    [verdict] = admit(team, now, [*(one.money for one in others), mine], running, [mine])
+    before = next((record.money for record in records if record.money.job == name), None)
+    if before is None:
+        mine = mine
+    else:
+        mine = replace(mine, spent=before.spent)
+    others = [record for record in records if record.money.job != name]
+    running = [other.money for other in others if other.state == RUNNING]
+    [verdict] = admit(team, now, [*(other.money for other in others), mine], running, [mine])
     if verdict.verdict == "start":
         return CheckFinding.passed(verdict.words)
-    fix = "lower cost.budget_usd, wait for a running job to end, or raise the budget in cost.team_file (`ebbflow jobs`)"
+    fix = (
+        "lower cost.budget_usd, wait for a running job to end, or raise the budget in "
+        "cost.team_file (`ebbflow jobs`)"
+    )
     return CheckFinding.failed(verdict.words, fix)
 
 
 def check_prices(context: PreflightContext) -> CheckFinding:
-    """Check that the configured prices are available without a network, and cover the configured regions."""
-    cost, now = context.config.cost, time.time()
+    """Check that the configured prices are available without a network, and cover the configured
+    regions.
+    """
+    cost = context.config.cost
+    now = time.time()
     if cost.prices == "live":
         return CheckFinding.skipped(NOT_ASKED)
     try:
         prices = open_prices(context.config, now, project_root=context.project_root)
     except PriceError as error:
-        return CheckFinding.failed(str(error), "repair or re-record the file, or set cost.prices to static or live")
+        return CheckFinding.failed(
+            str(error), "repair or re-record the file, or set cost.prices to static or live"
+        )
     if isinstance(prices, RecordedPrices) and not any(map(prices.zones, cost.regions)):
         known = ", ".join(sorted({region for _, region in prices.quotes})) or "none"
-        reason = f"{cost.prices} has prices for none of cost.regions ({', '.join(cost.regions)}); it has {known}"
-        return CheckFinding.failed(reason, f"set cost.regions to [{known}], or record those regions")
-    said = prices.describe(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours)
+        reason = (
+            f"{cost.prices} has prices for none of cost.regions ({', '.join(cost.regions)}); it "
+            f"has {known}"
+        )
+        return CheckFinding.failed(
+            reason, f"set cost.regions to [{known}], or record those regions"
+        )
+    said = prices.describe(
+        now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours
+    )
     return CheckFinding.passed("\n".join(said))
 
 
 def check_live_prices(context: PreflightContext) -> CheckFinding:
-    """Check that EC2 returns a spot price for each region, which needs credentials, permissions and a network."""
+    """Check that EC2 returns a spot price for each region, which needs credentials, permissions and
+    a network.
+    """
     config = context.config
     if config.cost.prices != "live":
         return CheckFinding.skipped("cost.prices is not live")
     names = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)][:1]
-    answers = query_spot_prices(config.cost.regions, names, now_utc=time.time(), deadline_seconds=_LIVE_SECONDS)
+    answers = query_spot_prices(
+        config.cost.regions, names, now_utc=time.time(), deadline_seconds=_LIVE_SECONDS
+    )
     if answers.failed:
         return CheckFinding.failed(
-            f"the static table is used instead, because {'; '.join(dict.fromkeys(answers.failed.values()))}",
-            "allow ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones and network access to EC2, "
-            "or set cost.prices to static or to a recorded file",
+            "the static table is used instead, because "
+            f"{'; '.join(dict.fromkeys(answers.failed.values()))}",
+            "allow ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones and network "
+            "access to EC2, or set cost.prices to static or to a recorded file",
         )
-    nameless = [f"{region}: {answer.names_only}" for region, answer in answers.answered.items() if answer.names_only]
+    nameless = [
+        f"{region}: {answer.names_only}"
+        for region, answer in answers.answered.items()
+        if answer.names_only
+    ]
     if nameless:
-        fix = "allow ec2:DescribeAvailabilityZones, so that zones have ids that are the same in every account"
+        fix = (
+            "allow ec2:DescribeAvailabilityZones, so that zones have ids that are the same in "
+            "every account"
+        )
         return CheckFinding.failed("; ".join(nameless), fix)
     return CheckFinding.passed(f"EC2 answers in {', '.join(config.cost.regions)}")
 
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:
-    """Make the plan, with no network but the store. If that is impossible, return a finding with the reason."""
+    """Make the plan, with no network but the store.
+
+    If that is impossible, return a finding with the reason.
+    """
     if context.config.user_code is not None:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
     try:
         on_batch = context.target == "batch"
-        config = limit_to_queue_region(context.config) if on_batch else context.config
-        queues = declared_queues(config.batch) if on_batch else None
+        if on_batch:
+            config = limit_to_queue_region(context.config)
+        else:
+            config = context.config
+        if on_batch:
+            queues = declared_queues(config.batch)
+        else:
+            queues = None
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         local = context.target == "local"
         known = {"simulated": local, "queues": queues or None, "history": _job_history(context)}
@@ -287,14 +409,17 @@ def _goes_on(context: PreflightContext) -> bool:
     if context.job is None:
         return False
     try:
-        store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False)
+        store = Store.open(
+            context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False
+        )
         return bool(store.sub(job_prefix(context.job)).list("generations/", limit=1))
     except InfraError:
         return False
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """Return a skipped finding if the plan was refused at static prices but may be accepted at live prices, else None.
+    """Return a skipped finding if the plan was refused at static prices but may be accepted at live
+    prices, else None.
 
     The run makes a new plan at live prices, and that plan decides.
     """
@@ -308,16 +433,60 @@ def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | N
 
 CHECKS: list[Check] = [
     Check(
-        "planned-memory", "model fits the planned GPUs", "error", "quick", 10.0, ("A06", "C01"), check_planned_memory
+        "planned-memory",
+        "model fits the planned GPUs",
+        "error",
+        "quick",
+        10.0,
+        ("A06", "C01"),
+        check_planned_memory,
     ),
-    Check("budget-deadline", "budget and deadline are feasible", "error", "quick", 10.0, ("I04", "I05"), check_limits),
-    Check("team-budget", "the team's budget has room", "error", "full", 60.0, ("I04",), check_team_budget),
+    Check(
+        "budget-deadline",
+        "budget and deadline are feasible",
+        "error",
+        "quick",
+        10.0,
+        ("I04", "I05"),
+        check_limits,
+    ),
+    Check(
+        "team-budget",
+        "the team's budget has room",
+        "error",
+        "full",
+        60.0,
+        ("I04",),
+        check_team_budget,
+    ),
     Check("prices", "prices are available", "error", "quick", 10.0, ("I09",), check_prices),
     Check(
-        "live-prices", "EC2 returns spot prices", "warning", "full", _LIVE_SECONDS + 3.0, ("I09",), check_live_prices
+        "live-prices",
+        "EC2 returns spot prices",
+        "warning",
+        "full",
+        _LIVE_SECONDS + 3.0,
+        ("I09",),
+        check_live_prices,
     ),
-    # Both are warnings: they test a plan made from the price table, and current prices may allow more pools. The final
-    # decision is made when an attempt is placed.
-    Check("aws-capacity", "queues can run the plan", "warning", "full", ANSWER_SECONDS + 6.0, ("I04",), check_capacity),
-    Check("aws-quota", "quotas allow the machines", "warning", "full", 2 * ANSWER_SECONDS + 6.0, ("I04",), check_quota),
+    # Both are warnings: they test a plan made from the price table, and current prices may allow
+    # more pools. The final decision is made when an attempt is placed.
+    Check(
+        "aws-capacity",
+        "queues can run the plan",
+        "warning",
+        "full",
+        ANSWER_SECONDS + 6.0,
+        ("I04",),
+        check_capacity,
+    ),
+    Check(
+        "aws-quota",
+        "quotas allow the machines",
+        "warning",
+        "full",
+        2 * ANSWER_SECONDS + 6.0,
+        ("I04",),
+        check_quota,
+    ),
 ]

@@ -1,4 +1,7 @@
-"""Exceptions of the cost package. Each class determines the outcome and exit code of a job that it ends."""
+"""Exceptions of the cost package.
+
+Each class determines the outcome and exit code of a job that it ends.
+"""
 
 from ebbflow.infra.errors import EbbflowError, Outcome
 
@@ -8,7 +11,10 @@ class CostError(EbbflowError):
 
 
 class CatalogueError(CostError, outcome=Outcome.CONFIG):
-    """A table of prices or GPUs has an invalid line. The message has file:line:column, value and expected form."""
+    """A table of prices or GPUs has an invalid line.
+
+    The message has file:line:column, value and expected form.
+    """
 
 
 class PlanError(CostError):
@@ -16,7 +22,9 @@ class PlanError(CostError):
 
 
 class PlacementError(CostError):
-    """The next attempt cannot be placed: budget or deadline would be exceeded, or no queue can run it."""
+    """The next attempt cannot be placed: budget or deadline would be exceeded, or no queue can run
+    it.
+    """
 
     def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(message)
@@ -28,19 +36,31 @@ class LedgerError(CostError):
 
 
 class ReportError(CostError, outcome=Outcome.CONFIG):
-    """A report cannot be made or read. The message has the reason, such as the places searched for the job's events."""
+    """A report cannot be made or read.
+
+    The message has the reason, such as the places searched for the job's events.
+    """
 
 
 class PriceError(CostError, outcome=Outcome.CONFIG):
-    """A file of recorded prices is unreadable or has an invalid price. The message has file:line or the record."""
+    """A file of recorded prices is unreadable or has an invalid price.
+
+    The message has file:line or the record.
+    """
 
 
 class BillError(CostError, outcome=Outcome.CONFIG):
-    """A Cost and Usage Report is unreadable or inconsistent. The message has file:line and the column."""
+    """A Cost and Usage Report is unreadable or inconsistent.
+
+    The message has file:line and the column.
+    """
 
 
 class TeamError(CostError, outcome=Outcome.CONFIG):
-    """A team's budget file (team.yaml) is unreadable or has an invalid value. The message has file:line and the key."""
+    """A team's budget file (team.yaml) is unreadable or has an invalid value.
+
+    The message has file:line and the key.
+    """
 
 
 class ReplayError(CostError, outcome=Outcome.CONFIG):

@@ -1,4 +1,6 @@
-"""A job's charges by month, in the columns of the billing format FOCUS 1.0 (https://focus.finops.org)."""
+"""A job's charges by month, in the columns of the billing format FOCUS 1.0
+(https://focus.finops.org).
+"""
 
 import csv
 import json
@@ -16,12 +18,37 @@ from ebbflow.infra.events import CONFIGURED, Event
 from ebbflow.infra.grouping import sum_by_key
 
 FOCUS_COLUMNS: tuple[str, ...] = (
-    "BilledCost", "EffectiveCost", "ListCost", "BillingCurrency", "BillingPeriodStart", "BillingPeriodEnd",
-    "ChargePeriodStart", "ChargePeriodEnd", "ChargeCategory", "ChargeFrequency", "ChargeDescription",
-    "ConsumedQuantity", "ConsumedUnit", "PricingQuantity", "PricingUnit", "PricingCategory", "ProviderName",
-    "PublisherName", "InvoiceIssuerName", "ServiceCategory", "ServiceName", "RegionId", "AvailabilityZone",
-    "ResourceId", "ResourceType", "Tags", "x_Job", "x_Owner", "x_Project", "x_PriceKind",
-)  # fmt: skip
+    "BilledCost",
+    "EffectiveCost",
+    "ListCost",
+    "BillingCurrency",
+    "BillingPeriodStart",
+    "BillingPeriodEnd",
+    "ChargePeriodStart",
+    "ChargePeriodEnd",
+    "ChargeCategory",
+    "ChargeFrequency",
+    "ChargeDescription",
+    "ConsumedQuantity",
+    "ConsumedUnit",
+    "PricingQuantity",
+    "PricingUnit",
+    "PricingCategory",
+    "ProviderName",
+    "PublisherName",
+    "InvoiceIssuerName",
+    "ServiceCategory",
+    "ServiceName",
+    "RegionId",
+    "AvailabilityZone",
+    "ResourceId",
+    "ResourceType",
+    "Tags",
+    "x_Job",
+    "x_Owner",
+    "x_Project",
+    "x_PriceKind",
+)
 _HOUR = Decimal(3600)
 
 
@@ -43,13 +70,21 @@ def next_month(month: str) -> str:
 def focus_rows(events: Sequence[Event]) -> list[dict[str, str]]:
     """Return the charges of a job as FOCUS rows.
 
-    Each row covers the time of one node, or other paid time of its instance such as an idle pause, in one month. The
-    sum of `BilledCost` is the ledger's total before rounding. The charges are computed from metered time, not taken
-    from an invoice.
+    Each row covers the time of one node, or other paid time of its instance such as an idle pause,
+    in one month. The sum of `BilledCost` is the ledger's total before rounding. The charges are
+    computed from metered time, not taken from an invoice.
     """
     ledger = fold(events)
-    job = events[0].job if events else ""
-    tags = {**read_tags(events), "ebbflow-job": job, "owner": ledger.owner, "project": ledger.project}
+    if events:
+        job = events[0].job
+    else:
+        job = ""
+    tags = {
+        **read_tags(events),
+        "ebbflow-job": job,
+        "owner": ledger.owner,
+        "project": ledger.project,
+    }
     common = {
         "BillingCurrency": "USD",
         "ChargeCategory": "Usage",
@@ -69,31 +104,54 @@ def focus_rows(events: Sequence[Event]) -> list[dict[str, str]]:
 def read_settings(events: Sequence[Event]) -> dict[str, Any]:
     """Return the newest recorded configuration of a job: values by dotted key."""
     configured = [event for event in events if event.name == CONFIGURED]
-    return {row["key"]: row["value"] for row in configured[-1].data.get("settings", [])} if configured else {}
+    if configured:
+        return {row["key"]: row["value"] for row in configured[-1].data.get("settings", [])}
+    return {}
 
 
 def read_tags(events: Sequence[Event]) -> dict[str, str]:
-    """Return the `batch.tags` of a job. The events may have one setting with all tags, or one setting per tag."""
+    """Return the `batch.tags` of a job.
+
+    The events may have one setting with all tags, or one setting per tag.
+    """
     settings = read_settings(events)
     tags = settings.get("batch.tags")
     single = {
-        key.removeprefix("batch.tags."): value for key, value in settings.items() if key.startswith("batch.tags.")
+        key.removeprefix("batch.tags."): value
+        for key, value in settings.items()
+        if key.startswith("batch.tags.")
     }
-    return {str(key): str(value) for key, value in {**(tags if isinstance(tags, dict) else {}), **single}.items()}
+    return {
+        str(key): str(value)
+        for key, value in {**(tags if isinstance(tags, dict) else {}), **single}.items()
+    }
 
 
 def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
     for bill in ledger.nodes:
-        machine, start = bill.node.machine, bill.node.started_wall
+        machine = bill.node.machine
+        start = bill.node.started_wall
         words = f"node {bill.node.node} of start {bill.node.generation}"
-        yield from _months(bill.price, machine, start, bill.node.paid_seconds, bill.curve, bill.on_demand_curve, words)
+        yield from _months(
+            bill.price,
+            machine,
+            start,
+            bill.node.paid_seconds,
+            bill.curve,
+            bill.on_demand_curve,
+            words,
+        )
         for extra in bill.extras:
             text = f"{str(extra.ledger_class).replace('_', ' ')} of {words}"
-            yield from _months(bill.price, machine, extra.start, extra.seconds, bill.price.curve, None, text)
+            yield from _months(
+                bill.price, machine, extra.start, extra.seconds, bill.price.curve, None, text
+            )
     for lost in ledger.unreported:
         stay = lost.job.stay(lost.node)
         words = f"node {lost.node} of AWS Batch job {lost.job.job_id}, which recorded nothing"
-        yield from _months(lost.price, {}, stay.started, stay.stopped - stay.started, lost.price.curve, None, words)
+        yield from _months(
+            lost.price, {}, stay.started, stay.stopped - stay.started, lost.price.curve, None, words
+        )
 
 
 def _months(
@@ -105,13 +163,19 @@ def _months(
     usual: PriceCurve | None,
     words: str,
 ) -> Iterator[dict[str, str]]:
-    """Split the charge for an interval at the ends of calendar months (UTC), and yield one row per month.
+    """Split the charge for an interval at the ends of calendar months (UTC), and yield one row per
+    month.
 
     A row maps the names of FOCUS columns to their values.
     """
-    at, end = round(start * MICRO), round(start * MICRO) + round(seconds * MICRO)
-    provider = "AWS" if price.kind != "simulated" else "AWS (simulated: ran elsewhere)"
-    pool, market = price.pool, machine.get("market") or (price.pool.market if price.pool else "")
+    at = round(start * MICRO)
+    end = round(start * MICRO) + round(seconds * MICRO)
+    if price.kind != "simulated":
+        provider = "AWS"
+    else:
+        provider = "AWS (simulated: ran elsewhere)"
+    pool = price.pool
+    market = machine.get("market") or (price.pool.market if price.pool else "")
     while at < end:
         month = month_of(at / MICRO)
         until = min(end, round(month_start(next_month(month)) * MICRO))
@@ -132,7 +196,9 @@ def _months(
             "RegionId": str(machine.get("region") or ""),
             "AvailabilityZone": str(machine.get("zone") or ""),
             "ResourceId": str(machine.get("instance_id") or ""),
-            "ResourceType": str(machine.get("instance_type") or (pool.instance_type if pool else "")),
+            "ResourceType": str(
+                machine.get("instance_type") or (pool.instance_type if pool else "")
+            ),
             "x_PriceKind": price.kind,
         }
         at = until

@@ -1,4 +1,6 @@
-"""Pareto front of a job's time and cost, over all pools, markets, numbers of nodes and checkpoint intervals."""
+"""Pareto front of a job's time and cost, over all pools, markets, numbers of nodes and checkpoint
+intervals.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,19 +20,31 @@ _SECONDS = (60.0, 300.0, 900.0, 3600.0)
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
-    """A pool and a checkpoint interval that no other choice beats in both expected hours and expected dollars."""
+    """A pool and a checkpoint interval that no other choice beats in both expected hours and
+    expected dollars.
+    """
 
     pool: Candidate
     interval: str  # the checkpoint interval as text
-    # budget that the whole job needs with this choice: dollars spent so far, expected dollars, and the reserve for the
-    # last checkpoint
+    # budget that the whole job needs with this choice: dollars spent so far, expected dollars, and
+    # the reserve for the last checkpoint
     needed_usd: float
-    # whether the choice meets the budget, and the deadline with at least the probability `cost.confidence`
+    # whether the choice meets the budget, and the deadline with at least the probability
+    # `cost.confidence`
     within: bool
 
     def to_json(self) -> dict[str, Any]:
-        pool, ahead = self.pool, self.pool.outlook
-        names = ("instance_type", "nodes", "market", "region", "zone", "expected_hours", "expected_usd")
+        pool = self.pool
+        ahead = self.pool.outlook
+        names = (
+            "instance_type",
+            "nodes",
+            "market",
+            "region",
+            "zone",
+            "expected_hours",
+            "expected_usd",
+        )
         return {
             **{name: getattr(pool, name) for name in names},
             "interval": self.interval,
@@ -45,15 +59,18 @@ class FrontierPoint:
 
 
 def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]:
-    """Return the Pareto front of expected hours and dollars for the remaining work, the fastest choice first.
+    """Return the Pareto front of expected hours and dollars for the remaining work, the fastest
+    choice first.
 
-    Instance types, regions, zones and ranks per node are as configured. All markets, numbers of nodes and checkpoint
-    intervals are tried. Budget and deadline are ignored.
+    Instance types, regions, zones and ranks per node are as configured. All markets, numbers of
+    nodes and checkpoint intervals are tried. Budget and deadline are ignored.
     """
     free = config.changed("cost", deadline_hours=None, budget_usd=None)
     free = free.changed("cluster", nodes="auto", market="auto")
     intervals = {"as configured": {}, "auto": {"interval": "auto"}}
-    intervals |= {format_duration(s): {"interval": "seconds", "interval_seconds": s} for s in _SECONDS}
+    intervals |= {
+        format_duration(s): {"interval": "seconds", "interval_seconds": s} for s in _SECONDS
+    }
     found = [
         (one, words)
         for words, values in intervals.items()
@@ -68,10 +85,14 @@ def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]
 
 
 def _judge(config: RunConfig, sources: PlanInputs, one: Candidate, interval: str) -> FrontierPoint:
-    left, budget = sources.hours_left(config), config.cost.budget_usd
+    left = sources.hours_left(config)
+    budget = config.cost.budget_usd
     one = with_outlook(one, left)
-    needed, chance = needed_usd(config, sources, one), one.outlook and one.outlook.deadline_probability
-    within = (budget is None or needed <= budget) and (chance is None or chance >= config.cost.confidence)
+    needed = needed_usd(config, sources, one)
+    chance = one.outlook and one.outlook.deadline_probability
+    within = (budget is None or needed <= budget) and (
+        chance is None or chance >= config.cost.confidence
+    )
     return FrontierPoint(pool=one, interval=interval, needed_usd=needed, within=within)
 
 
@@ -79,59 +100,80 @@ _HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90",
 
 
 _LEGEND = (
-    "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's choice; !: beyond "
-    "cost.budget_usd, or less likely in time than cost.confidence"
+    "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's "
+    "choice; !: beyond cost.budget_usd, or less likely in time than cost.confidence"
 )
 
 
 def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
-    """Render the front as a table. `*` marks the plan's choice; `!` marks choices that exceed budget or deadline."""
+    """Render the front as a table.
+
+    `*` marks the plan's choice; `!` marks choices that exceed budget or deadline.
+    """
     rows = _rows(front, plan)
     if not rows:
         return "no pool can run the job: `ebbflow plan` without --frontier shows why"
-    return "\n".join([*(line.rstrip() for line in format_table(rows, _HEADER, left=4, width=None)), _LEGEND])
+    return "\n".join(
+        [*(line.rstrip() for line in format_table(rows, _HEADER, left=4, width=None)), _LEGEND]
+    )
 
 
 def render_frontier_page(front: Sequence[FrontierPoint], plan: Plan) -> str:
     """Render the front as one self-contained HTML page: a chart and the table."""
     rows = _rows(front, plan)
-    what = f"the {plan.steps:,} steps that are left" if plan.done_steps else f"{plan.steps:,} steps"
+    if plan.done_steps:
+        what = f"the {plan.steps:,} steps that are left"
+    else:
+        what = f"{plan.steps:,} steps"
     main = (
-        f'<header id="header"><h1>Dollars against time to finish</h1><p class="verdict">{len(rows)} choices for {what}'
-        f'</p></header><section id="front">{_chart(front, rows)}{render_html_table(_HEADER, rows)}'
-        f'<p class="quiet">{escape(_LEGEND)}</p></section>'
+        '<header id="header"><h1>Dollars against time to finish</h1><p '
+        f'class="verdict">{len(rows)} choices for {what}</p></header><section '
+        f'id="front">{_chart(front, rows)}{render_html_table(_HEADER, rows)}<p '
+        f'class="quiet">{escape(_LEGEND)}</p></section>'
     )
-    return fill_page(main, '{"figures":[]}', "Ebbflow frontier", running=False, written=plan.made_utc)
+    return fill_page(
+        main, '{"figures":[]}', "Ebbflow frontier", running=False, written=plan.made_utc
+    )
 
 
 def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> str:
-    """Draw each choice as a dot at (expected hours, expected dollars). The dot's tooltip is its row of the table."""
+    """Draw each choice as a dot at (expected hours, expected dollars).
+
+    The dot's tooltip is its row of the table.
+    """
     if not front:
         return ""
-    most_hours = max(one.pool.expected_hours for one in front) or 1.0
-    most_usd = max(one.pool.expected_usd for one in front) or 1.0
+    most_hours = max(frontier_point.pool.expected_hours for frontier_point in front) or 1.0
+    most_usd = max(frontier_point.pool.expected_usd for frontier_point in front) or 1.0
     dots = []
     for one, row in zip(front, rows, strict=True):
-        x, y = 60 + 480 * one.pool.expected_hours / most_hours, 210 - 190 * one.pool.expected_usd / most_usd
+        x = 60 + 480 * one.pool.expected_hours / most_hours
+        y = 210 - 190 * one.pool.expected_usd / most_usd
         dots.append(
             f'<circle class="{"c1" if one.within else "c4"}" r="5" cx="{x:.1f}" cy="{y:.1f}">'
             f"<title>{escape(', '.join(filter(None, row)))}</title></circle>"
         )
     labels = (
-        f'<text x="52" y="24" text-anchor="end">{escape(format_usd(most_usd, 2))}</text>'
-        f'<text x="540" y="228" text-anchor="end">{format_number(most_hours, 1)} h</text>'
-        '<line class="grid" x1="60" x2="548" y1="210" y2="210"/><line class="grid" x1="60" x2="60" y1="14" y2="210"/>'
+        f'<text x="52" y="24" text-anchor="end">{escape(format_usd(most_usd, 2))}</text><text '
+        f'x="540" y="228" text-anchor="end">{format_number(most_hours, 1)} h</text><line '
+        'class="grid" x1="60" x2="548" y1="210" y2="210"/><line class="grid" x1="60" x2="60" '
+        'y1="14" y2="210"/>'
     )
     name = "expected dollars by expected hours of each choice"
-    return f'<svg viewBox="0 0 560 234" role="img" aria-label="{name}">{labels}{"".join(dots)}</svg>'
+    return (
+        f'<svg viewBox="0 0 560 234" role="img" aria-label="{name}">{labels}{"".join(dots)}</svg>'
+    )
 
 
 def _rows(front: Sequence[FrontierPoint], plan: Plan) -> list[tuple[str, ...]]:
     rows = []
     for point in front:
-        one, ahead = point.pool, point.pool.outlook
+        one = point.pool
+        ahead = point.pool.outlook
         known = ("instance_type", "nodes", "market", "region", "zone")
-        chosen = plan.chosen is not None and all(getattr(one, name) == getattr(plan.chosen, name) for name in known)
+        chosen = plan.chosen is not None and all(
+            getattr(one, name) == getattr(plan.chosen, name) for name in known
+        )
         rows.append(
             (
                 "*" if chosen else "" if point.within else "!",

@@ -1,6 +1,8 @@
-"""Job history: interruptions and speeds that past jobs of a store measured, and the estimates based on them.
+"""Job history: interruptions and speeds that past jobs of a store measured, and the estimates based
+on them.
 
-Each job writes one record. The record depends only on the job's events, so it is the same each time it is written:
+Each job writes one record. The record depends only on the job's events, so it is the same each time
+it is written:
 
     <store>/experience/<day of the job's first event>-<job>.json
 
@@ -32,9 +34,11 @@ from ebbflow.infra.store import Store
 SCHEMA = 1
 # The first steps of a generation compile kernels and fill caches.
 _WARM_UP_STEPS = 3
-# The deviation of a measured speed is computed from the means of this many equal parts of a generation.
+# The deviation of a measured speed is computed from the means of this many equal parts of a
+# generation.
 _STRETCHES = 8
-# Least deviation: the speed differs more between runs (other machines, a busy neighbour) than within a short run.
+# Least deviation: the speed differs more between runs (other machines, a busy neighbour) than
+# within a short run.
 LEAST_LOG_DEVIATION = 0.03
 
 
@@ -50,10 +54,11 @@ class PoolStay:
     ended_utc: float  # Unix time of the generation's end
     hours: float  # duration of the generation
     reclaimed: bool  # whether the generation ended because the provider took machines away
-    # hours from the reclaim that ended this generation to the start of the run's next generation; None if unknown
+    # hours from the reclaim that ended this generation to the start of the run's next generation;
+    # None if unknown
     gone_hours: float | None = None
-    # whether the next generation ran in another pool. In that case this pool may have lacked capacity for longer than
-    # `gone_hours`.
+    # whether the next generation ran in another pool. In that case this pool may have lacked
+    # capacity for longer than `gone_hours`.
     moved: bool = False
 
 
@@ -66,7 +71,9 @@ class MeasuredSpeed:
     processes_per_node: int
     fingerprint: str  # hash of the settings that decide the speed (`cost.plan.throughput`)
     tokens_per_second: float  # speed of all ranks together
-    log_deviation: float  # standard deviation of the log of the speed between parts of the generation
+    log_deviation: (
+        float  # standard deviation of the log of the speed between parts of the generation
+    )
     steps: int  # number of measured steps
     seen_utc: float  # Unix time of the generation's end
 
@@ -84,7 +91,10 @@ class JobMeasurements:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> JobMeasurements:
-        """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for another schema."""
+        """Read the result of `to_json`.
+
+        Raises ValueError, KeyError or TypeError for another schema.
+        """
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
         return cls(
@@ -95,46 +105,65 @@ class JobMeasurements:
 
 
 def summarize_job(events: Sequence[Event]) -> JobMeasurements:
-    """Build a job's record from its events, in any order. A generation belongs to the last plan before its start."""
+    """Build a job's record from its events, in any order.
+
+    A generation belongs to the last plan before its start.
+    """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == ev.PLAN and event.data.get("chosen")]
     stays: list[PoolStay] = []
-    speeds, last_run = [], ""
+    speeds = []
+    last_run = ""
     for generation in read_generations(ordered).values():
-        plan = next((event.data for event in reversed(plans) if event.t_wall <= generation.started_wall), None)
+        plan = next(
+            (event.data for event in reversed(plans) if event.t_wall <= generation.started_wall),
+            None,
+        )
         if plan is None or plan.get("simulated"):
             continue
         own = [event for event in ordered if event.generation == generation.number]
-        stay, run = _stay(plan["chosen"], generation, own), own[0].run
+        stay = _stay(plan["chosen"], generation, own)
+        run = own[0].run
         if stays and stays[-1].reclaimed and run == last_run:
             gone = max(0.0, generation.started_wall - stays[-1].ended_utc) / 3600
             stays[-1] = replace(stays[-1], gone_hours=gone, moved=_place(stay) != _place(stays[-1]))
         stays.append(stay)
         last_run = run
-        if (speed := _speed(plan, generation, own)) is not None:
+        speed = _speed(plan, generation, own)
+        if speed is not None:
             speeds.append(speed)
-    return JobMeasurements(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
+    return JobMeasurements(
+        job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds)
+    )
 
 
 def _place(stay: PoolStay) -> tuple[str, str, str | None, str | None]:
     return stay.market, stay.instance_type, stay.region, stay.zone
 
 
-def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
+def _stay(
+    chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]
+) -> PoolStay:
     """Build the record of one generation in its pool.
 
-    The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it. The death of a rank, a
-    stop by the user and a rehearsal do not count. A notice does not count either if the job only waited until it
-    expired. Either no machine was taken away, or an earlier generation received the same notice and already counts as
-    reclaimed.
+    The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it.
+    The death of a rank, a stop by the user and a rehearsal do not count. A notice does not count
+    either if the job only waited until it expired. Either no machine was taken away, or an earlier
+    generation received the same notice and already counts as reclaimed.
     """
     machine = next((event.data for event in events if event.name == ev.NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
-    notices = [event.data for event in events if event.name == ev.NOTICE and event.data.get("does") != "wait"]
+    notices = [
+        event.data
+        for event in events
+        if event.name == ev.NOTICE and event.data.get("does") != "wait"
+    ]
     noticed = any(data.get("action") in RECLAIMS for data in notices)
     waited = any(event.name == ev.NOTICE and event.data.get("does") == "wait" for event in events)
-    lost = generation.reason in (EndReason.NODE_LOST, None) and not (waited and not any(e.rank >= 0 for e in events))
+    lost = generation.reason in (EndReason.NODE_LOST, None) and not (
+        waited and not any(e.rank >= 0 for e in events)
+    )
     rehearsed = any(event.name == ev.FAULT_INJECTED for event in events)
     return PoolStay(
         instance_type=_type_of(chosen, events),
@@ -148,7 +177,9 @@ def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequen
     )
 
 
-def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> MeasuredSpeed | None:
+def _speed(
+    plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]
+) -> MeasuredSpeed | None:
     fingerprint = plan.get("fingerprint")
     first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
     steps = [event for event in events if event.name == ev.STEP and event.rank == first_rank]
@@ -156,12 +187,17 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
     speeds = [speed for speed in rates if speed is not None]
     if fingerprint is None or len(speeds) < 2 * _STRETCHES:
         return None
-    chosen, size = plan["chosen"], len(speeds) // _STRETCHES
-    stretches = [math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)]
+    chosen = plan["chosen"]
+    size = len(speeds) // _STRETCHES
+    stretches = [
+        math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)
+    ]
     return MeasuredSpeed(
         instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
-        processes_per_node=_started(events, "processes_per_node", chosen.get("processes_per_node", 1)),
+        processes_per_node=_started(
+            events, "processes_per_node", chosen.get("processes_per_node", 1)
+        ),
         fingerprint=fingerprint,
         tokens_per_second=median(speeds),
         log_deviation=max(LEAST_LOG_DEVIATION, stdev(stretches)),
@@ -171,26 +207,33 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """Return the instance type that the first node reported. If it reported none, return the planned type."""
+    """Return the instance type that the first node reported.
+
+    If it reported none, return the planned type.
+    """
     told = (event.data.get("instance_type") for event in events if event.name == ev.NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
 
 def _started(events: Sequence[Event], key: str, planned: int) -> int:
-    started = next((event.data.get(key) for event in events if event.name == ev.GENERATION_STARTED), None)
+    started = next(
+        (event.data.get(key) for event in events if event.name == ev.GENERATION_STARTED), None
+    )
     return int(started or planned)
 
 
-# Half-life of observations, chosen by the likelihood of the next day's losses given all days before, in recorded traces
-# (V100, 2023). One day was best of 6 h, 12 h, 1, 2, 3, 5, 7 and 14 days and no decay, both in nine zones and for gangs
-# of four in three zones (log likelihood in nine zones: −1,262 against −1,503 without decay).
+# Half-life of observations, chosen by the likelihood of the next day's losses given all days
+# before, in recorded traces (V100, 2023). One day was best of 6 h, 12 h, 1, 2, 3, 5, 7 and 14 days
+# and no decay, both in nine zones and for gangs of four in three zones (log likelihood in nine
+# zones: −1,262 against −1,503 without decay).
 HALF_LIFE_HOURS = 24.0
-# Losses come in bursts: daily counts vary 3 to 8 times as much as independent losses would (the same nine zones). So
-# observations count as a quarter of as many independent ones, which widens the estimate but keeps its mean.
+# Losses come in bursts: daily counts vary 3 to 8 times as much as independent losses would (the
+# same nine zones). So observations count as a quarter of as many independent ones, which widens the
+# estimate but keeps its mean.
 EVIDENCE_WORTH = 0.25
 
-# Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15 (recorded by
-# skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
+# Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15
+# (recorded by skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
 WAIT_HOURS = (
     *(0.16, 0.16, 0.16, 0.16, 0.19, 0.23, 0.32, 0.33, 0.38, 0.43),
     *(0.54, 0.67, 0.81, 1.12, 1.47, 1.97, 2.75, 3.81, 5.52, 14.58),
@@ -203,9 +246,12 @@ Place = tuple[str, str | None, str | None]
 class JobHistory:
     """Measurements of past jobs."""
 
-    # generations on Spot by (instance type, region, zone). Zone None lists all generations of the region.
+    # generations on Spot by (instance type, region, zone). Zone None lists all generations of the
+    # region.
     stays: Mapping[Place, Sequence[PoolStay]] = field(default_factory=dict)
-    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)  # measured speeds by instance type
+    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(
+        default_factory=dict
+    )  # measured speeds by instance type
 
     @classmethod
     def of(cls, jobs: Iterable[JobMeasurements]) -> JobHistory:
@@ -227,13 +273,20 @@ class JobHistory:
         return JobHistory(dict(stays), dict(speeds))
 
     def reclaim_hazard(
-        self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float
+        self,
+        prior: GammaHazard,
+        instance_type: str,
+        region: str | None,
+        zone: str | None,
+        now_utc: float,
     ) -> tuple[GammaHazard, int]:
-        """Estimate a pool's reclaims per hour: update the prior with all recorded generations in the pool.
+        """Estimate a pool's reclaims per hour: update the prior with all recorded generations in
+        the pool.
 
-        The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of an observation has a
-        half-life of one day. Each hour of a generation is weighted by its own age, not by the age of the generation's
-        end. Otherwise the old hours of a long generation would count as much as its recent reclaim.
+        The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of
+        an observation has a half-life of one day. Each hour of a generation is weighted by its own
+        age, not by the age of the generation's end. Otherwise the old hours of a long generation
+        would count as much as its recent reclaim.
 
         Args:
             zone: None means the whole region.
@@ -245,20 +298,28 @@ class JobHistory:
         belief = prior
         for stay in found:
             weight = 0.5 ** (max(0.0, now_utc - stay.ended_utc) / 3600 / HALF_LIFE_HOURS)
-            hours = HALF_LIFE_HOURS / math.log(2) * (1 - 0.5 ** (max(0.0, stay.hours) / HALF_LIFE_HOURS))
+            hours = (
+                HALF_LIFE_HOURS
+                / math.log(2)
+                * (1 - 0.5 ** (max(0.0, stay.hours) / HALF_LIFE_HOURS))
+            )
             belief = belief.seen(weight * stay.reclaimed, weight * hours)
         if found:
             belief = GammaHazard(EVIDENCE_WORTH * belief.shape, EVIDENCE_WORTH * belief.hours)
         return belief, len(found)
 
     def waits(
-        self, instance_type: str, region: str | None, zone: str | None, recorded: Sequence[float] = WAIT_HOURS
+        self,
+        instance_type: str,
+        region: str | None,
+        zone: str | None,
+        recorded: Sequence[float] = WAIT_HOURS,
     ) -> tuple[float, ...] | None:
         """Return possible waits for capacity after a reclaim, in hours, all equally likely.
 
-        The `recorded` waits and the waits of past jobs in this pool are sorted together and split into `len(recorded)`
-        equal groups. The result has the mean of each group. If a job moved to another pool, its full wait is unknown;
-        the mean of the longer recorded waits replaces it.
+        The `recorded` waits and the waits of past jobs in this pool are sorted together and split
+        into `len(recorded)` equal groups. The result has the mean of each group. If a job moved to
+        another pool, its full wait is unknown; the mean of the longer recorded waits replaces it.
 
         Returns:
             None if no past job waited in the pool.
@@ -270,39 +331,57 @@ class JobHistory:
                 own.append(fmean(longer) if stay.moved and longer else stay.gone_hours)
         if not own:
             return None
-        known, groups = sorted([*recorded, *own]), len(recorded)
+        known = sorted([*recorded, *own])
+        groups = len(recorded)
         edges = [round(index * len(known) / groups) for index in range(groups + 1)]
         return tuple(fmean(known[first:last]) for first, last in pairwise(edges))
 
-    def speed(self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the newest speed measured with exactly these machines and settings (`fingerprint`), or None."""
+    def speed(
+        self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str
+    ) -> MeasuredSpeed | None:
+        """Return the newest speed measured with exactly these machines and settings
+        (`fingerprint`), or None.
+        """
         found = [
             seen
             for seen in self.speeds.get(instance_type, ())
-            if (seen.nodes, seen.processes_per_node, seen.fingerprint) == (nodes, processes_per_node, fingerprint)
+            if (seen.nodes, seen.processes_per_node, seen.fingerprint)
+            == (nodes, processes_per_node, fingerprint)
         ]
         return max(found, key=lambda seen: seen.seen_utc, default=None)
 
-    def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Return the speed measured with these settings on the most similar machines; None if none was measured.
+    def nearest_speed(
+        self, instance_type: str, nodes: int, fingerprint: str
+    ) -> MeasuredSpeed | None:
+        """Return the speed measured with these settings on the most similar machines; None if none
+        was measured.
 
-        Measurements on the same instance type are preferred, then a similar number of nodes, then the newest one.
+        Measurements on the same instance type are preferred, then a similar number of nodes, then
+        the newest one.
         """
 
         def distance(seen: MeasuredSpeed) -> tuple[bool, float, float]:
             ratio = max(seen.nodes, nodes) / min(seen.nodes, nodes)
             return seen.instance_type != instance_type, ratio, -seen.seen_utc
 
-        every = [seen for found in self.speeds.values() for seen in found if seen.fingerprint == fingerprint]
+        every = [
+            seen
+            for found in self.speeds.values()
+            for seen in found
+            if seen.fingerprint == fingerprint
+        ]
         return min(every, key=distance, default=None)
 
 
-# Records read for a plan. Older jobs say little about today's pools, and each record costs a request.
+# Records read for a plan. Older jobs say little about today's pools, and each record costs a
+# request.
 NEWEST_JOBS = 200
 
 
 def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
-    """Write the job's record to `root`, the store of all jobs, and return the record. Raises StoreError.
+    """Write the job's record to `root`, the store of all jobs, and return the record.
+
+    Raises StoreError.
 
     If the job has no measurements, write no record and return None.
     """
@@ -316,8 +395,13 @@ def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | N
     return found
 
 
-def load_or_use_priors(load: Callable[[], JobHistory], say: Callable[[str], object] = lambda text: None) -> JobHistory:
-    """Call `load` and return its job history. If the store does not answer, say so and return an empty history."""
+def load_or_use_priors(
+    load: Callable[[], JobHistory], say: Callable[[str], object] = lambda text: None
+) -> JobHistory:
+    """Call `load` and return its job history.
+
+    If the store does not answer, say so and return an empty history.
+    """
     try:
         return load()
     except InfraError as error:
@@ -326,7 +410,10 @@ def load_or_use_priors(load: Callable[[], JobHistory], say: Callable[[str], obje
 
 
 def load_job_history(root: Store) -> JobHistory:
-    """Read the newest `NEWEST_JOBS` records of the store; unreadable ones are skipped. Raises StoreError."""
+    """Read the newest `NEWEST_JOBS` records of the store; unreadable ones are skipped.
+
+    Raises StoreError.
+    """
     jobs = []
     for key in sorted(meta.key for meta in root.list(JOB_HISTORY_PREFIX))[-NEWEST_JOBS:]:
         try:

@@ -1,4 +1,6 @@
-"""`ebbflow jobs`: list the jobs of a team with state, spent dollars and forecast, and the jobs that may start next."""
+"""`ebbflow jobs`: list the jobs of a team with state, spent dollars and forecast, and the jobs that
+may start next.
+"""
 
 import argparse
 import contextlib
@@ -21,7 +23,16 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.cost.report.render_text import format_table
 from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.team import Admission, JobMoney, Team, WaitingJob, admit, left_text, left_usd, read_team
+from ebbflow.cost.team import (
+    Admission,
+    JobMoney,
+    Team,
+    WaitingJob,
+    admit,
+    left_text,
+    left_usd,
+    read_team,
+)
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import RunConfig
@@ -31,7 +42,9 @@ from ebbflow.infra.grouping import sum_by_key
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.untrusted_text import one_line
 
-RUNNING, WAITING, DONE = "running", "waiting", "done"
+RUNNING = "running"
+WAITING = "waiting"
+DONE = "done"
 _HEADER = ("job", "project", "owner", "state", "spent", "forecast", "limit")
 
 
@@ -40,11 +53,15 @@ class TeamJob:
     """A job of a team."""
 
     money: JobMoney
-    state: str  # "running", "waiting", "done", "interrupted", or the outcome with which the job stopped
+    # "running", "waiting", "done", "interrupted", or the outcome with which the job stopped
+    state: str
     owner: str = ""
     forecast_usd: float | None = None  # estimated dollars of the whole job; None if unknown
-    rows: tuple[dict[str, str], ...] = field(default=(), repr=False)  # the job's charges as FOCUS rows (`cost.focus`)
-    words: str = ""  # for a waiting job, a text that says whether it may start, and why; empty for other jobs
+    rows: tuple[dict[str, str], ...] = field(
+        default=(), repr=False
+    )  # the job's charges as FOCUS rows (`cost.focus`)
+    # for a waiting job, a text that says whether it may start, and why; empty for other jobs
+    words: str = ""
 
     @property
     def expected_usd(self) -> Decimal:
@@ -68,12 +85,24 @@ class TeamJob:
 
 
 def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
-    """Summarize a job from its events, ordered by time. Raises LedgerError if the events contradict each other."""
-    settings, rows = read_settings(events), focus_rows(events)
+    """Summarize a job from its events, ordered by time.
+
+    Raises LedgerError if the events contradict each other.
+    """
+    settings = read_settings(events)
+    rows = focus_rows(events)
     outcome = find_final_outcome(events)
     done = outcome is not None and outcome.data.get("outcome") == "completed"
-    state = RUNNING if running else DONE if done else str(outcome.data.get("outcome")) if outcome else "interrupted"
-    limit, hours = settings.get("cost.budget_usd"), settings.get("cost.deadline_hours")
+    if running:
+        state = RUNNING
+    elif done:
+        state = DONE
+    elif outcome:
+        state = str(outcome.data.get("outcome"))
+    else:
+        state = "interrupted"
+    limit = settings.get("cost.budget_usd")
+    hours = settings.get("cost.deadline_hours")
     started = read_progress(events).started_utc
     money = JobMoney(
         job=events[0].job,
@@ -91,12 +120,26 @@ def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
     )
 
 
-def _forecast_usd(events: Sequence[Event], settings: dict[str, Any], money: JobMoney) -> float | None:
-    """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None without a plan."""
-    plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
+def _forecast_usd(
+    events: Sequence[Event], settings: dict[str, Any], money: JobMoney
+) -> float | None:
+    """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None
+    without a plan.
+    """
+    plan = next(
+        (
+            event.data
+            for event in reversed(events)
+            if event.name == PLAN and event.data.get("chosen")
+        ),
+        None,
+    )
     if plan is None or not plan["chosen"].get("usd_per_step"):
         return None
-    total = plan.get("steps") if settings.get("script") else settings.get("training.max_steps")
+    if settings.get("script"):
+        total = plan.get("steps")
+    else:
+        total = settings.get("training.max_steps")
     left = int(total or 0) - read_progress(events).done_steps
     return float(money.spent_usd) + max(0, left) * float(plan["chosen"]["usd_per_step"])
 
@@ -107,7 +150,9 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
     for job in jobs:
         try:
             events = read_job(job, store)
-            found.append(record_job(events, running=find_running_launcher(job, events, store) is not None))
+            found.append(
+                record_job(events, running=find_running_launcher(job, events, store) is not None)
+            )
         except (CostError, InfraError) as error:
             print(f"{one_line(job)} is left out: {one_line(error)}", file=sys.stderr)
     return found
@@ -116,9 +161,10 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
 def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
     """Yield a record for each waiting job in team.yaml that is neither running nor done.
 
-    A job that ran before without completing keeps its spent dollars, which are copied from its record in `known`.
+    A job that ran before without completing keeps its spent dollars, which are copied from its
+    record in `known`.
     """
-    by_name = {one.money.job: one for one in known}
+    by_name = {team_job.money.job: team_job for team_job in known}
     for one in team.waiting:
         before = by_name.get(one.job)
         if before is None or before.state not in (RUNNING, DONE):
@@ -126,23 +172,47 @@ def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iter
 
 
 def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
-    config, now = load_config(folder / one.config, project_root=PROJECT_ROOT).config, time.time()
+    config = load_config(folder / one.config, project_root=PROJECT_ROOT).config
+    now = time.time()
     plan = None
     if config.user_code is None:
-        plan = make_plan(config, now_utc=now, prices=open_prices(config, now, project_root=PROJECT_ROOT, network=False))
-    expected = None if plan is None or plan.chosen is None else plan.chosen.expected_usd
+        plan = make_plan(
+            config,
+            now_utc=now,
+            prices=open_prices(config, now, project_root=PROJECT_ROOT, network=False),
+        )
+    if plan is None or plan.chosen is None:
+        expected = None
+    else:
+        expected = plan.chosen.expected_usd
     money = config_money(one.job, config, now)
-    money = replace(money, value_usd=one.value_usd, spent={} if before is None else before.money.spent)
-    refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}" if plan and plan.refusal else ""
-    rows = () if before is None else before.rows
+    money = replace(
+        money, value_usd=one.value_usd, spent={} if before is None else before.money.spent
+    )
+    if plan and plan.refusal:
+        refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}"
+    else:
+        refused = ""
+    if before is None:
+        rows = ()
+    else:
+        rows = before.rows
     return TeamJob(
-        money=money, state=WAITING, owner=config.cost.owner or "", forecast_usd=expected, rows=rows, words=refused
+        money=money,
+        state=WAITING,
+        owner=config.cost.owner or "",
+        forecast_usd=expected,
+        rows=rows,
+        words=refused,
     )
 
 
 def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
-    """Return the budget of a new job with this configuration, and the latest time at which it ends if it starts now."""
-    limit, hours = config.cost.budget_usd, config.cost.deadline_hours
+    """Return the budget of a new job with this configuration, and the latest time at which it ends
+    if it starts now.
+    """
+    limit = config.cost.budget_usd
+    hours = config.cost.deadline_hours
     return JobMoney(
         job=job,
         project=config.cost.project or "",
@@ -152,40 +222,60 @@ def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
 
 
 def admit_waiting(team: Team, now_utc: float, records: Sequence[TeamJob]) -> list[Admission]:
-    """Decide which waiting jobs may start (`cost.team.admit`). Omit jobs whose configuration or plan is refused."""
-    every = [one.money for one in records]
-    running = [one.money for one in records if one.state == RUNNING]
-    waiting = [one.money for one in records if one.state == WAITING and not one.words]
+    """Decide which waiting jobs may start (`cost.team.admit`).
+
+    Omit jobs whose configuration or plan is refused.
+    """
+    every = [team_job.money for team_job in records]
+    running = [team_job.money for team_job in records if team_job.state == RUNNING]
+    waiting = [
+        team_job.money for team_job in records if team_job.state == WAITING and not team_job.words
+    ]
     return admit(team, now_utc, every, running, waiting)
 
 
 def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
     lines = [
         (
-            one_line(one.money.job),
-            one_line(one.money.project),
-            one_line(one.owner),
-            one.state,
-            format_usd(one.money.spent_usd, 2),
-            format_usd(one.forecast_usd, 2),
-            format_usd(one.money.limit_usd, 2),
+            one_line(team_job.money.job),
+            one_line(team_job.money.project),
+            one_line(team_job.owner),
+            team_job.state,
+            format_usd(team_job.money.spent_usd, 2),
+            format_usd(team_job.forecast_usd, 2),
+            format_usd(team_job.money.limit_usd, 2),
         )
-        for one in records
+        for team_job in records
     ]
     text = format_table(lines, _HEADER, left=4, width=None)
-    text += [f"· {one_line(one.money.job)}: {one_line(one.words)}" for one in records if one.words]
+    text += [
+        f"· {one_line(team_job.money.job)}: {one_line(team_job.words)}"
+        for team_job in records
+        if team_job.words
+    ]
     month = month_of(now_utc)
-    projects = sorted({project for project, _ in team.budgets} | {one.money.project for one in records})
+    projects = sorted(
+        {project for project, _ in team.budgets} | {team_job.money.project for team_job in records}
+    )
     for project in projects:
-        mine = [one for one in records if one.money.project == project]
+        mine = [team_job for team_job in records if team_job.money.project == project]
         spent = sum((one.money.spent.get(month, Decimal(0)) for one in mine), Decimal(0))
         running = [one.money for one in mine if one.state == RUNNING]
         left = left_usd(team, project, month, now_utc, [one.money for one in mine], running)
         budget = format_usd(team.budget_usd(project, month), 2)
-        limit = "no budget" if left is None else f"of {budget}; {left_text(left)} left to admit"
+        if left is None:
+            limit = "no budget"
+        else:
+            limit = f"of {budget}; {left_text(left)} left to admit"
         total = sum((one.expected_usd for one in mine), Decimal(0))
-        name = f"project {one_line(project)}" if project else "no project"
-        text.append(f"{name}, {month}: {format_usd(spent, 2)} spent {limit}; all its jobs: {format_usd(total, 2)} (e)")
+        if project:
+            name = f"project {one_line(project)}"
+        else:
+            name = "no project"
+        text.append(
+            f"{name}, {month}: {format_usd(spent, 2)} spent {limit}; all its jobs: "
+            f"{format_usd(total, 2)} (e)"
+        )
     return "\n".join(line.rstrip() for line in text)
 
 
@@ -197,9 +287,13 @@ def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str]
     kind, _, tag = key.partition(":")
 
     def value(row: dict[str, str]) -> str:
-        return json.loads(row["Tags"]).get(tag, "") if kind == "tag" else row[f"x_{key.capitalize()}"]
+        if kind == "tag":
+            return json.loads(row["Tags"]).get(tag, "")
+        return row[f"x_{key.capitalize()}"]
 
-    found = sum_by_key(((row["BillingPeriodStart"][:7], value(row)), Decimal(row["BilledCost"])) for row in rows)
+    found = sum_by_key(
+        ((row["BillingPeriodStart"][:7], value(row)), Decimal(row["BilledCost"])) for row in rows
+    )
     return dict(sorted(found.items()))
 
 
@@ -214,10 +308,17 @@ def add_command(commands: Any) -> None:
         "jobs", help="all jobs: running, waiting, done, spent, forecast, and who may start next"
     )
     parser.add_argument(
-        "job", nargs="*", metavar="RUN", help="names, folders or s3:// URIs; none: all of --store, else of this machine"
+        "job",
+        nargs="*",
+        metavar="RUN",
+        help="names, folders or s3:// URIs; none: all of --store, else of this machine",
     )
     parser.add_argument(
-        "--team", type=Path, default=None, metavar="FILE", help="budgets by project and month, waiting jobs"
+        "--team",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="budgets by project and month, waiting jobs",
     )
     parser.add_argument("--store", default=None, metavar="URI", help="the store of the jobs")
     parser.add_argument(
@@ -228,30 +329,51 @@ def add_command(commands: Any) -> None:
         help="dollars by month and job, owner, project or tag:NAME",
     )
     parser.add_argument(
-        "--focus", type=Path, default=None, metavar="CSV", help="write all charges with FOCUS column names"
+        "--focus",
+        type=Path,
+        default=None,
+        metavar="CSV",
+        help="write all charges with FOCUS column names",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
-    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write all jobs as one HTML page")
+    parser.add_argument(
+        "--html", type=Path, default=None, metavar="FILE", help="write all jobs as one HTML page"
+    )
     parser.set_defaults(run=_jobs)
 
 
 def _jobs(arguments: argparse.Namespace) -> int:
-    team = Team() if arguments.team is None else read_team(arguments.team)
+    if arguments.team is None:
+        team = Team()
+    else:
+        team = read_team(arguments.team)
     names = arguments.job or [*list_jobs(arguments.store), *team.jobs]
-    records, now = read_records(names, arguments.store), time.time()
+    records = read_records(names, arguments.store)
+    now = time.time()
     if arguments.team is not None:
         try:
             waiting = list(_waiting_records(team, arguments.team.parent, records))
         except ConfigError as error:
-            raise ReportError(f"{arguments.team}: a waiting job's configuration is invalid:\n{error}") from error
+            raise ReportError(
+                f"{arguments.team}: a waiting job's configuration is invalid:\n{error}"
+            ) from error
         named = {one.money.job for one in waiting}
-        records = [*(one for one in records if one.money.job not in named), *waiting]
-        said = {one.job.job: f"{one.verdict}: {one.words}" for one in admit_waiting(team, now, records)}
+        records = [*(record for record in records if record.money.job not in named), *waiting]
+        said = {
+            one.job.job: f"{one.verdict}: {one.words}" for one in admit_waiting(team, now, records)
+        }
         order = {name: number for number, name in enumerate(said)}
-        records = [replace(one, words=said.get(one.money.job, one.words)) for one in records]
-        records.sort(key=lambda one: (one.state == WAITING, order.get(one.money.job, len(order))))
+        records = [
+            replace(record, words=said.get(record.money.job, record.words)) for record in records
+        ]
+        records.sort(
+            key=lambda record: (record.state == WAITING, order.get(record.money.job, len(order)))
+        )
     if not records:
-        raise ReportError(f"no job in {arguments.store or 'the list of this machine; fix: name one, or give --store'}")
+        raise ReportError(
+            "no job in "
+            f"{arguments.store or 'the list of this machine; fix: name one, or give --store'}"
+        )
     rows = [row for one in records for row in one.rows]
     if arguments.focus is not None:
         print(f"{arguments.focus}: {write_focus(arguments.focus, rows)} charges", file=sys.stderr)
@@ -259,10 +381,13 @@ def _jobs(arguments: argparse.Namespace) -> int:
         _write_page(arguments.html, records, arguments.store)
     if arguments.by is not None:
         grouped = group_rows(rows, arguments.by)
-        lines = [(month, one_line(value) or "-", format_usd(usd, 4)) for (month, value), usd in grouped.items()]
+        lines = [
+            (month, one_line(value) or "-", format_usd(usd, 4))
+            for (month, value), usd in grouped.items()
+        ]
         print("\n".join(format_table(lines, ("month", arguments.by, "spent"), left=2, width=None)))
     elif arguments.json:
-        print(json.dumps([one.to_json() for one in records], indent=1, allow_nan=False))
+        print(json.dumps([record.to_json() for record in records], indent=1, allow_nan=False))
     else:
         print(render_jobs(records, team, now))
     return 0
@@ -273,12 +398,19 @@ def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> No
     from ebbflow.cost.report.render_jobs import render_jobs_page
 
     reports: dict[str, RunReport] = {}
-    for one in records:
+    for team_job in records:
         with contextlib.suppress(CostError, InfraError):  # a job that waits has no events yet
-            reports[one.money.job] = load_report(one.money.job, store=store)
+            reports[team_job.money.job] = load_report(team_job.money.job, store=store)
     rows = [
-        (one.money.job, one.money.project, one.owner, one.state, float(one.money.spent_usd), one.forecast_usd)
-        for one in records
+        (
+            team_job.money.job,
+            team_job.money.project,
+            team_job.owner,
+            team_job.state,
+            float(team_job.money.spent_usd),
+            team_job.forecast_usd,
+        )
+        for team_job in records
     ]
     page = render_jobs_page(rows, reports, [row for one in records for row in one.rows])
     try:

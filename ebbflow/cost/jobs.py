@@ -55,7 +55,10 @@ def find_job_uri(job: str, store: str | None = None) -> str:
         return job
     if store is not None and "://" in store:
         return f"{store.rstrip('/')}/{job_prefix(job)}"
-    root = runs_folder(PROJECT_ROOT) if store is None else Path(store)
+    if store is None:
+        root = runs_folder(PROJECT_ROOT)
+    else:
+        root = Path(store)
     places = [Path(job), root / job_prefix(job), root / job]
     known = known_job(root / job) or known_job(Path(job))
     if store is None and known is not None:
@@ -91,20 +94,27 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 
 
 def read_job_log(job: str, store: str | None = None) -> LogContent:
-    """Read all events of a job, and a list of the damage to its event log. Raises the same errors as `read_job`."""
+    """Read all events of a job, and a list of the damage to its event log.
+
+    Raises the same errors as `read_job`.
+    """
     uri = find_job_uri(job, store)
     store_of_job = _open(uri)
     content = read_log(store_of_job)
     if not content.events:
         damage = "".join(f"\n  damage: {one.text}" for one in content.damage[:10])
         raise ReportError(f"no events of job {job!r} in {uri}{damage}")
-    return replace(content, damage=(*content.damage, *_lost_since_report(store_of_job, content.events)))
+    return replace(
+        content, damage=(*content.damage, *_lost_since_report(store_of_job, content.events))
+    )
 
 
 def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Find events lost since the stored report was written, by comparing the number of events of each kind.
+    """Find events lost since the stored report was written, by comparing the number of events of
+    each kind.
 
-    The comparison also finds losses that leave no trace in the event log, such as a missing log of one process.
+    The comparison also finds losses that leave no trace in the event log, such as a missing log of
+    one process.
     """
     try:
         counted = json.loads(job_store.get(_NAME))["events"]["counts"]
@@ -119,12 +129,13 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
     ]
 
 
-def find_running_launcher(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
+def find_running_launcher(
+    job: str, events: Sequence[Event], store: str | None = None
+) -> dict[str, Any] | None:
     """Find the launcher that is running the job, from its claim in the store (`infra.launchers`).
 
-    Returns:
-        The launcher as JSON values. None if no launcher is running, or if the job is completed and its launcher only
-        writes the report.
+    Returns: The launcher as JSON values. None if no launcher is running, or if the job is completed
+        and its launcher only writes the report.
 
     Raises:
         ReportError: There are no events of the job.
@@ -134,7 +145,11 @@ def find_running_launcher(job: str, events: Sequence[Event], store: str | None =
     if found is None:
         return None
     done = find_final_outcome(events)
-    if done is None or done.data.get("outcome") != Outcome.COMPLETED or done.t_wall < found.launcher.since_utc:
+    if (
+        done is None
+        or done.data.get("outcome") != Outcome.COMPLETED
+        or done.t_wall < found.launcher.since_utc
+    ):
         return found.to_json()
     return None
 
@@ -149,9 +164,12 @@ def list_jobs(store: str | None) -> list[str]:
     if store is None:
         return list_known_jobs()
     opened = _open(store)
-    if (folder := opened.local_path("jobs")) is not None:
+    folder = opened.local_path("jobs")
+    if folder is not None:
         try:
-            return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+            if folder.is_dir():
+                return sorted(path.name for path in folder.iterdir() if path.is_dir())
+            return []
         except OSError as error:
             raise ReportError(f"{folder}: {error.strerror}") from error
     found: list[str] = []
@@ -163,21 +181,26 @@ def list_jobs(store: str | None) -> list[str]:
 
 def list_known_jobs(root: Path | None = None) -> list[str]:
     """List the names of the jobs that this machine knows, the most recently changed job last."""
-    folder = runs_folder(PROJECT_ROOT) if root is None else root
-    found = [path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None]
+    if root is None:
+        folder = runs_folder(PROJECT_ROOT)
+    else:
+        folder = root
+    found = [
+        path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None
+    ]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:
-    """Load the report of a job. If no report was written or the job is running, build it from the events.
+    """Load the report of a job.
 
-    Args:
-        uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine knows, or "latest".
-        fresh: Build the report from the events even if a report was written.
+    If no report was written or the job is running, build it from the events.
 
-    Raises:
-        ReportError: There is neither a report nor events. The message lists the places that were searched.
-        StoreError: The store does not answer.
+    Args: uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine
+        knows, or "latest". fresh: Build the report from the events even if a report was written.
+
+    Raises: ReportError: There is neither a report nor events. The message lists the places that
+        were searched. StoreError: The store does not answer.
     """
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
@@ -193,7 +216,9 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
         except ObjectNotFound:
             pass  # the job died before it wrote a report
     content = read_job_log(uri, store)
-    if running is not None:  # the events show whether the job is completed and only its report is missing
+    if (
+        running is not None
+    ):  # the events show whether the job is completed and only its report is missing
         running = find_running_launcher(uri, content.events, store)
     return build_report(content.events, running=running, damage=content.damage)
 
@@ -210,13 +235,15 @@ def _parse(content: bytes, where: str) -> RunReport:
 def get_cheapest_suitable_instance(
     config: RunConfig, *, prices: PriceSource | None = None, now_utc: float | None = None
 ) -> dict[str, Any]:
-    """Find the pool with the lowest expected total cost among those that fit the model and meet the deadline.
+    """Find the pool with the lowest expected total cost among those that fit the model and meet the
+    deadline.
 
-    The lowest price per hour is not always the lowest cost: a slow GPU at half the price may cost more.
+    The lowest price per hour is not always the lowest cost: a slow GPU at half the price may cost
+    more.
 
-    Returns:
-        A dict with instance_type, nodes, market, region, zone, usd_per_hour and on_demand_usd_per_hour (of one node),
-        savings_percent (None without an on-demand price), price_kind, expected_hours and expected_usd.
+    Returns: A dict with instance_type, nodes, market, region, zone, usd_per_hour and
+        on_demand_usd_per_hour (of one node), savings_percent (None without an on-demand price),
+        price_kind, expected_hours and expected_usd.
 
     Raises:
         PlanError: No instance is suitable.
@@ -225,35 +252,59 @@ def get_cheapest_suitable_instance(
     best = plan.chosen
     if best is None:
         reason = plan.refusal
-        raise PlanError("no instance is suitable" if reason is None else f"{reason.message} ({reason.hint})")
-    names = ("instance_type", "nodes", "market", "region", "zone", "usd_per_hour", "on_demand_usd_per_hour")
-    known = {name: getattr(best, name) for name in (*names, "price_kind", "expected_hours", "expected_usd")}
+        raise PlanError(
+            "no instance is suitable" if reason is None else f"{reason.message} ({reason.hint})"
+        )
+    names = (
+        "instance_type",
+        "nodes",
+        "market",
+        "region",
+        "zone",
+        "usd_per_hour",
+        "on_demand_usd_per_hour",
+    )
+    known = {
+        name: getattr(best, name)
+        for name in (*names, "price_kind", "expected_hours", "expected_usd")
+    }
     return {**known, "savings_percent": best.savings_percent}
 
 
-def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRecord] = ()) -> Decimal:
+def get_accumulated_cost(
+    job: str | Sequence[Event], *, history: Iterable[SpotRecord] = ()
+) -> Decimal:
     """Compute the dollars that a job has cost so far. The job may still be running.
 
-    This is the total of the ledger: the price integrated over the paid time of each instance, which is billed by the
-    second and for at least a minute.
+    This is the total of the ledger: the price integrated over the paid time of each instance, which
+    is billed by the second and for at least a minute.
 
     Args:
         job: The events, or the folder or s3:// URI of the job.
         history: Spot price changes in addition to those in the events. If it is empty, a pool without price changes in
             the events has the plan's price.
 
-    Raises:
-        ReportError: There are no events, or `history` is given but has no prices for the pool of a spot node.
-        LedgerError: The events contradict each other.
-        StoreError: The store does not answer.
+    Raises: ReportError: There are no events, or `history` is given but has no prices for the pool
+        of a spot node. LedgerError: The events contradict each other. StoreError: The store does
+        not answer.
     """
-    events = read_events(_open(job)) if isinstance(job, str) else job
+    if isinstance(job, str):
+        events = read_events(_open(job))
+    else:
+        events = job
     if not events:
         raise ReportError(f"no events of job {job!r}")
     pools = _changes(history)
-    prices = [replace(events[0], name=PRICES, data={"pools": pools})] if pools else []
+    if pools:
+        prices = [replace(events[0], name=PRICES, data={"pools": pools})]
+    else:
+        prices = []
     ledger = fold([*events, *prices], running=True)
-    used = [bill.price for bill in ledger.nodes if bill.price.pool is not None and bill.price.pool.market == "spot"]
+    used = [
+        bill.price
+        for bill in ledger.nodes
+        if bill.price.pool is not None and bill.price.pool.market == "spot"
+    ]
     priced = {str(price.pool): bool(price.curve.changes) for price in used}
     if pools and not all(priced.values()):
         lacking = ", ".join(sorted(name for name, known in priced.items() if not known))
@@ -263,7 +314,8 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """Convert price records to the data of a `prices` event: a list of pools with their price changes.
+    """Convert price records to the data of a `prices` event: a list of pools with their price
+    changes.
 
     Each record is listed under its zone id and under its zone name, because plans may use either.
     """
@@ -273,7 +325,13 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
         for zone in {record.zone_id, record.zone_name} - {""}
     )
     return [
-        {"instance_type": kind, "market": "spot", "region": region, "zone": zone, "changes": changes}
+        {
+            "instance_type": kind,
+            "market": "spot",
+            "region": region,
+            "zone": zone,
+            "changes": changes,
+        }
         for (kind, region, zone), changes in pools.items()
     ]
 
@@ -293,4 +351,6 @@ class CostTracker:
         return get_cheapest_suitable_instance(self.config, prices=self.prices)
 
     def get_accumulated_cost(self) -> Decimal:
-        return Decimal(0) if self.job is None else get_accumulated_cost(self.job, history=self.history)
+        if self.job is None:
+            return Decimal(0)
+        return get_accumulated_cost(self.job, history=self.history)

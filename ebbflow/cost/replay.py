@@ -1,14 +1,17 @@
-"""Replay of a finished job, which estimates the cost of the job with another pool, price or checkpoint interval.
+"""Replay of a finished job, which estimates the cost of the job with another pool, price or
+checkpoint interval.
 
 All times are means over the ranks of the gang, which step together.
 
-Each generation except the last lasts as long as recorded. Its steps take their recorded mean time, with one checkpoint
-every `interval` steps. If the generation was interrupted, the next one redoes the steps after its last durable
-checkpoint. The last generation lasts until all steps are done. Pauses between generations keep their length.
+Each generation except the last lasts as long as recorded. Its steps take their recorded mean time,
+with one checkpoint every `interval` steps. If the generation was interrupted, the next one redoes
+the steps after its last durable checkpoint. The last generation lasts until all steps are done.
+Pauses between generations keep their length.
 
-An interruption just before a checkpoint undoes a whole interval more than one just after it, and which of the two
-occurs is chance. With another interval or speed, the run is therefore replayed many times, with start-up and step times
-that vary as much as the recorded times. The result is the mean and the central 90 % range of these replays.
+An interruption just before a checkpoint undoes a whole interval more than one just after it, and
+which of the two occurs is chance. With another interval or speed, the run is therefore replayed
+many times, with start-up and step times that vary as much as the recorded times. The result is the
+mean and the central 90 % range of these replays.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class RecordedRun:
     stall_seconds: float  # mean seconds for which a checkpoint stalls the gang
     durable_seconds: float  # median seconds until a checkpoint is durable
     shutdown: float  # mean seconds after the last step of a generation with a planned end
-    # step_deviation, start_deviation: standard deviations of the duration of a step and of a start, in seconds
+    # step_deviation, start_deviation: standard deviations of the duration of a step and of a start,
+    # in seconds
     step_deviation: float
     start_deviation: float
     generations: tuple[GenerationTimes, ...]
@@ -82,19 +86,28 @@ class RecordedRun:
 
 def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
     recorded = read_generations(ordered)
-    measured = [_measure_generation(ordered, ledger, generation) for generation in recorded.values()]
+    measured = [
+        _measure_generation(ordered, ledger, generation) for generation in recorded.values()
+    ]
     generations = tuple(one for one in measured if one.seconds > 0)
-    executed, saves = sum(one.steps for one in generations), sum(one.saves for one in generations)
+    executed = sum(one.steps for one in generations)
+    saves = sum(one.saves for one in generations)
     taken = [event for event in ordered if event.name == STEP and event.step is not None]
     kept = [event.step or 0 for event in taken if recorded[event.generation].keeps(event.step or 0)]
     steps = max(kept, default=0)
     if not executed or not steps:
         raise ReplayError("the run took no step that counts: there is nothing to replay")
-    durable = [float(event.data["seconds"]) for event in ordered if event.name == COMMIT and event.data.get("seconds")]
+    durable = [
+        float(event.data["seconds"])
+        for event in ordered
+        if event.name == COMMIT and event.data.get("seconds")
+    ]
     shutdowns = [one.shutdown for one in generations if not one.interrupted]
     newest = max(recorded)
     return RecordedRun(
-        nodes=max(1, count_machines([bill for bill in ledger.nodes if bill.node.generation == newest])),
+        nodes=max(
+            1, count_machines([bill for bill in ledger.nodes if bill.node.generation == newest])
+        ),
         steps=steps,
         interval_steps=_measure_interval(ordered) or steps,
         step_seconds=sum(one.stepping for one in generations) / executed,
@@ -108,14 +121,25 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
 
 
 def _step_deviation(taken: Sequence[Event]) -> float:
-    """Return the standard deviation of one rank's step times, measured within each generation, in seconds."""
+    """Return the standard deviation of one rank's step times, measured within each generation, in
+    seconds.
+    """
     first = min(event.rank for event in taken)
-    spent = ((event.generation, event.data.get("seconds", {})) for event in taken if event.rank == first)
-    seconds = group_by_key((number, sum(float(one.get(kind, 0.0)) for kind in _STEPPING)) for number, one in spent)
-    return math.sqrt(sum(len(one) * pstdev(one) ** 2 for one in seconds.values()) / sum(map(len, seconds.values())))
+    spent = (
+        (event.generation, event.data.get("seconds", {})) for event in taken if event.rank == first
+    )
+    seconds = group_by_key(
+        (number, sum(float(one.get(kind, 0.0)) for kind in _STEPPING)) for number, one in spent
+    )
+    return math.sqrt(
+        sum(len(second) * pstdev(second) ** 2 for second in seconds.values())
+        / sum(map(len, seconds.values()))
+    )
 
 
-def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration) -> GenerationTimes:
+def _measure_generation(
+    events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration
+) -> GenerationTimes:
     nodes = [bill.node for bill in ledger.nodes if bill.node.generation == generation.number]
     ranks = [rank for node in nodes for rank in compute_rank_times(node, generation)]
     count = max(1, len(ranks)) * MICRO
@@ -139,15 +163,21 @@ def _measure_generation(events: Sequence[Event], ledger: Ledger, generation: Rec
 
 
 def _measure_interval(events: Sequence[Event]) -> int | None:
-    """Return the median number of steps from a start or commit to the next commit; None without commits."""
+    """Return the median number of steps from a start or commit to the next commit; None without
+    commits.
+    """
     gaps = []
     commits = (event for event in events if event.name == COMMIT)
-    by_generation = group_by_key((event.generation, event.step) for event in commits if event.step is not None)
+    by_generation = group_by_key(
+        (event.generation, event.step) for event in commits if event.step is not None
+    )
     for number, committed in by_generation.items():
         mine = [event for event in events if event.name == STEP and event.generation == number]
         reached = [min((event.step or 1 for event in mine), default=1) - 1, *sorted(committed)]
         gaps += [later - earlier for earlier, later in pairwise(reached) if later > earlier]
-    return max(1, round(median(gaps))) if gaps else None
+    if gaps:
+        return max(1, round(median(gaps)))
+    return None
 
 
 @dataclass(kw_only=True)
@@ -170,11 +200,15 @@ class _Replay:
     def simulate(self) -> _Replay:
         """Replay all generations, and return self."""
         run = self.run
-        at, previous = run.generations[0].begin, None
+        at = run.generations[0].begin
+        previous = None
         for number, one in enumerate(run.generations):
             if previous is not None:
                 at += max(0.0, one.begin - previous.begin - previous.seconds)
-            own = one.stepping / one.steps if one.steps and self.interruptions else 0.0
+            if one.steps and self.interruptions:
+                own = one.stepping / one.steps
+            else:
+                own = 0.0
             step = (own or run.step_seconds) / self.speed
             if not self.interruptions or number == len(run.generations) - 1:
                 self._pay(at, one.start + self._finish(step) + run.shutdown)
@@ -186,38 +220,60 @@ class _Replay:
         return self
 
     def _pay(self, begin: float, seconds: float) -> float:
-        """Charge the whole gang for `seconds` from the Unix time `begin` on. Return the Unix time of the end."""
+        """Charge the whole gang for `seconds` from the Unix time `begin` on.
+
+        Return the Unix time of the end.
+        """
         start = round(begin * MICRO)
         self.usd += self.curve.cost(start, start + round(seconds * MICRO)) * self.run.nodes
         self.paid_seconds += seconds
         return begin + seconds
 
     def _remaining_seconds(self, step: float) -> float:
-        """Return the seconds for all remaining steps and checkpoints, if a step takes `step` seconds."""
+        """Return the seconds for all remaining steps and checkpoints, if a step takes `step`
+        seconds.
+        """
         left = self.run.steps - self.done
         return left * step + -(-left // self.interval_steps) * self.run.stall_seconds
 
     def _finish(self, step: float) -> float:
-        """Count all remaining steps as done. Return the seconds that these steps and their checkpoints take."""
+        """Count all remaining steps as done.
+
+        Return the seconds that these steps and their checkpoints take.
+        """
         seconds = self._remaining_seconds(step)
         self.saves += -(-(self.run.steps - self.done) // self.interval_steps)
         self.done = self.run.steps
         return seconds
 
     def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
-        """Replay one generation until its recorded end or the job's last step. Return the Unix time of its end."""
+        """Replay one generation until its recorded end or the job's last step.
+
+        Return the Unix time of its end.
+        """
         run = self.run
         working = one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown)
         if self.chance is not None:
-            working += self.chance.gauss(0.0, math.hypot(run.start_deviation, run.step_deviation * one.steps**0.5))
+            working += self.chance.gauss(
+                0.0, math.hypot(run.start_deviation, run.step_deviation * one.steps**0.5)
+            )
         working = max(0.0, working)
         if self._remaining_seconds(step) <= working:
             return self._pay(begin, one.start + self._finish(step) + run.shutdown)
         cycle = self.interval_steps * step + run.stall_seconds
-        cycles, rest = divmod(working, cycle) if cycle > 0 else (0.0, 0.0)
-        partial = int(rest / step) if step > 0 else 0
+        if cycle > 0:
+            cycles, rest = divmod(working, cycle)
+        else:
+            cycles, rest = (0.0, 0.0)
+        if step > 0:
+            partial = int(rest / step)
+        else:
+            partial = 0
         taken = int(cycles) * self.interval_steps + min(self.interval_steps, partial)
-        durable = int(max(0.0, working - run.durable_seconds) / cycle) if cycle > 0 else 0
+        if cycle > 0:
+            durable = int(max(0.0, working - run.durable_seconds) / cycle)
+        else:
+            durable = 0
         left = run.steps - self.done
         # Before a planned end (budget, deadline) the gang saves, so that no step is redone.
         kept = min(durable * self.interval_steps if one.interrupted else taken, taken, left)
@@ -245,7 +301,8 @@ def replay(
     interval_steps: int | None = None,
     interruptions: bool = True,
 ) -> dict[str, Any]:
-    """Compute three costs of a run: as measured, as predicted for the same settings, and for changed settings.
+    """Compute three costs of a run: as measured, as predicted for the same settings, and for
+    changed settings.
 
     The difference between measured and predicted dollars shows how well the model fits this run.
 
@@ -256,8 +313,8 @@ def replay(
         interval_steps: Steps between two checkpoints; None for the interval of the run.
         interruptions: Whether the recorded interruptions happen in the replay.
 
-    Returns:
-        JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and redone steps.
+    Returns: JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and
+        redone steps.
 
     Raises:
         ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
@@ -274,18 +331,27 @@ def replay(
     if price.pool is None:
         raise ReplayError("the events hold no plan, so that the run has no price")
     predicted = _Replay(run=run, curve=price.curve, interval_steps=run.interval_steps).simulate()
-    name, curve, speed = price.pool, price.curve, 1.0
+    name = price.pool
+    curve = price.curve
+    speed = 1.0
     if pool is not None:
         name, curve, speed = _find_pool(ordered, pool)
     if usd_per_hour is not None:
         curve = PriceCurve(usd_per_hour)
     interval = interval_steps or run.interval_steps
-    asked = {"run": run, "curve": curve, "interval_steps": interval, "speed": speed, "interruptions": interruptions}
+    asked = {
+        "run": run,
+        "curve": curve,
+        "interval_steps": interval,
+        "speed": speed,
+        "interruptions": interruptions,
+    }
     chance = random.Random(_SEED)
     varied = interruptions and (interval, speed) != (run.interval_steps, 1.0)
-    runs = (
-        [_Replay(**asked, chance=chance).simulate() for _ in range(_DRAWS)] if varied else [_Replay(**asked).simulate()]
-    )
+    if varied:
+        runs = [_Replay(**asked, chance=chance).simulate() for _ in range(_DRAWS)]
+    else:
+        runs = [_Replay(**asked).simulate()]
     measured = ledger.total_usd
     return {
         "job": ordered[0].job,
@@ -294,89 +360,145 @@ def replay(
             "pool": str(price.pool),
             "interval_steps": run.interval_steps,
             "usd": float(measured),
-            "paid_seconds": sum(one.seconds for one in run.generations),
+            "paid_seconds": sum(generation.seconds for generation in run.generations),
             "redone_steps": ledger.redone_steps,
         },
         "predicted": {
             "error_share": float((predicted.usd - measured) / measured) if measured else 0.0,
             **predicted.to_json(),
         },
-        "what_if": {"pool": str(name), "interval_steps": interval, "speed": speed, **_summarize(runs)},
+        "what_if": {
+            "pool": str(name),
+            "interval_steps": interval,
+            "speed": speed,
+            **_summarize(runs),
+        },
         "kind": "simulated",
     }
 
 
 def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
     """Return the means of several replays, and the central 90 % range of their dollars."""
-    every = [one.to_json() for one in runs]
+    every = [run.to_json() for run in runs]
     usd = sorted(one["usd"] for one in every)
     edge = len(usd) // 20
-    counts = {name: round(fmean(one[name] for one in every)) for name in ("redone_steps", "saves", "interruptions")}
+    counts = {
+        name: round(fmean(one[name] for one in every))
+        for name in ("redone_steps", "saves", "interruptions")
+    }
     means = {name: fmean(one[name] for one in every) for name in ("usd", "paid_seconds")}
     return {**means, "usd_range": [usd[edge], usd[-1 - edge]], **counts}
 
 
 def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurve, float]:
-    """Find the only recorded pool whose name contains all words. Return its name, prices and relative speed."""
-    plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
+    """Find the only recorded pool whose name contains all words.
+
+    Return its name, prices and relative speed.
+    """
+    plan = next(
+        event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")
+    )
     curves = read_price_curves(plan, Pricing.of(events).history)
     wanted = words.lower().replace("on_demand", "on-demand").split()
     found = [pool for pool in curves if all(word in str(pool).lower().split() for word in wanted)]
     if len(found) != 1:
         known = "\n".join(f"  {pool}" for pool in sorted(map(str, found or curves)))
-        which = "more than one recorded pool is" if found else "no recorded pool is"
-        raise ReplayError(f"{which} {words!r}; name one of\n{known}\nor state a price with --usd-per-hour")
+        if found:
+            which = "more than one recorded pool is"
+        else:
+            which = "no recorded pool is"
+        raise ReplayError(
+            f"{which} {words!r}; name one of\n{known}\nor state a price with --usd-per-hour"
+        )
     own = plan["chosen"].get("tokens_per_second")
-    speeds = [one.get("tokens_per_second") for one in plan.get("ranked", []) if parse_pool(one) == found[0]]
+    speeds = [
+        one.get("tokens_per_second")
+        for one in plan.get("ranked", [])
+        if parse_pool(one) == found[0]
+    ]
     return found[0], curves[found[0]], speeds[0] / own if speeds and speeds[0] and own else 1.0
 
 
 def render(found: dict[str, Any]) -> str:
     """Render the result of `replay` as text."""
-    measured, predicted, what_if = found["measured"], found["predicted"], found["what_if"]
+    measured = found["measured"]
+    predicted = found["predicted"]
+    what_if = found["what_if"]
 
     def describe(run: dict[str, Any]) -> str:
         pool = f"{run['pool']}, a checkpoint every {run['interval_steps']} steps"
-        return f"{pool}, {format_duration(run['paid_seconds'])} paid, {run['redone_steps']} steps redone"
+        return (
+            f"{pool}, {format_duration(run['paid_seconds'])} paid, {run['redone_steps']} steps "
+            "redone"
+        )
 
     error = format_percent(predicted["error_share"], 2)
     low, high = map(format_usd, what_if["usd_range"])
     difference = format_usd(what_if["usd"] - predicted["usd"])
-    speed = "" if what_if["speed"] == 1.0 else f"; speed × {what_if['speed']:.3g} as the plan estimated"
+    if what_if["speed"] == 1.0:
+        speed = ""
+    else:
+        speed = f"; speed × {what_if['speed']:.3g} as the plan estimated"
     return "\n".join(
         [
             f"replay of job {found['job']} (prices: {found['price_kind']})",
             f"  measured   {format_usd(measured['usd'])}  {describe(measured)}",
-            f"  predicted  {format_usd(predicted['usd'])}  the same run by the model: error {error}",
+            f"  predicted  {format_usd(predicted['usd'])}  the same run by the model: error "
+            f"{error}",
             f"  what if    {format_usd(what_if['usd'])}  {describe(what_if)}, simulated",
             *(
-                [f"             {low} to {high} in nine of ten replays with other start-ups and step times"]
+                [
+                    f"             {low} to {high} in nine of ten replays with other start-ups "
+                    "and step times"
+                ]
                 if low != high
                 else []
             ),
-            f"  difference {difference}  what if less predicted, so that the model's error cancels out",
-            f"  interruptions keep their recorded times; the other pool's own hazard is not replayed{speed}",
+            f"  difference {difference}  what if less predicted, so that the model's error "
+            "cancels out",
+            "  interruptions keep their recorded times; the other pool's own hazard is not "
+            f"replayed{speed}",
         ]
     )
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
-        "replay", help="what a finished run would have cost in another pool, or with another checkpoint interval"
+        "replay",
+        help=(
+            "what a finished run would have cost in another pool, or with another checkpoint "
+            "interval"
+        ),
     )
-    parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
-    parser.add_argument("--pool", default=None, metavar="WORDS", help="such as 'g5.xlarge spot use1-az4', as recorded")
+    parser.add_argument(
+        "job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job"
+    )
+    parser.add_argument(
+        "--pool",
+        default=None,
+        metavar="WORDS",
+        help="such as 'g5.xlarge spot use1-az4', as recorded",
+    )
     parser.add_argument("--usd-per-hour", default=None, help="another price, per node")
-    parser.add_argument("--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints")
-    parser.add_argument("--no-interruptions", action="store_true", help="as if the run had not been interrupted")
-    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
+    parser.add_argument(
+        "--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints"
+    )
+    parser.add_argument(
+        "--no-interruptions", action="store_true", help="as if the run had not been interrupted"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=_replay)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     try:
-        price = None if arguments.usd_per_hour is None else read_decimal(arguments.usd_per_hour)
+        if arguments.usd_per_hour is None:
+            price = None
+        else:
+            price = read_decimal(arguments.usd_per_hour)
     except ValueError as error:
         raise ReplayError(f"--usd-per-hour: {error}") from None
     found = replay(

@@ -1,4 +1,6 @@
-"""`ebbflow watch`: serve the live page of a job to this machine's browser, write it to a file, or print it once."""
+"""`ebbflow watch`: serve the live page of a job to this machine's browser, write it to a file, or
+print it once.
+"""
 
 import argparse
 import contextlib
@@ -18,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.cost.errors import CostError, ReportError
-from ebbflow.cost.jobs import find_job_uri, find_running_launcher, list_known_jobs, load_report, read_job_log
+from ebbflow.cost.jobs import (
+    find_job_uri,
+    find_running_launcher,
+    list_known_jobs,
+    load_report,
+    read_job_log,
+)
 from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
@@ -37,17 +45,19 @@ _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log
 _IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
 _COMPARED_JOBS = 8
-_MOST_UNMERGED, _MOST_PLOTTED = 20_000, 8192  # events
+# events
+_MOST_UNMERGED = 20_000
+_MOST_PLOTTED = 8192
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
     """Merge step events: all steps of a rank between two commits become one event.
 
-    For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if that leaves over
-    8,192 events. A log of several days has millions of steps, too many to evaluate every few seconds. Merging does not
-    change the ledger, because the steps between two commits are either all in the final weights or all lost. Steps
-    after the last commit are not merged. A merged event has the highest loss of its steps, and their number as
-    `merged`.
+    For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if
+    that leaves over 8,192 events. A log of several days has millions of steps, too many to evaluate
+    every few seconds. Merging does not change the ledger, because the steps between two commits are
+    either all in the final weights or all lost. Steps after the last commit are not merged. A
+    merged event has the highest loss of its steps, and their number as `merged`.
     """
     commits: dict[int, set[int]] = {}
     lowest: dict[int, int] = {}
@@ -63,10 +73,19 @@ def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
     groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
         ends = bounds.get(event.generation, ())
-        if event.name != STEP or event.step is None or not ends or event.step > ends[-1] or event.data.get("skipped"):
+        if (
+            event.name != STEP
+            or event.step is None
+            or not ends
+            or event.step > ends[-1]
+            or event.data.get("skipped")
+        ):
             found.append(event)
             continue
-        part = event.step // plotted if event.rank == lowest[event.generation] else 0
+        if event.rank == lowest[event.generation]:
+            part = event.step // plotted
+        else:
+            part = 0
         writer = event.run, event.attempt, event.generation, event.node, event.rank
         groups.setdefault((*writer, bisect_left(ends, event.step), part), []).append(event)
     found += [_merge(group) for group in groups.values()]
@@ -79,19 +98,26 @@ def _merge(group: Sequence[Event]) -> Event:
     data: dict[str, Any] = {}
     for event in group:
         data |= event.data
-    seconds = sum_by_key(pair for event in group for pair in (event.data.get("seconds") or {}).items())
+    seconds = sum_by_key(
+        pair for event in group for pair in (event.data.get("seconds") or {}).items()
+    )
     data |= {"seconds": seconds, "merged": sum(event.data.get("merged", 1) for event in group)}
     for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
         if name in data:
             data[name] = sum(event.data.get(name) or 0 for event in group)
     losses = [event.data["loss"] for event in group if "loss" in event.data]
     if losses:
-        data["loss"] = None if None in losses else max(losses)
+        if None in losses:
+            data["loss"] = None
+        else:
+            data["loss"] = max(losses)
     return replace(group[-1], data=data)
 
 
 class MergingFollower(LogFollower):
-    """Reader of a growing event log that keeps all events, merged to a short list (`merge_committed_steps`)."""
+    """Reader of a growing event log that keeps all events, merged to a short list
+    (`merge_committed_steps`).
+    """
 
     def __init__(self, job_store: Store) -> None:
         super().__init__(job_store)
@@ -103,7 +129,9 @@ class MergingFollower(LogFollower):
         """Yield the new events, unmerged, some thousand at a time. Raises StoreError."""
         for new in super().read_new():
             self.count += len(new)
-            self.events = sorted([*self.events, *new], key=lambda event: (event.t_wall, event.t_mono))
+            self.events = sorted(
+                [*self.events, *new], key=lambda event: (event.t_wall, event.t_mono)
+            )
             if len(self.events) > self._merge_at:
                 self.events = merge_committed_steps(self.events)
                 self._merge_at = len(self.events) + _MOST_UNMERGED
@@ -111,20 +139,31 @@ class MergingFollower(LogFollower):
 
 
 class LivePage:
-    """The page of a job that may be running. The page is rendered again when the job's event log has grown.
+    """The page of a job that may be running.
 
-    Args:
-        launcher: The launcher that is known to run the job, as JSON values; None to look up its claim in the store.
+    The page is rendered again when the job's event log has grown.
+
+    Args: launcher: The launcher that is known to run the job, as JSON values; None to look up its
+        claim in the store.
     """
 
-    def __init__(self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None) -> None:
-        self.job, self.ended = job, False
-        self._store, self._launcher = store, launcher
+    def __init__(
+        self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None
+    ) -> None:
+        self.job = job
+        self.ended = False
+        self._store = store
+        self._launcher = launcher
         self._follower: MergingFollower | None = None
         self._job_store: Store | None = None
-        self._lock, self._built, self._due = threading.Lock(), b"", 0.0
+        self._lock = threading.Lock()
+        self._built = b""
+        self._due = 0.0
         self._earlier: list[RunReport] = []
-        self._logs: tuple[int, list[LogLine]] = -1, []  # ended generations when they were read, and the lines
+        self._logs: tuple[int, list[LogLine]] = (
+            -1,
+            [],
+        )  # ended generations when they were read, and the lines
         self._damage: Sequence[Damage] = ()  # of the ended job
         self._problem = "waiting for the job's first event"
 
@@ -136,7 +175,9 @@ class LivePage:
         """
         with self._lock:
             if last or not self._built or time.monotonic() >= self._due:
-                began, first = time.monotonic(), not self._built  # only the first look reads the whole log
+                # only the first look reads the whole log
+                began = time.monotonic()
+                first = not self._built
                 try:
                     self._refresh(last)
                 except (CostError, InfraError) as error:
@@ -154,7 +195,10 @@ class LivePage:
 
     def _refresh(self, last: bool) -> None:
         if self._follower is None:
-            uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}" if self._launcher and self._store else None
+            if self._launcher and self._store:
+                uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}"
+            else:
+                uri = None
             place = uri or find_job_uri(self.job, self._store)
             self._job_store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
             self._follower = MergingFollower(self._job_store)
@@ -163,10 +207,18 @@ class LivePage:
         events = self._follower.events
         if not events:
             return
-        running = None if last else self._launcher or find_running_launcher(self.job, events, self._store)
-        if running is None and not self.ended:  # once: a damaged part of the log may also be a missing one
+        if last:
+            running = None
+        else:
+            running = self._launcher or find_running_launcher(self.job, events, self._store)
+        if (
+            running is None and not self.ended
+        ):  # once: a damaged part of the log may also be a missing one
             self._damage = self._find_damage(self._follower.count)
-        damage = self._damage if running is None else self._follower.damage
+        if running is None:
+            damage = self._damage
+        else:
+            damage = self._follower.damage
         report = build_report(events, running=running, logs=self._read_logs, damage=damage)
         if not self._earlier:
             self._earlier = read_earlier_reports(report.job)
@@ -174,33 +226,53 @@ class LivePage:
         self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
 
     def _find_damage(self, count: int) -> Sequence[Damage]:
-        """Return the damage to the log of an ended job: that in its report if all of `count` events are in it too."""
-        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):  # no report of this kind
-            found = json.loads(self._job_store.get("report.json") if self._job_store else "")["events"]
+        """Return the damage to the log of an ended job: that in its report if all of `count` events
+        are in it too.
+        """
+        with contextlib.suppress(
+            StoreError, ValueError, KeyError, TypeError, AttributeError
+        ):  # no report of this kind
+            found = json.loads(self._job_store.get("report.json") if self._job_store else "")[
+                "events"
+            ]
             if sum(found["counts"].values()) == count:
                 return [Damage(**one) for one in found["damage"]]
         return read_job_log(self.job, self._store).damage
 
     def _read_logs(self) -> list[LogLine]:
-        """Return the output of the ranks. It is read again only after another generation has ended."""
-        ended = sum(event.name == GENERATION_ENDED for event in self._follower.events) if self._follower else 0
+        """Return the output of the ranks.
+
+        It is read again only after another generation has ended.
+        """
+        if self._follower:
+            ended = sum(event.name == GENERATION_ENDED for event in self._follower.events)
+        else:
+            ended = 0
         if self._job_store is not None and self._logs[0] != ended:
             self._logs = ended, read_logs([], [self._job_store]).lines
         return self._logs[1]
 
 
 def render_waiting(job: str, words: str) -> bytes:
-    """Render a placeholder for a job without events. The browser replaces it when the job's page is available."""
+    """Render a placeholder for a job without events.
+
+    The browser replaces it when the job's page is available.
+    """
     main = (
-        f'<header id="header"><h1>{escape(one_line(job))}</h1><p class="badge on">starting<span id="age"></span></p>'
-        f'<p class="verdict">{escape(words)}</p></header>'
+        f'<header id="header"><h1>{escape(one_line(job))}</h1><p class="badge on">starting<span '
+        f'id="age"></span></p><p class="verdict">{escape(words)}</p></header>'
     )
-    return fill_page(main, '{"figures":[]}', one_line(job), running=True).encode(errors="backslashreplace")
+    return fill_page(main, '{"figures":[]}', one_line(job), running=True).encode(
+        errors="backslashreplace"
+    )
 
 
 def read_earlier_reports(job: str) -> list[RunReport]:
-    """Return the newest readable reports of other jobs on this machine, newest last, for comparison."""
-    root, found = runs_folder(PROJECT_ROOT), []
+    """Return the newest readable reports of other jobs on this machine, newest last, for
+    comparison.
+    """
+    root = runs_folder(PROJECT_ROOT)
+    found = []
     for name in [name for name in list_known_jobs(root) if name != job][-_COMPARED_JOBS:]:
         with contextlib.suppress(CostError, OSError):
             found.append(load_report(str(root / name / "report.json")))
@@ -208,9 +280,11 @@ def read_earlier_reports(job: str) -> list[RunReport]:
 
 
 def write_until_ended(page: LivePage, path: Path, parent: int) -> bool:
-    """Keep the file of the live page current until the job ends or, if `parent` is a process id, that process ends.
+    """Keep the file of the live page current until the job ends or, if `parent` is a process id,
+    that process ends.
 
-    The file is replaced atomically, so that a reader never sees a part of it. Return whether the last page was written.
+    The file is replaced atomically, so that a reader never sees a part of it. Return whether the
+    last page was written.
     """
     while True:
         orphaned = bool(parent) and os.getppid() != parent
@@ -227,13 +301,18 @@ def write_until_ended(page: LivePage, path: Path, parent: int) -> bool:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """HTTP handler that answers GET requests for the page under a secret path. It offers no way to change anything."""
+    """HTTP handler that answers GET requests for the page under a secret path.
+
+    It offers no way to change anything.
+    """
 
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, _Server)
         host = (self.headers.get("Host") or "").partition(":")[0]
-        known = secrets.compare_digest(self.path.partition("?")[0].encode(), f"/{server.token}/".encode())
+        known = secrets.compare_digest(
+            self.path.partition("?")[0].encode(), f"/{server.token}/".encode()
+        )
         if not known or host not in ("127.0.0.1", "localhost"):
             self.send_error(404)
             return
@@ -259,7 +338,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, page: LivePage) -> None:
-        self.page, self.token = page, secrets.token_urlsafe(16)
+        self.page = page
+        self.token = secrets.token_urlsafe(16)
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
@@ -268,23 +348,44 @@ class _Server(ThreadingHTTPServer):
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("watch", help="the live page of a job, in this machine's browser or as text")
-    parser.add_argument("job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI")
-    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
+    parser = commands.add_parser(
+        "watch", help="the live page of a job, in this machine's browser or as text"
+    )
+    parser.add_argument(
+        "job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: a free one")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--once", action="store_true", help="print the state and end")
-    shape.add_argument("--write", type=Path, default=None, metavar="FILE", help="keep this HTML file current instead")
-    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # the launcher, which runs the job
+    shape.add_argument(
+        "--write",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="keep this HTML file current instead",
+    )
+    parser.add_argument(
+        "--parent", type=int, default=0, help=argparse.SUPPRESS
+    )  # the launcher, which runs the job
     parser.set_defaults(run=_watch)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     if arguments.once:
-        print("\n".join(summarize_status(load_report(arguments.job, store=arguments.store, fresh=True))))
+        print(
+            "\n".join(
+                summarize_status(load_report(arguments.job, store=arguments.store, fresh=True))
+            )
+        )
         return 0
     if arguments.write is not None:
-        launcher = describe_parent(arguments.parent) if arguments.parent else None
+        if arguments.parent:
+            launcher = describe_parent(arguments.parent)
+        else:
+            launcher = None
         if launcher is None:
             find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
         else:
@@ -296,7 +397,9 @@ def _watch(arguments: argparse.Namespace) -> int:
     try:
         server = _Server(arguments.port, LivePage(arguments.job, arguments.store))
     except (OSError, OverflowError) as error:
-        raise ReportError(f"port {arguments.port} on 127.0.0.1: {error}; fix: leave --port out") from error
+        raise ReportError(
+            f"port {arguments.port} on 127.0.0.1: {error}; fix: leave --port out"
+        ) from error
     with server:
         print(f"{server.url}  (only for this machine; Ctrl-C ends it)", flush=True)
         try:
@@ -308,6 +411,9 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 def describe_parent(pid: int) -> dict[str, Any]:
     """Describe the launcher that runs the job, given its process id, as JSON values."""
-    here, user = socket.gethostname(), getpass.getuser()
-    launcher = Launcher(number=0, id="", command="run", host=here, user=user, pid=pid, since_utc=time.time())
+    here = socket.gethostname()
+    user = getpass.getuser()
+    launcher = Launcher(
+        number=0, id="", command="run", host=here, user=user, pid=pid, since_utc=time.time()
+    )
     return RunningLauncher(launcher, 0.0).to_json()

@@ -1,1 +1,4 @@
-"""Metaflow flow that runs a training job. Modules here import torch, boto3 and pandas only inside functions."""
+"""Metaflow flow that runs a training job.
+
+Modules here import torch, boto3 and pandas only inside functions.
+"""

@@ -1,4 +1,6 @@
-"""Show a job's HTML page as a Metaflow card: the report in the step `report`, the live page in the step `start`."""
+"""Show a job's HTML page as a Metaflow card: the report in the step `report`, the live page in the
+step `start`.
+"""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from ebbflow.cost.report.report import RunReport
 
 _CARD_TYPE = "ebbflow"  # no hyphen: Metaflow splits file names there
-_LIVE_ID, _LIVE_HASH = "live", "0" * 20  # one file, which is replaced
+# one file, which is replaced
+_LIVE_ID = "live"
+_LIVE_HASH = "0" * 20
 
 
 class PageCard(MetaflowCard):
@@ -29,7 +33,11 @@ class PageCard(MetaflowCard):
     ALLOW_USER_COMPONENTS = True
 
     def __init__(
-        self, options: Any = None, components: Sequence[Any] = (), graph: Any = None, flow: Any = None
+        self,
+        options: Any = None,
+        components: Sequence[Any] = (),
+        graph: Any = None,
+        flow: Any = None,
     ) -> None:
         self._parts = components
 
@@ -46,14 +54,19 @@ class _Page(MetaflowCardComponent):
 
 
 def register_card() -> None:
-    """Register `PageCard` with Metaflow in this process. Call this before Metaflow reads the flow's decorators.
+    """Register `PageCard` with Metaflow in this process.
 
-    Metaflow 2.19 ignores METAFLOW_CARD_LOCALROOT and then stores local cards where its own `get_cards` does not look.
+    Call this before Metaflow reads the flow's decorators.
+
+    Metaflow 2.19 ignores METAFLOW_CARD_LOCALROOT and then stores local cards where its own
+    `get_cards` does not look.
     """
     if PageCard not in CARDS:
         CARDS.append(PageCard)
         find = CardDatastore.get_storage_root
-        CardDatastore.get_storage_root = lambda kind: find(kind) or os.environ.get("METAFLOW_CARD_LOCALROOT")
+        CardDatastore.get_storage_root = lambda kind: (
+            find(kind) or os.environ.get("METAFLOW_CARD_LOCALROOT")
+        )
 
 
 def show_report(card: Any, run: RunReport) -> None:
@@ -67,16 +80,23 @@ def show_report(card: Any, run: RunReport) -> None:
 def save_live_card(flow: str, run: str, html: str) -> None:
     """Store the live page as the card `live` of the run's step `start`.
 
-    Every run has this step, even one that fails. Metaflow stores no final card of a task that fails or is killed.
+    Every run has this step, even one that fails. Metaflow stores no final card of a task that fails
+    or is killed.
     """
     from metaflow import Run
     from metaflow.metaflow_config import DEFAULT_DATASTORE
     from metaflow.plugins import DATASTORES
 
     given = [word.partition("=")[2] for word in sys.argv if word.startswith("--datastore=")]
-    given += [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--datastore"]
+    given += [
+        after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--datastore"
+    ]
     kind = (given or [DEFAULT_DATASTORE])[0]
-    backend = next(one for one in DATASTORES if kind == one.TYPE)(CardDatastore.get_storage_root(kind))
+    backend = next(one for one in DATASTORES if kind == one.TYPE)(
+        CardDatastore.get_storage_root(kind)
+    )
     task = Run(f"{flow}/{run}", _namespace_check=False)["start"].task
     known = SimpleNamespace(_storage_impl=backend, flow_name=flow)
-    CardDatastore(known, pathspec=task.pathspec).save_card(_LIVE_HASH, _CARD_TYPE, html, card_id=_LIVE_ID)
+    CardDatastore(known, pathspec=task.pathspec).save_card(
+        _LIVE_HASH, _CARD_TYPE, html, card_id=_LIVE_ID
+    )

@@ -1,4 +1,6 @@
-"""The preflight checks of all packages (infra, cost, training, flows), for the flow and for `ebbflow preflight`."""
+"""The preflight checks of all packages (infra, cost, training, flows), for the flow and for
+`ebbflow preflight`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
 # Checks that need a network and still run before anything is submitted to AWS Batch.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
-_OF_BACKENDS = {"aws-": "batch", "kubernetes-": "kubernetes"}  # prefixes of the ids of a backend's checks
+_OF_BACKENDS = {
+    "aws-": "batch",
+    "kubernetes-": "kubernetes",
+}  # prefixes of the ids of a backend's checks
 
 
 def all_checks() -> list[Check]:
@@ -29,11 +34,13 @@ def all_checks() -> list[Check]:
     return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks, *batch_checks]
 
 
-def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
+def check_before_launch(
+    config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]
+) -> str | None:
     """Return why a `run` or `resume` must not start, as text for the user, or None if it may start.
 
-    Call this before Metaflow is imported, because it also sets Metaflow's environment variables for the backend.
-    `words` is the command line.
+    Call this before Metaflow is imported, because it also sets Metaflow's environment variables for
+    the backend. `words` is the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -42,8 +49,12 @@ def check_before_launch(config: RunConfig, config_path: str, *, job: str | None,
         return refusal
     if backend is not None:
         set_environment(config, backend)
-    failed = failed_results(run_all_checks(config, config_path, quick_only=True, job=job, target=backend or "local"))
-    return render_results(failed) if failed else None
+    failed = failed_results(
+        run_all_checks(config, config_path, quick_only=True, job=job, target=backend or "local")
+    )
+    if failed:
+        return render_results(failed)
+    return None
 
 
 def run_all_checks(
@@ -56,9 +67,9 @@ def run_all_checks(
 ) -> list[CheckResult]:
     """Run the preflight checks and return their results.
 
-    Args:
-        quick_only: run only the checks that take well under a second, and a few slower ones that every launch needs.
-        target: backend of the run. Checks for other backends are left out. None means that no checks are left out.
+    Args: quick_only: run only the checks that take well under a second, and a few slower ones that
+        every launch needs. target: backend of the run. Checks for other backends are left out. None
+        means that no checks are left out.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 
@@ -69,9 +80,17 @@ def run_all_checks(
         job=job,
         target=target,
     )
-    at_once = {"store-probe"} if "://" in config.store else set()
-    at_once |= set(_BEFORE_A_SUBMIT) if target == "batch" else set()
-    checks = [replace(check, tier="quick") if check.id in at_once else check for check in all_checks()]
+    if "://" in config.store:
+        at_once = {"store-probe"}
+    else:
+        at_once = set()
+    if target == "batch":
+        at_once |= set(_BEFORE_A_SUBMIT)
+    else:
+        at_once |= set()
+    checks = [
+        replace(check, tier="quick") if check.id in at_once else check for check in all_checks()
+    ]
     if target is not None:
         others = tuple(prefix for prefix, backend in _OF_BACKENDS.items() if backend != target)
         checks = [check for check in checks if not check.id.startswith(others)]

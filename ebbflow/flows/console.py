@@ -1,8 +1,9 @@
-"""The terminal of a run: a checklist of the flow's steps, one progress bar, events as they happen, and a closing block.
+"""The terminal of a run: a checklist of the flow's steps, one progress bar, events as they happen,
+and a closing block.
 
-Metaflow's own log goes to a file. On a terminal, rich draws the bar. Elsewhere the same information is printed as
-plain lines, with one progress line per 10 s and no escape codes. `--verbose` shows Metaflow's log instead, with the
-full plan and report.
+Metaflow's own log goes to a file. On a terminal, rich draws the bar. Elsewhere the same information
+is printed as plain lines, with one progress line per 10 s and no escape codes. `--verbose` shows
+Metaflow's log instead, with the full plan and report.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -42,10 +43,17 @@ _RUN_ID = re.compile(r"\(run-id ([^)]+)\)")
 _PROGRESS = re.compile(r"step (\d+)/(\d+) [·|] ")  # with "|", if the locale is ASCII
 _CHECK = re.compile(r"(ok|skip|warn|FAIL)  +\S")
 _MOST_UNSEEN = 200
-_HEADLINE = re.compile(r"<flow .*> failed:$|This attempt ended:$")  # Metaflow's, above the message of a failed task
+_HEADLINE = re.compile(
+    r"<flow .*> failed:$|This attempt ended:$"
+)  # Metaflow's, above the message of a failed task
 _PLAN_MARKS = "┌│└+|"  # each line of the full plan begins with one
-_QUIET_STEPS = frozenset({"_parameters", "fan_out", "join", "end"})  # technical steps, shown only if they fail
-_LOOK_SECONDS = {True: 2.0, False: 10.0}  # between two looks at the event log: in a local folder, elsewhere
+_QUIET_STEPS = frozenset(
+    {"_parameters", "fan_out", "join", "end"}
+)  # technical steps, shown only if they fail
+_LOOK_SECONDS = {
+    True: 2.0,
+    False: 10.0,
+}  # between two looks at the event log: in a local folder, elsewhere
 _LINES_OF_A_TASK = 12  # lines of user code shown per task; all are in the log
 
 
@@ -59,7 +67,9 @@ class _Step:
 
 @dataclass
 class _Training:
-    """Progress for the bar: step and commit from events, all other figures from rank 0's newest progress line."""
+    """Progress for the bar: step and commit from events, all other figures from rank 0's newest
+    progress line.
+    """
 
     step: int = 0
     max_steps: int = 0
@@ -78,8 +88,13 @@ class RunView:
             of the resumed run and ask at the start.
     """
 
-    def __init__(self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool | str = False) -> None:
-        self.job, self.fancy, self._config, self._ask = job, fancy, config, ask
+    def __init__(
+        self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool | str = False
+    ) -> None:
+        self.job = job
+        self.fancy = fancy
+        self._config = config
+        self._ask = ask
         self._lock = threading.RLock()
         self._steps: dict[str, _Step] = {}
         self._training = _Training()
@@ -93,14 +108,23 @@ class RunView:
         self._outcome = ""  # of training, as soon as it is recorded
         self._follower: LogFollower | None = None  # of the job's event log
         self._looking = threading.Lock()
-        self._usd_per_second, self._since = 0.0, time.time()
-        self._live: Any = _Bar(self) if fancy else None
+        self._usd_per_second = 0.0
+        self._since = time.time()
+        if fancy:
+            self._live: Any = _Bar(self)
+        else:
+            self._live = None
         self._tail: threading.Thread | None = None
 
     # What Metaflow calls.
 
-    def logged(self, body: str = "", system_msg: bool = False, head: str = "", bad: bool = False, **_: Any) -> None:
-        """Process a line of Metaflow's log. `head` names the task that printed the line; "" for the scheduler."""
+    def logged(
+        self, body: str = "", system_msg: bool = False, head: str = "", bad: bool = False, **_: Any
+    ) -> None:
+        """Process a line of Metaflow's log.
+
+        `head` names the task that printed the line; "" for the scheduler.
+        """
         text = strip_colours(str(body))
         with self._lock:
             self._write_log(f"{time.strftime('%H:%M:%S')} {head}{text}")
@@ -130,15 +154,22 @@ class RunView:
 
         folder = make_local_folder(RUNS, self.job, self._config.store)
         with contextlib.suppress(OSError):
-            self._log = open(folder / "metaflow.log", "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - until close
+            file = folder / "metaflow.log"
+            # Open until `close`.
+            self._log = file.open("a", encoding="utf-8", errors="backslashreplace")
         self._unseen.clear()
         steps = self._config.training.max_steps
         self._training.max_steps = steps
-        work = f"script {self._config.script}" if self._config.script else f"{steps:,} steps"
+        if self._config.script:
+            work = f"script {self._config.script}"
+        else:
+            work = f"{steps:,} steps"
         self.say(f"ebbflow: job {self.job}, {work}, store {self._config.store}")
         where = os.path.relpath(folder / "metaflow.log")
         self.say(f"Metaflow's log: {where} (--verbose shows it here)")
-        self._tail = threading.Thread(target=self._follow_events, name="events to the terminal", daemon=True)
+        self._tail = threading.Thread(
+            target=self._follow_events, name="events to the terminal", daemon=True
+        )
         self._tail.start()
         if self._ask == "resume":
             self._show_plan()
@@ -162,8 +193,12 @@ class RunView:
         if name in ("train", "train_node"):
             self._show_events()  # the task of a job that stopped has succeeded
             if self._outcome not in ("", Outcome.COMPLETED):
-                failed, step.note = True, self._outcome.replace("_", " ")
-        note = f": {step.note}" if step.note else ""
+                failed = True
+                step.note = self._outcome.replace("_", " ")
+        if step.note:
+            note = f": {step.note}"
+        else:
+            note = ""
         seconds = f"{time.monotonic() - step.started:.1f} s"
         self.task_failed = self.task_failed or failed
         self.say(f"{'✗' if failed else '✓'} {name} {seconds}{note}")
@@ -179,14 +214,19 @@ class RunView:
             if found := _CHECK.match(text):
                 step.show = found[1] in ("warn", "FAIL")
             elif text.startswith("preflight: "):
-                step.note, step.show = text.removeprefix("preflight: "), False
+                step.note = text.removeprefix("preflight: ")
+                step.show = False
             if step.show:
                 self.say(f"  {text}")
         elif _HEADLINE.match(text):
             return
         elif name == "prepare" and not step.note:
             step.note = text.partition(", unigram")[0]
-        elif text and not (name == "plan" and text[0] in _PLAN_MARKS) and not (name == "start" and step.lines == 0):
+        elif (
+            text
+            and not (name == "plan" and text[0] in _PLAN_MARKS)
+            and not (name == "start" and step.lines == 0)
+        ):
             if step.lines < _LINES_OF_A_TASK:
                 self.say(f"  {text}")
             elif step.lines == _LINES_OF_A_TASK:
@@ -194,12 +234,16 @@ class RunView:
         step.lines += 1
 
     def _progressed(self, found: re.Match[str], text: str) -> None:
-        now, (_, share, *figures) = self._training, re.split(r" [·|] ", text)
-        now.step, now.max_steps = int(found[1]), int(found[2])
+        now = self._training
+        (_, share, *figures) = re.split(r" [·|] ", text)
+        now.step = int(found[1])
+        now.max_steps = int(found[2])
         now.eta = next((part for part in figures if part.startswith("ETA ")), "")
         now.figures = [_short(part) for part in figures if part != now.eta]
         if self._live is None:
-            self.say(" · ".join([f"  {now.step:,}/{now.max_steps:,} {share}", *now.figures, now.eta]))
+            self.say(
+                " · ".join([f"  {now.step:,}/{now.max_steps:,} {share}", *now.figures, now.eta])
+            )
 
     def _show_plan(self) -> None:
         from ebbflow.cost.plan.plan import Plan
@@ -207,7 +251,10 @@ class RunView:
 
         store = self._store()
         try:
-            plan = None if store is None else Plan.from_json(json.loads(store.get(PLAN_KEY)))
+            if store is None:
+                plan = None
+            else:
+                plan = Plan.from_json(json.loads(store.get(PLAN_KEY)))
         except (InfraError, ValueError, KeyError, TypeError):
             plan = None  # the plan is in Metaflow's log
         if plan is None:
@@ -225,14 +272,20 @@ class RunView:
             self.require_yes()
 
     def require_yes(self, question: str = "start and pay for it?") -> None:
-        """Ask the user for permission to spend money; Metaflow's scheduler waits. Any answer but yes ends the run."""
+        """Ask the user for permission to spend money; Metaflow's scheduler waits.
+
+        Any answer but yes ends the run.
+        """
         with self._live.paused() if self._live is not None else contextlib.nullcontext():
             try:
                 answer = input(f"{question} [y/N] ")
             except EOFError:
                 answer = ""
         if answer.strip().lower() not in ("y", "yes"):
-            self.say("not started: no machine for training was paid for (--yes starts without the question)")
+            self.say(
+                "not started: no machine for training was paid for (--yes starts without the "
+                "question)"
+            )
             raise KeyboardInterrupt
 
     # Events of the job.
@@ -241,12 +294,15 @@ class RunView:
         if self._config is None or not self.job:
             return None
         try:
-            return Store.open(self._config.store, request_timeout_seconds=10.0).sub(job_prefix(self.job))
+            return Store.open(self._config.store, request_timeout_seconds=10.0).sub(
+                job_prefix(self.job)
+            )
         except InfraError:
             return None
 
     def _follow_events(self) -> None:
-        if (store := self._store()) is None:
+        store = self._store()
+        if store is None:
             return
         pause = shortest = _LOOK_SECONDS[store.local_path("events") is not None]
         while not self._done.wait(pause):
@@ -256,18 +312,28 @@ class RunView:
 
     def _show_events(self) -> None:
         found: list[Event] = []
-        with contextlib.suppress(InfraError), self._looking:  # the next look may read what this one cannot
+        with (
+            contextlib.suppress(InfraError),
+            self._looking,
+        ):  # the next look may read what this one cannot
             if self._follower is None and (store := self._store()) is not None:
                 self._follower = LogFollower(store, wanted=_is_shown)
             for new in () if self._follower is None else self._follower.read_new():
                 found += new
         for event in sorted(found, key=lambda event: event.t_wall):
-            with self._lock, contextlib.suppress(InfraError, KeyError, TypeError, ValueError):  # of another version
+            with (
+                self._lock,
+                contextlib.suppress(InfraError, KeyError, TypeError, ValueError),
+            ):  # of another version
                 if event.t_wall >= self._since:
                     self._happened(event)
 
     def _happened(self, event: Event) -> None:
-        data, at = event.data, "" if event.step is None else f" at step {event.step:,}"
+        data = event.data
+        if event.step is None:
+            at = ""
+        else:
+            at = f" at step {event.step:,}"
         if event.name == ev.STEP:
             self._stepped(event)
         elif event.name == ev.COMMIT:
@@ -276,15 +342,22 @@ class RunView:
             self.say(f"! commit of step {event.step} failed: {data.get('message')}")
         elif event.name == ev.NOTICE:
             left = data.get("seconds_left")
-            within = "" if left is None else f", {left:.0f} s left"
+            if left is None:
+                within = ""
+            else:
+                within = f", {left:.0f} s left"
             self.say(
-                f"! notice to node {event.node}: {data.get('source')} {data.get('action')}{within}: {data.get('does')}"
+                f"! notice to node {event.node}: {data.get('source')} "
+                f"{data.get('action')}{within}: {data.get('does')}"
             )
         elif event.name == ev.FAULT_INJECTED:
             self.say(f"! rehearsal{at}: {data.get('kind')} of {data.get('target')}")
         elif event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED) and data.get("culprit"):
             usd = data.get("usd_lost")
-            lost = "" if usd is None else f"; ${usd:.4f} of work since the last commit is lost"
+            if usd is None:
+                lost = ""
+            else:
+                lost = f"; ${usd:.4f} of work since the last commit is lost"
             if event.generation not in self._failed:
                 self.say(f"✗ {data['culprit']}: {str(data.get('reason')).replace('_', ' ')}{lost}")
                 self._failed.add(event.generation)
@@ -292,7 +365,9 @@ class RunView:
         elif event.name == ev.OUTCOME:
             self._outcome = str(data.get("outcome"))
         elif event.name == ev.GENERATION_STARTED and event.generation > 1:
-            self.say(f"› generation {event.generation} starts from step {data.get('parent_step') or 0:,}")
+            self.say(
+                f"› generation {event.generation} starts from step {data.get('parent_step') or 0:,}"
+            )
         elif event.name == ev.GUARD:
             self.say(f"! guard{at}: {data.get('action')}: {data.get('reason')}")
         elif event.name == ev.BUDGET:
@@ -306,8 +381,14 @@ class RunView:
         if before is not None and event.generation > before.generation:
             seconds = event.t_wall - before.t_wall
             paid = seconds * self._usd_per_second
-            kind = " (simulated)" if any("simulated" in part for part in self._training.figures) else ""
-            cost = f" and ${paid:.4f}{kind}" if self._usd_per_second else ""
+            if any("simulated" in part for part in self._training.figures):
+                kind = " (simulated)"
+            else:
+                kind = ""
+            if self._usd_per_second:
+                cost = f" and ${paid:.4f}{kind}"
+            else:
+                cost = ""
             self.say(f"✓ training again after {seconds:.1f} s{cost}, from step {event.step:,}")
             self._incident = None
 
@@ -319,7 +400,10 @@ class RunView:
 
     @property
     def closing_width(self) -> int:
-        return self.width if self.fancy else 10_000  # log viewers wrap lines themselves, and searches want them whole
+        # log viewers wrap lines themselves, and searches want them whole
+        if self.fancy:
+            return self.width
+        return 10_000
 
     def say(self, text: str) -> None:
         """Print one message. On a terminal, wrap it and indent its continuation lines."""
@@ -331,7 +415,10 @@ class RunView:
                 self._live.print(line)
 
     def close(self, *, explained: bool) -> None:
-        """Remove the bar. If neither a report nor a task explains the run's end, print the end of Metaflow's log."""
+        """Remove the bar.
+
+        If neither a report nor a task explains the run's end, print the end of Metaflow's log.
+        """
         self._done.set()
         if self._tail is not None:
             self._tail.join(5.0)
@@ -345,8 +432,11 @@ class RunView:
                 self._log = None
 
     def state(self) -> tuple[list[str], _Training, float]:
-        """Return the running steps' names, the training progress, and the seconds since the newest step began."""
-        # Without the lock: rich calls this while it holds its own, and `say` takes them in the other order.
+        """Return the running steps' names, the training progress, and the seconds since the newest
+        step began.
+        """
+        # Without the lock: rich calls this while it holds its own, and `say` takes them in the
+        # other order.
         steps = [(name, step) for name, step in list(self._steps.items()) if name != "_parameters"]
         began = max((step.started for _, step in steps), default=time.monotonic())
         return [name for name, _ in steps], self._training, time.monotonic() - began
@@ -361,15 +451,22 @@ class RunView:
 
 
 class _Bar:
-    """Live region (of rich) at the bottom of a terminal: the running step, the progress bar, and rank 0's figures."""
+    """Live region (of rich) at the bottom of a terminal: the running step, the progress bar, and
+    rank 0's figures.
+    """
 
     def __init__(self, view: RunView) -> None:
         from rich.console import Console
         from rich.live import Live
 
         # The guard would escape the codes that move the cursor. `say` escapes all text itself.
-        file = sys.stdout.unguarded if isinstance(sys.stdout, GuardedStream) else sys.stdout
-        self._console = Console(file=file, markup=False, highlight=False, emoji=False, soft_wrap=False)
+        if isinstance(sys.stdout, GuardedStream):
+            file = sys.stdout.unguarded
+        else:
+            file = sys.stdout
+        self._console = Console(
+            file=file, markup=False, highlight=False, emoji=False, soft_wrap=False
+        )
         self._view = view
         self._live = Live(
             console=self._console,
@@ -384,7 +481,11 @@ class _Bar:
 
     def start(self) -> None:
         lines = _Lines(self._view)  # prints of this process would move the bar
-        sys.stdout, sys.stderr = lines, lines if self._streams[1].isatty() else self._streams[1]
+        sys.stdout = lines
+        if self._streams[1].isatty():
+            sys.stderr = lines
+        else:
+            sys.stderr = self._streams[1]
         self._live.start()
 
     def print(self, line: str) -> None:
@@ -424,10 +525,19 @@ class _Bar:
             return head
         share = training.step / max(training.max_steps, 1)
         width = max(self._view.width - 48, 10)
-        bar = ProgressBar(training.max_steps, training.step, width=width, complete_style="cyan", finished_style="green")
+        bar = ProgressBar(
+            training.max_steps,
+            training.step,
+            width=width,
+            complete_style="cyan",
+            finished_style="green",
+        )
         count = f"{training.step:,}/{training.max_steps:,} {share:.0%} {training.eta}"
         head.add_row(spinner, Text(f"{names[-1]} {clock}"), bar, Text(count))
-        newest = "" if training.commit is None else f"commit {training.commit}"
+        if training.commit is None:
+            newest = ""
+        else:
+            newest = f"commit {training.commit}"
         figures = [newest if newest and "commit" in part else part for part in training.figures]
         lines = wrap_line(f"  {' · '.join(figures)}", self._view.width)
         return Group(head, Text("\n".join(lines), style="dim"))
@@ -437,10 +547,13 @@ class _Lines(io.TextIOBase):
     """Text stream whose lines appear above the bar."""
 
     def __init__(self, view: RunView) -> None:
-        self._view, self._rest = view, ""
+        self._view = view
+        self._rest = ""
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):  # click tries bytes to find out whether a stream is one of text
+        if not isinstance(
+            text, str
+        ):  # click tries bytes to find out whether a stream is one of text
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         *lines, self._rest = f"{self._rest}{text}".split("\n")
         for line in lines:
@@ -457,7 +570,9 @@ def _short(figure: str) -> str:
 
 
 def _is_shown(key: str) -> bool:
-    """Return whether the view reads a segment of the event log: those of rank 0, the agents and the submitters."""
+    """Return whether the view reads a segment of the event log: those of rank 0, the agents and the
+    submitters.
+    """
     name = key.rpartition("/")[2]
     return name.startswith("0-0-") or "-agent-" in name or "-submit" in name
 
@@ -479,34 +594,54 @@ def describe_flags() -> str:
     for flag, text in FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
     add_permits(parser)
-    return f"\nFlags of Ebbflow for run and resume:\n{parser.format_help().partition(':')[2].lstrip(chr(10))}"
+    return (
+        "\nFlags of Ebbflow for run and "
+        f"resume:\n{parser.format_help().partition(':')[2].lstrip(chr(10))}"
+    )
 
 
-def open_view(flow_class: type, job: str, config: RunConfig | None, flags: Collection[str]) -> RunView | None:
+def open_view(
+    flow_class: type, job: str, config: RunConfig | None, flags: Collection[str]
+) -> RunView | None:
     """Return the view that replaces Metaflow's log on the terminal, or None with --verbose.
 
-    On a terminal, the user is asked once before cloud money is spent: after the plan if the steps up to it run on this
-    machine, otherwise before the first step. Raises KeyboardInterrupt if the answer is not yes.
+    On a terminal, the user is asked once before cloud money is spent: after the plan if the steps
+    up to it run on this machine, otherwise before the first step. Raises KeyboardInterrupt if the
+    answer is not yes.
     """
-    verbose, on_terminal = "--verbose" in flags, sys.stdin.isatty() and sys.stdout.isatty()
-    backend, places = requested_backend(sys.argv), option_values(sys.argv, "--with")
+    verbose = "--verbose" in flags
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    backend = requested_backend(sys.argv)
+    places = option_values(sys.argv, "--with")
     # A supervisor's runs have its terminal, and nobody may be there.
     ask = backend is not None and on_terminal and "--yes" not in flags and claim_of_parent() is None
     resumed = "resume" in sys.argv  # its plan is known
     first = ask and (verbose or not (resumed or "cloud" in places))
     fancy = not verbose and is_terminal()
-    view = RunView(job, config, fancy=fancy, ask=False if first else "resume" if ask and resumed else ask)
+    view = RunView(
+        job, config, fancy=fancy, ask=False if first else "resume" if ask and resumed else ask
+    )
     shown = False
     try:
         shown = not verbose and show_run(view, flow_class)
         if first or (ask and not shown):
-            budget = None if config is None else config.cost.budget_usd
-            limit = "without a limit (cost.budget_usd)" if budget is None else f"for at most ${budget:.2f}"
-            view.require_yes(f"start on {backend} and pay for it, {limit}? `ebbflow plan` shows the estimate.")
+            if config is None:
+                budget = None
+            else:
+                budget = config.cost.budget_usd
+            if budget is None:
+                limit = "without a limit (cost.budget_usd)"
+            else:
+                limit = f"for at most ${budget:.2f}"
+            view.require_yes(
+                f"start on {backend} and pay for it, {limit}? `ebbflow plan` shows the estimate."
+            )
     finally:
         if not shown:
             view.close(explained=True)
-    return view if shown else None
+    if shown:
+        return view
+    return None
 
 
 def is_terminal() -> bool:
@@ -515,13 +650,19 @@ def is_terminal() -> bool:
 
 
 def show_run(view: RunView, flow_class: type) -> bool:
-    """Send Metaflow's own log lines to the terminal view. Return False if this Metaflow release has no way to do it."""
+    """Send Metaflow's own log lines to the terminal view.
+
+    Return False if this Metaflow release has no way to do it.
+    """
     from metaflow.parameters import flow_context
 
-    with flow_context(flow_class):  # else the command line lacks the options of its decorators, such as --branch
+    with flow_context(
+        flow_class
+    ):  # else the command line lacks the options of its decorators, such as --branch
         from metaflow import cli
 
     if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):
         return False
-    cli.logger, cli.echo_always = view.logged, view.echoed
+    cli.logger = view.logged
+    cli.echo_always = view.echoed
     return True

@@ -1,11 +1,14 @@
-"""Metaflow decorators of the flow (`@capacity`, `--with cloud`, `--with local`), and the files of its code package.
+"""Metaflow decorators of the flow (`@capacity`, `--with cloud`, `--with local`), and the files of
+its code package.
 
-Without `@capacity`, Metaflow runs every attempt of a step on the backend and queue that the step's decorators name.
-`@capacity` chooses the queue, machine type and number of nodes anew for each attempt. It uses the private hook
-`runtime_step_cli`, because Metaflow has no public hook for this (docs/architecture.md).
+Without `@capacity`, Metaflow runs every attempt of a step on the backend and queue that the step's
+decorators name. `@capacity` chooses the queue, machine type and number of nodes anew for each
+attempt. It uses the private hook `runtime_step_cli`, because Metaflow has no public hook for this
+(docs/architecture.md).
 
-The code package is the archive of source files that Metaflow copies into a container. Metaflow before 2.19.39 has no
-`@package_sources` to choose these files. For those releases, `@capacity` adds the files in its hook `add_to_package`.
+The code package is the archive of source files that Metaflow copies into a container. Metaflow
+before 2.19.39 has no `@package_sources` to choose these files. For those releases, `@capacity` adds
+the files in its hook `add_to_package`.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -27,7 +30,12 @@ from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
 from ebbflow.flows import pods
-from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
+from ebbflow.flows.attempts.order import (
+    SUBMIT_VARIABLE,
+    UNPLACED_VARIABLE,
+    AttemptName,
+    AttemptOrder,
+)
 from ebbflow.flows.remote import CLOUD_VARIABLE
 from ebbflow.infra.config.schema import ClusterConfig
 from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
@@ -42,8 +50,8 @@ _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 def check_hooks(decorator: type) -> None:
     if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
         raise ImportError(
-            f"metaflow {metaflow.__version__}: its step decorators have no hook {', '.join(missing)}; "
-            "fix: pip install 'metaflow>=2.19,<2.20'"
+            f"metaflow {metaflow.__version__}: its step decorators have no hook "
+            f"{', '.join(missing)}; fix: pip install 'metaflow>=2.19,<2.20'"
         )
 
 
@@ -54,7 +62,9 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Step mutator for `--with local`. It removes @batch and @kubernetes before they demand a remote datastore.
+    """Step mutator for `--with local`.
+
+    It removes @batch and @kubernetes before they demand a remote datastore.
 
     The mutator prints nothing, because it also runs in the process of every task.
     """
@@ -66,27 +76,34 @@ class local(StepMutator):  # noqa: N801 - the name follows --with
 
 
 class cloud(StepMutator):  # noqa: N801
-    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch, or to Kubernetes if `cluster.plan_for`
-    is kubernetes. All other steps run on this machine."""
+    """Step mutator for `--with cloud`. It sends the training steps to AWS Batch, or to Kubernetes
+    if `cluster.plan_for` is kubernetes. All other steps run on this machine."""
 
     def mutate(self, mutable_step):
         names = _decorator_names(mutable_step)
         if "capacity" in names and not names.intersection(REMOTE):
             in_pod = "METAFLOW_KUBERNETES_WORKLOAD" in os.environ
-            backend = "kubernetes" if in_pod or os.environ.get(CLOUD_VARIABLE) == "kubernetes" else "batch"
+            if in_pod or os.environ.get(CLOUD_VARIABLE) == "kubernetes":
+                backend = "kubernetes"
+            else:
+                backend = "batch"
             mutable_step.add_decorator(backend)
             _init_decorator(mutable_step, backend)
 
 
 def _init_decorator(mutable_step: Any, name: str) -> None:
-    """Initialise a decorator that a mutator added, because Metaflow up to 2.19.20 does not initialise it."""
+    """Initialise a decorator that a mutator added, because Metaflow up to 2.19.20 does not
+    initialise it.
+    """
     for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
         if decorator.name == name:
             decorator.external_init()
 
 
 def _decorator_names(mutable_step: Any) -> set[str]:
-    return {name for name, *_ in mutable_step.decorator_specs}  # some releases have no `has_decorator`
+    return {
+        name for name, *_ in mutable_step.decorator_specs
+    }  # some releases have no `has_decorator`
 
 
 def training_backend(flow: Any) -> Target | None:
@@ -101,11 +118,17 @@ _SHIPPED: list[Path] = []
 
 
 def package_sources() -> Callable[[type], Any]:
-    """Return a class decorator that adds `ebbflow` to the flow's code package and, in a source checkout, `examples`."""
+    """Return a class decorator that adds `ebbflow` to the flow's code package and, in a source
+    checkout, `examples`.
+    """
     folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
-    folders = [folder for folder in folders if folder.is_dir()]  # a code package may lack `examples`
+    folders = [
+        folder for folder in folders if folder.is_dir()
+    ]  # a code package may lack `examples`
     if not OWN:
-        return metaflow.package_sources([(str(folder), folder.name) for folder in folders], suffixes=list(_SUFFIXES))
+        return metaflow.package_sources(
+            [(str(folder), folder.name) for folder in folders], suffixes=list(_SUFFIXES)
+        )
 
     def remember(flow: type) -> type:
         _SHIPPED[:] = folders
@@ -120,42 +143,73 @@ def packaged_files() -> Iterator[tuple[str, str]]:
     Yields no files if Metaflow has `@package_sources`, which then adds them.
     """
     for folder in _SHIPPED:
-        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # a checkout has links to the packages
+        for parent, _, names in sorted(
+            os.walk(folder, followlinks=True)
+        ):  # a checkout has links to the packages
             for path in (Path(parent, name) for name in sorted(names)):
                 if path.suffix in _SUFFIXES:
                     yield str(path), str(path.relative_to(folder.parent))
 
 
 # Command-line options of a step on this machine. All others belong to @batch.
-_LOCAL_OPTIONS = frozenset({
-    "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
-    "namespace", "ubf-context", "clone-run-id", "num-parallel",
-})  # fmt: skip
+_LOCAL_OPTIONS = frozenset(
+    {
+        "run-id",
+        "task-id",
+        "input-paths",
+        "split-index",
+        "split_index",
+        "retry-count",
+        "max-user-code-retries",
+        "tag",
+        "namespace",
+        "ubf-context",
+        "clone-run-id",
+        "num-parallel",
+    }
+)
 _ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
-    """Step decorator that sets the queue, resources, time limit and number of nodes of each attempt.
+    """Step decorator that sets the queue, resources, time limit and number of nodes of each
+    attempt.
 
-    The decorator writes these values into the command line with which Metaflow launches the attempt.
+    The decorator writes these values into the command line with which Metaflow launches the
+    attempt.
     """
 
     name = "capacity"
     defaults: ClassVar[dict[str, Any]] = {}
 
-    def step_init(self, flow, graph, step_name, decorators, environment, flow_datastore, logger) -> None:
+    def step_init(
+        self, flow, graph, step_name, decorators, environment, flow_datastore, logger
+    ) -> None:
         from metaflow.metaflow_config import BATCH_JOB_QUEUE
 
-        self._store, self._step = flow_datastore, step_name
-        queues = [one.attributes.get("queue") for one in decorators if one.name == "batch"]
+        self._store = flow_datastore
+        self._step = step_name
+        queues = [
+            decorator.attributes.get("queue")
+            for decorator in decorators
+            if decorator.name == "batch"
+        ]
         self._named = any(queue not in (None, BATCH_JOB_QUEUE) for queue in queues)
         self._parallel = graph[step_name].parallel_step
-        # Hooks run in the order of this list, and @batch overwrites the command line, so this decorator must be last.
+        # Hooks run in the order of this list, and @batch overwrites the command line, so this
+        # decorator must be last.
         step = getattr(type(flow), step_name)
-        # Metaflow refuses @catch beside @parallel on Kubernetes. Without it, a gang that fails ends the run before
-        # `report`, and the launcher writes the report from the events.
-        unfit = "catch" if self._parallel and any(one.name == "kubernetes" for one in step.decorators) else ""
-        step.decorators = [one for one in step.decorators if one is not self and one.name != unfit] + [self]
+        # Metaflow refuses @catch beside @parallel on Kubernetes. Without it, a gang that fails ends
+        # the run before `report`, and the launcher writes the report from the events.
+        if self._parallel and any(decorator.name == "kubernetes" for decorator in step.decorators):
+            unfit = "catch"
+        else:
+            unfit = ""
+        step.decorators = [
+            decorator
+            for decorator in step.decorators
+            if decorator is not self and decorator.name != unfit
+        ] + [self]
 
     def add_to_package(self) -> list[tuple[str, str]]:
         return list(packaged_files())
@@ -170,10 +224,21 @@ class CapacityDecorator(StepDecorator):
             self._unplaced(cli_args, task, repr(error))
 
     def task_pre_step(
-        self, step_name, task_datastore, metadata, run_id, task_id, flow, graph, retry_count, max_retries, ubf_context,
+        self,
+        step_name,
+        task_datastore,
+        metadata,
+        run_id,
+        task_id,
+        flow,
+        graph,
+        retry_count,
+        max_retries,
+        ubf_context,
         inputs,
-    ) -> None:  # fmt: skip
-        # @batch sets these attributes in multi-node jobs only; a @parallel step in a plain job needs them too.
+    ) -> None:
+        # @batch sets these attributes in multi-node jobs only; a @parallel step in a plain job
+        # needs them too.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
         if ubf_context == "ubf_control" and (alone or pods.is_single_pod()):
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
@@ -184,7 +249,9 @@ class CapacityDecorator(StepDecorator):
 
         parent = self._store.get_task_datastore(*task.input_paths[0].split("/"))
         flow = SimpleNamespace(**{artifact: parent[artifact] for artifact in _ARTIFACTS})
-        name = AttemptName(run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt)
+        name = AttemptName(
+            run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt
+        )
         ask = PlacementRequest(
             flow=flow,
             name=name,
@@ -197,15 +264,19 @@ class CapacityDecorator(StepDecorator):
         if answer.order is None:
             return self._unplaced(cli_args, task, answer.trouble)
         if answer.trouble:
-            source = f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
+            source = (
+                f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
+            )
             task.log(f"capacity: {source}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
-        # On Kubernetes Metaflow prepares a gang's task for its pods, so that a stop cannot run on this machine.
+        # On Kubernetes Metaflow prepares a gang's task for its pods, so that a stop cannot run on
+        # this machine.
         stops = ask.backend == "kubernetes" and answer.order.does == "stop"
         if answer.order.does != "train" and not stops:
             run_locally(cli_args, self._step)
         else:
-            config, placement = flow.settings["config"], answer.order.placement or {}
+            config = flow.settings["config"]
+            placement = answer.order.placement or {}
             region = set_region(cli_args.env, placement.get("region"), config)
             submit = {"job": flow.job, "store": config["store"], "region": region, **asdict(name)}
             submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
@@ -216,7 +287,9 @@ class CapacityDecorator(StepDecorator):
                 own = config.get("kubernetes") or {}
                 submit |= {"placement": placement, "kueue": own.get("queue"), "last": ask.last}
                 submit |= {"node_replacements": own.get("node_replacements", 0)}
-                deadline = ClusterConfig.model_validate(config["cluster"]).replacement_deadline_seconds
+                deadline = ClusterConfig.model_validate(
+                    config["cluster"]
+                ).replacement_deadline_seconds
                 submit |= {"roll_call_seconds": deadline}
             else:
                 apply_to_batch(cli_args, answer.order, config)
@@ -225,23 +298,31 @@ class CapacityDecorator(StepDecorator):
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
         """Handle an attempt for which no placement could be chosen.
 
-        On Kubernetes, and if the user named a queue (`--with batch:queue=…`), the attempt runs with the settings of
-        @kubernetes or @batch. Otherwise it fails on the scheduler's machine, because the default queue is not for
-        training. Metaflow then retries the step, which gets a new placement.
+        On Kubernetes, and if the user named a queue (`--with batch:queue=…`), the attempt runs with
+        the settings of @kubernetes or @batch. Otherwise it fails on the scheduler's machine,
+        because the default queue is not for training. Metaflow then retries the step, which gets a
+        new placement.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
             task.log(
-                f"capacity: using @{backend}'s own settings, because the choice failed: {trouble}", system_msg=True
+                f"capacity: using @{backend}'s own settings, because the choice failed: {trouble}",
+                system_msg=True,
             )
             return
-        task.log(f"capacity: this attempt is not submitted, because the placement failed: {trouble}", system_msg=True)
+        task.log(
+            f"capacity: this attempt is not submitted, because the placement failed: {trouble}",
+            system_msg=True,
+        )
         run_locally(cli_args, self._step)
         cli_args.env[UNPLACED_VARIABLE] = trouble
 
 
 def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) -> str | None:
-    """Set the region variables in `env` if the queue is outside `batch.region`. Return the region of the Batch job."""
+    """Set the region variables in `env` if the queue is outside `batch.region`.
+
+    Return the region of the Batch job.
+    """
     home = config["batch"]["region"]
     if home and region and region != home:
         env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}
@@ -250,35 +331,52 @@ def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) 
 
 
 def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the values of @batch."""
-    from ebbflow.cost.catalogue import efa_interfaces  # the flow file, which every card refresh imports, imports this
+    """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the
+    values of @batch.
+    """
+    from ebbflow.cost.catalogue import (
+        efa_interfaces,
+    )  # the flow file, which every card refresh imports, imports this
 
-    placement, batch = order.placement or {}, config["batch"]
+    placement = order.placement or {}
+    batch = config["batch"]
     options = cli_args.command_options
-    efa = efa_interfaces(placement["instance_type"], batch["efa_interfaces"]) if order.nodes > 1 else 0
-    options.update({
-        "queue": placement["queue"],
-        "cpu": str(placement["cpu"]),
-        "gpu": str(placement["gpu"]),
-        "memory": str(placement["memory_mib"]),
-        "shared_memory": str(batch["shared_memory_mib"]),
-        "efa": efa or None,
-        "run-time-limit": int(placement["wall_seconds"]),
-    })  # fmt: skip
+    if order.nodes > 1:
+        efa = efa_interfaces(placement["instance_type"], batch["efa_interfaces"])
+    else:
+        efa = 0
+    options.update(
+        {
+            "queue": placement["queue"],
+            "cpu": str(placement["cpu"]),
+            "gpu": str(placement["gpu"]),
+            "memory": str(placement["memory_mib"]),
+            "shared_memory": str(batch["shared_memory_mib"]),
+            "efa": efa or None,
+            "run-time-limit": int(placement["wall_seconds"]),
+        }
+    )
     for option, value in (("image", batch["image"]), ("iam_role", batch["job_role"])):
         if value:
             options[option] = value
     tags = [f"{key}={value}" for key, value in sorted(batch["tags"].items())]
     options["aws-batch-tag"] = [*(options.get("aws-batch-tag") or []), *tags]
-    if "num-parallel" in options:  # one node is a plain job, since Batch runs no multi-node job on Spot
+    if (
+        "num-parallel" in options
+    ):  # one node is a plain job, since Batch runs no multi-node job on Spot
         options["num-parallel"] = str(order.nodes if order.nodes > 1 else 0)
 
 
 def run_locally(cli_args: Any, step: str) -> None:
-    """Rewrite a step's command line so that an attempt that does not train runs on the scheduler's machine."""
-    cli_args.commands, cli_args.command_args = ["step"], [step]
+    """Rewrite a step's command line so that an attempt that does not train runs on the scheduler's
+    machine.
+    """
+    cli_args.commands = ["step"]
+    cli_args.command_args = [step]
     options = cli_args.command_options
-    cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}
+    cli_args.command_options = {
+        key: value for key, value in options.items() if key in _LOCAL_OPTIONS
+    }
 
 
 capacity = partial(_base_step_decorator, CapacityDecorator)

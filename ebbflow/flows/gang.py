@@ -1,8 +1,10 @@
-"""The steps `train` and `train_node`: start this node's agent, and turn its outcome into the step's result.
+"""The steps `train` and `train_node`: start this node's agent, and turn its outcome into the step's
+result.
 
-In a multi-node job, AWS Batch gives each container two network interfaces: one in the VPC, and one of the ECS agent,
-whose link-local address is the same in all containers. If gloo or NCCL chose the interface of the ECS agent, they would
-wait forever. `set_network_interface` therefore selects the interface in the VPC.
+In a multi-node job, AWS Batch gives each container two network interfaces: one in the VPC, and one
+of the ECS agent, whose link-local address is the same in all containers. If gloo or NCCL chose the
+interface of the ECS agent, they would wait forever. `set_network_interface` therefore selects the
+interface in the VPC.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ _ANY_PORT = 9
 def set_network_interface(main_address: str) -> str | None:
     """Make gloo and NCCL use the network interface that routes to node 0.
 
-    Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the interface's name, or None
-    (and sets nothing) if no interface routes to node 0.
+    Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the
+    interface's name, or None (and sets nothing) if no interface routes to node 0.
     """
     name = route_interface(main_address)
     if name is not None:
@@ -59,7 +61,9 @@ def route_interface(address: str) -> str | None:
         except OSError:
             return None
         own = probe.getsockname()[0]
-        return next((name for _, name in socket.if_nameindex() if _address_of(probe, name) == own), None)
+        return next(
+            (name for _, name in socket.if_nameindex() if _address_of(probe, name) == own), None
+        )
 
 
 def _address_of(probe: socket.socket, name: str) -> str | None:
@@ -84,51 +88,85 @@ class GangShape:
 
 
 def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
-    """Return the gang's shape from the attempt's order. If there is no order, take the shape from the configuration.
+    """Return the gang's shape from the attempt's order.
 
-    The order is the scheduler's decision about one attempt. If a value is `auto` in the configuration, it comes from
-    the plan. On this machine, `auto` ranks per node means one rank per local GPU if there are GPUs.
+    If there is no order, take the shape from the configuration.
+
+    The order is the scheduler's decision about one attempt. If a value is `auto` in the
+    configuration, it comes from the plan. On this machine, `auto` ranks per node means one rank per
+    local GPU if there are GPUs.
     """
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
     job = current_job(flow)
     chosen = flow.capacity["chosen"]
     cluster = job.config.cluster
-    nodes = chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes
+    if cluster.nodes == "auto":
+        nodes = chosen["nodes"]
+    else:
+        nodes = cluster.nodes
     processes = cluster.processes_per_node
     if processes == "auto":
-        here = ranks_of_local_gpus(job.config, nodes) if training_backend(flow) is None else None
+        if training_backend(flow) is None:
+            here = ranks_of_local_gpus(job.config, nodes)
+        else:
+            here = None
         processes = here or chosen["processes_per_node"]
     return GangShape(nodes=nodes, processes_per_node=processes)
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Return the largest number of ranks per node such that each rank has a local GPU and the batch divides evenly.
+    """Return the largest number of ranks per node such that each rank has a local GPU and the batch
+    divides evenly.
 
     Returns None if there is no such number.
     """
-    from ebbflow.infra.checks.gpu import visible_gpus  # not at module level, since it imports all checks
+    from ebbflow.infra.checks.gpu import (
+        visible_gpus,
+    )  # not at module level, since it imports all checks
 
-    most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
+    if config.cluster.device == "cpu":
+        most = 0
+    else:
+        most = visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
-    return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)
+    return next(
+        (
+            ranks
+            for ranks in range(most, 0, -1)
+            if config.training.batch_size % (parts * ranks) == 0
+        ),
+        None,
+    )
 
 
 def end_stopped_tasks(
-    launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
+    launcher: int,
+    *,
+    limit_seconds: float = STOPPED_TASK_SECONDS,
+    done: threading.Event | None = None,
 ) -> None:
-    """Kill local tasks that have been suspended by SIGSTOP for `limit_seconds`. Runs until `done` is set, or forever.
+    """Kill local tasks that have been suspended by SIGSTOP for `limit_seconds`.
 
-    Without this, Metaflow's scheduler (the process with id `launcher`) would wait forever for a suspended task. The
-    node's agent is suspended together with its task, so the job recovers from the kill as it does from a lost node.
-    Tasks that submit to AWS Batch are not killed, because their Batch jobs would continue without supervision.
+    Runs until `done` is set, or forever.
+
+    Without this, Metaflow's scheduler (the process with id `launcher`) would wait forever for a
+    suspended task. The node's agent is suspended together with its task, so the job recovers from
+    the kill as it does from a lost node. Tasks that submit to AWS Batch are not killed, because
+    their Batch jobs would continue without supervision.
     """
-    watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
+    watched = StoppedProcesses(limit_seconds)
+    done = done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
         tasks = [pid for pid in children(launcher) if _is_local_task(pid)]
-        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]  # other nodes
+        tasks += [
+            pid for task in tasks for pid in children(task) if _is_local_task(pid)
+        ]  # other nodes
         for pid, seconds in watched.look(tasks).items():
-            text = f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: killed, to be retried"
+            text = (
+                f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: killed, to "
+                "be retried"
+            )
             print(text, file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -140,16 +178,21 @@ def _is_local_task(pid: int) -> bool:
 
 
 def initial_branch(flow: Any) -> str:
-    """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS Batch, else "gang"."""
-    return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
+    """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS
+    Batch, else "gang".
+    """
+    if training_backend(flow) == "batch" and flow.num_nodes == 1:
+        return "node"
+    return "gang"
 
 
 def train_node(flow: Any, this: Any) -> tuple[dict, str]:
-    """Run one round of the step `train_node`: train on one node until the job ends or the machine is reclaimed.
+    """Run one round of the step `train_node`: train on one node until the job ends or the machine
+    is reclaimed.
 
-    Returns the outcome as JSON, and the next branch of the flow: "again", "gang" or "done". A drain after a Spot notice
-    ends the round normally, and "again" repeats the step. Raises StepFailed for a failure that may not occur in a new
-    attempt.
+    Returns the outcome as JSON, and the next branch of the flow: "again", "gang" or "done". A drain
+    after a Spot notice ends the round normally, and "again" repeats the step. Raises StepFailed for
+    a failure that may not occur in a new attempt.
     """
     flow.rounds += 1
     order = _order(flow, this)
@@ -166,11 +209,22 @@ def train_node(flow: Any, this: Any) -> tuple[dict, str]:
 
 
 def train(flow: Any, this: Any) -> dict:
-    """Run this node's agent in the gang and return the outcome as JSON. Raises StepFailed if a retry may succeed."""
-    return _run_node(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
+    """Run this node's agent in the gang and return the outcome as JSON.
+
+    Raises StepFailed if a retry may succeed.
+    """
+    return _run_node(
+        flow,
+        this,
+        _order(flow, this),
+        node=this.parallel.node_index,
+        main_address=this.parallel.main_ip,
+    )
 
 
-def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> dict:
+def _run_node(
+    flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str
+) -> dict:
     from ebbflow.training.errors import GangError, TrainingError
     from ebbflow.training.launch.agent import run_gang
 
@@ -187,18 +241,26 @@ def _run_node(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, ma
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"a new attempt would not help: {error}")
-        if node == 0 and not isinstance(error, GangError):  # the gang has recorded a GangError already
+        if node == 0 and not isinstance(
+            error, GangError
+        ):  # the gang has recorded a GangError already
             record_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # the other nodes go on
         say(f"node {node}: {outcome.message}")
     elif outcome.outcome == Outcome.INTERRUPTED:
         raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
-    return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
+    return {
+        "outcome": outcome.outcome,
+        "step": outcome.step,
+        "weights_sha256": outcome.weights_sha256,
+    }
 
 
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
-    """Return the scheduler's order for this attempt: machines and number of nodes. None for a run on this machine.
+    """Return the scheduler's order for this attempt: machines and number of nodes.
+
+    None for a run on this machine.
 
     Raises StepFailed if no placement could be chosen for the attempt, or if the store fails.
     """
@@ -206,21 +268,29 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
         return None
     if trouble := os.environ.get(UNPLACED_VARIABLE):
         raise StepFailed(Outcome.FAILED, f"this attempt could not be placed: {trouble}")
-    control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
+    if getattr(this, "is_parallel", False):
+        control = this.parallel.control_task_id
+    else:
+        control = None
     task = str(control or this.task_id)  # the task for which the scheduler wrote the order
-    name = AttemptName(run=str(this.run_id), step=this.step_name, task=task, attempt=int(this.retry_count))
+    name = AttemptName(
+        run=str(this.run_id), step=this.step_name, task=task, attempt=int(this.retry_count)
+    )
     try:
         return AttemptOrder.get(Job.of(flow, this.run_id).store, name)
     except InfraError as error:
         raise StepFailed(error.outcome, str(error)) from error
 
 
-def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
+def _gang_spec(
+    flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str
+) -> GangSpec:
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
 
     job = Job.of(flow, this.run_id)
-    shape, placement = gang_shape(flow, order), (order.placement if order else None) or {}
+    shape = gang_shape(flow, order)
+    placement = (order.placement if order else None) or {}
     return GangSpec(
         job=job.name,
         run=this.run_id,
@@ -241,7 +311,9 @@ def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, m
 
 
 def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
-    """Return the attempt's cost terms as JSON: price per rank-second, the job's limits, and the job's costs so far."""
+    """Return the attempt's cost terms as JSON: price per rank-second, the job's limits, and the
+    job's costs so far.
+    """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
     from ebbflow.cost.plan.plan import Plan
@@ -254,6 +326,8 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
         # A ledger error must not stop the training.
         say(f"costs so far are unknown and count as $0 of the budget: {error}")
         spent = 0.0
-    terms = plan.terms(spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd))
+    terms = plan.terms(
+        spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
+    )
     reserve = ((None if order is None else order.placement) or {}).get("fallback")
     return {**terms.to_json(), "fallback": reserve}

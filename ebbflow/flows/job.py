@@ -36,7 +36,8 @@ class Job:
     def of(cls, flow: Any, run: str) -> Job:
         """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
-        If the configured queues are in several regions, put the store's region into the environment of this process.
+        If the configured queues are in several regions, put the store's region into the environment
+        of this process.
         """
         config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
         if has_foreign_queues(config.batch) and config.cost.store_region:
@@ -45,7 +46,10 @@ class Job:
 
     @cached_property
     def root_store(self) -> Store:
-        """The store that holds all jobs. It is opened once, so that credentials and connections are reused."""
+        """The store that holds all jobs.
+
+        It is opened once, so that credentials and connections are reused.
+        """
         return Store.open(self.config.store, request_timeout_seconds=self.request_seconds)
 
     @property
@@ -61,7 +65,10 @@ class Job:
         remember_job(RUNS, KnownJob(self.name, self.config.store))
 
     def events(self, process: str) -> EventLog:
-        """Open the job's event log for one step of the flow. The caller must close it before the step ends."""
+        """Open the job's event log for one step of the flow.
+
+        The caller must close it before the step ends.
+        """
         return EventLog(self.store, Origin(job=self.name, run=self.run, process=process))
 
 
@@ -75,17 +82,23 @@ class ClockReading:
     Both clocks are read, so that a jump of this machine's clock does not move a job's deadline.
     """
 
-    utc: float  # the store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc
+    # the store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc
+    utc: float
     own_utc: float
 
     @classmethod
     def of(cls, store: Store, own_utc: float | None = None) -> ClockReading:
         """Read both clocks. If the store does not answer, use this machine's time for both."""
-        own = time.time() if own_utc is None else own_utc
+        if own_utc is None:
+            own = time.time()
+        else:
+            own = own_utc
         there = StoreClock().now(store, own)
         return cls(there if abs(there - own) > CLOCK_TOLERANCE_SECONDS else own, own)
 
     @property
     def ahead_seconds(self) -> float:
-        """Seconds by which the store's clock is ahead of this machine's, or 0 if they differ by at most 60 s."""
+        """Seconds by which the store's clock is ahead of this machine's, or 0 if they differ by at
+        most 60 s.
+        """
         return self.utc - self.own_utc

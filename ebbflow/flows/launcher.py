@@ -38,7 +38,12 @@ from ebbflow.infra.launchers import (
     claim_of_parent,
 )
 from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root
-from ebbflow.infra.process import children, die_with_parent, end_with_descendants, ignore_lost_readers
+from ebbflow.infra.process import (
+    children,
+    die_with_parent,
+    end_with_descendants,
+    ignore_lost_readers,
+)
 from ebbflow.infra.program import PROJECT_ROOT, own_command
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import guard_terminal
@@ -54,22 +59,42 @@ _PROGRAM = own_command()  # found before this launcher changes PATH
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 _REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
 _NO_SCHEDULER = (
-    "{name} cannot run this flow, whose training repeats a step, branches and starts nodes while it runs; "
-    "fix: schedule a launcher: infra/kubernetes/cronjob.yaml, or in AWS the head job (docs/aws.md, Schedule)"
+    "{name} cannot run this flow, whose training repeats a step, branches and starts nodes while "
+    "it runs; fix: schedule a launcher: infra/kubernetes/cronjob.yaml, or in AWS the head job "
+    "(docs/aws.md, Schedule)"
 )
-_SCHEDULERS = {"argo-workflows": "Argo Workflows", "step-functions": "AWS Step Functions", "airflow": "Airflow"}
+_SCHEDULERS = {
+    "argo-workflows": "Argo Workflows",
+    "step-functions": "AWS Step Functions",
+    "airflow": "Airflow",
+}
 # Metaflow's commands, used to find the command among the words of the command line.
-_COMMANDS = frozenset({
-    "run", "resume", "step", "spin", "card", "show", "check", "dump", "logs", "tag", "batch", "kubernetes", "package",
-    "init", "code",
-})  # fmt: skip
+_COMMANDS = frozenset(
+    {
+        "run",
+        "resume",
+        "step",
+        "spin",
+        "card",
+        "show",
+        "check",
+        "dump",
+        "logs",
+        "tag",
+        "batch",
+        "kubernetes",
+        "package",
+        "init",
+        "code",
+    }
+)
 
 
 class _Launch:
     """State of this launcher: its claim on the job, and its handling of SIGTERM, SIGHUP and Ctrl-C.
 
-    Before Metaflow starts, a signal ends the process. While Metaflow runs, a signal makes the tasks save a checkpoint
-    and exit. While the report is written, only a second Ctrl-C ends the process.
+    Before Metaflow starts, a signal ends the process. While Metaflow runs, a signal makes the tasks
+    save a checkpoint and exit. While the report is written, only a second Ctrl-C ends the process.
     """
 
     def __init__(self) -> None:
@@ -80,7 +105,8 @@ class _Launch:
         self._interrupts = 0  # Ctrl-C while the report is written
         self.flags: frozenset[str] = frozenset()  # those of `FLAGS` that are given
         self.words: list[str] = []  # the command line as the user typed it
-        self.job = ""  # of this run, as far as it is known before Metaflow starts; so is the configuration
+        # Of this run, as far as it is known before Metaflow starts; so is the configuration
+        self.job = ""
         self.config: RunConfig | None = None
         self.view: RunView | None = None
         self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
@@ -93,28 +119,40 @@ class _Launch:
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup ignores it
                 signal.signal(number, self._leave)
 
-    def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim the job, then record the user's permissions to continue although commits are lost (`permits`).
+    def claim_job(
+        self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()
+    ) -> None:
+        """Claim the job, then record the user's permissions to continue although commits are lost
+        (`permits`).
 
-        A job without a name ("") is claimed later, once its run has an id. If the store does not answer, the launcher
-        prints a message and continues without a claim. Exits with 3 if another launcher runs the job, or if the
-        permissions cannot be recorded.
+        A job without a name ("") is claimed later, once its run has an id. If the store does not
+        answer, the launcher prints a message and continues without a claim. Exits with 3 if another
+        launcher runs the job, or if the permissions cannot be recorded.
         """
-        self.job, self.config = job, config
+        self.job = job
+        self.config = config
         if not job:
             self._unnamed = config
             return
         try:
-            store = Store.open(config.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS).sub(job_prefix(job))
+            store = Store.open(config.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS).sub(
+                job_prefix(job)
+            )
             if inherited := claim_of_parent():
                 check_inherited_claim(store, job, inherited)
                 os.environ[RUN_CLAIM_VARIABLE] = inherited
             else:
                 self.claim = claim_job(
-                    store, job, command, take_over="--take-over" in self.flags, on_fenced=_tell_main_thread
+                    store,
+                    job,
+                    command,
+                    take_over="--take-over" in self.flags,
+                    on_fenced=_tell_main_thread,
                 )
                 os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
         except JobIsRunning as error:
@@ -140,8 +178,13 @@ class _Launch:
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
         if self.config is not None:
-            tell = print if self.view is None else self.view.say
-            self.page = LivePageWriter(flow_class.__name__, self.job, self.config, run_id_file, tell)
+            if self.view is None:
+                tell = print
+            else:
+                tell = self.view.say
+            self.page = LivePageWriter(
+                flow_class.__name__, self.job, self.config, run_id_file, tell
+            )
         try:
             if self.page is not None:
                 self.page.start()
@@ -153,7 +196,9 @@ class _Launch:
             code = Outcome.INTERRUPTED.exit_code
         if self.page is not None:
             self.page.end()
-        return Outcome.INTERRUPTED.exit_code if self.asked else code
+        if self.asked:
+            return Outcome.INTERRUPTED.exit_code
+        return code
 
     def release(self) -> None:
         self._ended.set()
@@ -161,13 +206,20 @@ class _Launch:
             self.claim.release()
 
     def _claim_by_run(self, run_id_file: Path) -> None:
-        """Wait until the run has an id, and claim the job named after the run. No other launcher has this job."""
+        """Wait until the run has an id, and claim the job named after the run.
+
+        No other launcher has this job.
+        """
         assert self._unnamed is not None
         while not self._ended.wait(_RUN_ID_SECONDS):
             if run_id_file.is_file() and (run := run_id_file.read_text().strip()):
                 with contextlib.suppress(InfraError):
-                    store = Store.open(self._unnamed.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS)
-                    self.claim = claim_job(store.sub(job_prefix(run)), run, "run", on_fenced=_tell_main_thread)
+                    store = Store.open(
+                        self._unnamed.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS
+                    )
+                    self.claim = claim_job(
+                        store.sub(job_prefix(run)), run, "run", on_fenced=_tell_main_thread
+                    )
                     os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
                 return
 
@@ -203,7 +255,8 @@ class _Launch:
         if self.claim is None or self.claim.fenced_by is None:
             return ""
         return (
-            f"job taken over by {self.claim.fenced_by.describe()}: this run saves a checkpoint and ends (exit code 75)"
+            f"job taken over by {self.claim.fenced_by.describe()}: this run saves a checkpoint "
+            "and ends (exit code 75)"
         )
 
     def _leave_at_once(self, words: str) -> NoReturn:
@@ -216,14 +269,16 @@ _launch = _Launch()
 
 
 def prepare(module_name: str) -> None:
-    """Prepare this process for Metaflow, before Metaflow is imported. `module_name` is the flow file's `__name__`.
+    """Prepare this process for Metaflow, before Metaflow is imported.
 
-    Sets the environment variables that Metaflow reads at import. For `run`, replaces the user's options with one
-    checked configuration. For `run` and `resume`, claims the job. Does nothing if the flow file is imported instead of
-    run.
+    `module_name` is the flow file's `__name__`.
 
-    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs the job. Until
-    then, the launcher has written nothing but the claim to the store.
+    Sets the environment variables that Metaflow reads at import. For `run`, replaces the user's
+    options with one checked configuration. For `run` and `resume`, claims the job. Does nothing if
+    the flow file is imported instead of run.
+
+    Exits with 2 for a bad configuration, and with 3 if a quick check fails or another launcher runs
+    the job. Until then, the launcher has written nothing but the claim to the store.
     """
     if module_name != "__main__":
         return
@@ -243,15 +298,27 @@ def prepare(module_name: str) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, end_with_descendants)
-    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # `batch step` first terminates its Batch job
+    elif at is not None and sys.argv[at + 1 : at + 2] == [
+        "step"
+    ]:  # `batch step` first terminates its Batch job
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
     root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
-    if at is not None and sys.argv[at] == "card" and root and not Path(root, METAFLOW_FOLDER).is_dir():
-        print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
+    if (
+        at is not None
+        and sys.argv[at] == "card"
+        and root
+        and not Path(root, METAFLOW_FOLDER).is_dir()
+    ):
+        print(
+            f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run",
+            file=sys.stderr,
+        )
         sys.exit(Outcome.CONFIG.exit_code)  # Metaflow would print a traceback
     if at is not None and sys.argv[at] == "card" and root:
-        sys.argv[at:] = [task_with_card(word, Path(root, METAFLOW_FOLDER)) for word in sys.argv[at:]]
+        sys.argv[at:] = [
+            task_with_card(word, Path(root, METAFLOW_FOLDER)) for word in sys.argv[at:]
+        ]
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
@@ -266,10 +333,12 @@ def prepare(module_name: str) -> None:
     else:
         from ebbflow.flows.options import check_resume
 
-        if (known := check_resume(sys.argv)) is not None:
+        known = check_resume(sys.argv)
+        if known is not None:
             job, config, permits = known
             _launch.claim_job(job, config, "resume", permits)
-    if (given := _run_id_file(sys.argv[at + 1 :])) is not None:
+    given = _run_id_file(sys.argv[at + 1 :])
+    if given is not None:
         if Path(given).is_file():  # it names an earlier run until Metaflow writes to it
             with contextlib.suppress(OSError):  # Metaflow reports it when it writes
                 os.truncate(given, 0)
@@ -280,7 +349,10 @@ def prepare(module_name: str) -> None:
 
 
 def run(flow_class: type) -> None:
-    """Run Metaflow's command line. After `run` or `resume`, print the report and exit with the job's exit code."""
+    """Run Metaflow's command line.
+
+    After `run` or `resume`, print the report and exit with the job's exit code.
+    """
     at = _command_index(sys.argv)
     if not _is_launch(at):
         if at is not None and sys.argv[at] in ("run", "resume"):
@@ -296,10 +368,14 @@ def run(flow_class: type) -> None:
     drop_interrupt_advice()
     keep_terminal_from_tasks()
     _launch.listen()
-    threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
+    threading.Thread(
+        target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True
+    ).start()
     run_id_file = Path(_run_id_file(sys.argv[at + 1 :]) or "")
     origin = remote.option_values(sys.argv, "--origin-run-id")
-    unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
+    unknown = (
+        sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
+    )
     if unknown and (job := _job_of(flow_class.__name__, origin[-1], without="no claim on the job")):
         _launch.claim_job(job.name, job.config, "resume")
     try:
@@ -313,9 +389,14 @@ def run(flow_class: type) -> None:
         view.close(explained=began and code != Outcome.FAILED.exit_code)
     try:
         run_id = _read_run_id(run_id_file)
-        job = None if _launch.fenced or not run_id else _job_of(flow_class.__name__, run_id)
+        if _launch.fenced or not run_id:
+            job = None
+        else:
+            job = _job_of(flow_class.__name__, run_id)
         if job is not None:
-            code = finish_job(job, code, started, asked=_launch.asked, width=view.closing_width if view else None)
+            code = finish_job(
+                job, code, started, asked=_launch.asked, width=view.closing_width if view else None
+            )
             if _launch.page is not None:
                 _launch.page.save_card()
             if "--compare" in _launch.flags and code == 0:
@@ -333,17 +414,23 @@ _NOT_OF_REFERENCE = ("--rehearse", "--job", "--run-id-file")
 
 
 def _run_reference(job: Job) -> int:
-    """Run the job once more without its rehearsal, and compare the weights of both. Return the exit code."""
+    """Run the job once more without its rehearsal, and compare the weights of both.
+
+    Return the exit code.
+    """
     from ebbflow.cost.report.render_text import describe_rehearsal
     from ebbflow.cost.report.report import RunReport
     from ebbflow.cost.watch import read_earlier_reports
 
-    words, rest = [], list(_launch.words)
+    words = []
+    rest = list(_launch.words)
     while rest:
         word = rest.pop(0)
         if word in _NOT_OF_REFERENCE:
             rest[:1] = []
-        elif word != "--compare" and not word.startswith(tuple(f"{option}=" for option in _NOT_OF_REFERENCE)):
+        elif word != "--compare" and not word.startswith(
+            tuple(f"{option}=" for option in _NOT_OF_REFERENCE)
+        ):
             words.append(word)
     _launch.release()
     print(f"\n--compare: the same job without the rehearsal, as job {job.name}-quiet")
@@ -368,7 +455,8 @@ def write_to_stderr(text: str) -> None:
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
-    """Return the command line with options of `run` moved after Metaflow's command, where Metaflow accepts them.
+    """Return the command line with options of `run` moved after Metaflow's command, where Metaflow
+    accepts them.
 
     If there are such options but no command, print the fix and exit with 2.
     """
@@ -390,13 +478,18 @@ def reorder_words(words: Sequence[str]) -> list[str]:
             moved.append(rest.pop(0))
     if moved and not rest:
         option = moved[0].partition("=")[0]
-        print(f"{option} is an option of run; fix: {sys.argv[0]} run {shlex.join(words)}", file=sys.stderr)
+        print(
+            f"{option} is an option of run; fix: {sys.argv[0]} run {shlex.join(words)}",
+            file=sys.stderr,
+        )
         sys.exit(Outcome.CONFIG.exit_code)
     return [*before, *rest[:1], *moved, *rest[1:]]
 
 
 def _tie_to_parent(by: signal.Signals) -> bool:
-    """Make the kernel send this task `by` when its parent dies. Return False if the parent is on another machine.
+    """Make the kernel send this task `by` when its parent dies.
+
+    Return False if the parent is on another machine.
 
     The parent is the launcher or, for the other nodes of a local run, Metaflow's control task.
     """
@@ -410,8 +503,8 @@ def _tie_to_parent(by: signal.Signals) -> bool:
 def _join_in(words: list[str]) -> None:
     """Install signal handlers and Metaflow fixes in a process that Metaflow started.
 
-    Such a process either submits an attempt to a backend or is a task in a container. `words` is the command line,
-    starting with Metaflow's command.
+    Such a process either submits an attempt to a backend or is a task in a container. `words` is
+    the command line, starting with Metaflow's command.
     """
     from ebbflow.flows import metaflow_fixes
 
@@ -446,35 +539,57 @@ def _join_in(words: list[str]) -> None:
 def use_records() -> None:
     """Let Metaflow's Client API and `Runner` in this process find this project's runs.
 
-    This works in any folder, and also for the user root, whom Metaflow otherwise refuses. Call it before Metaflow is
-    imported, because Metaflow reads its settings at import; otherwise it raises RuntimeError.
+    This works in any folder, and also for the user root, whom Metaflow otherwise refuses. Call it
+    before Metaflow is imported, because Metaflow reads its settings at import; otherwise it raises
+    RuntimeError.
     """
     if "metaflow" in sys.modules and "METAFLOW_DATASTORE_SYSROOT_LOCAL" not in os.environ:
-        raise RuntimeError("metaflow is imported already; fix: restart the kernel and call ebbflow.use_records() first")
+        raise RuntimeError(
+            "metaflow is imported already; fix: restart the kernel and call "
+            "ebbflow.use_records() first"
+        )
     _set_environment()
 
 
 def _set_environment() -> None:
     # Local @parallel starts the other nodes as `python`, which must be this interpreter.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    # One place for Metaflow's records and cards, so that resume and card work from any directory. A container's records
-    # must be in Metaflow's default folder.
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )
+    # One place for Metaflow's records and cards, so that resume and card work from any directory. A
+    # container's records must be in Metaflow's default folder.
     if not remote.in_container():
         root = os.environ.setdefault(
             "METAFLOW_DATASTORE_SYSROOT_LOCAL", str(records_root(PROJECT_ROOT, METAFLOW_FOLDER))
         )
-        os.environ.setdefault("METAFLOW_CARD_LOCALROOT", str(Path(root, METAFLOW_FOLDER, "mf.cards").absolute()))
-        # If this launcher runs inside a job of AWS Batch, Metaflow would take local steps for steps that it sent there.
+        os.environ.setdefault(
+            "METAFLOW_CARD_LOCALROOT", str(Path(root, METAFLOW_FOLDER, "mf.cards").absolute())
+        )
+        # If this launcher runs inside a job of AWS Batch, Metaflow would take local steps for steps
+        # that it sent there.
         os.environ.pop("AWS_BATCH_JOB_ID", None)
     # Metaflow refuses to work for root, the user of a bare container.
     if not os.environ.get("METAFLOW_USER"):  # a container's user may have no name
         user = getpass.getuser()
-        os.environ["METAFLOW_USER"] = "ebbflow" if user == "root" else user
+        if user == "root":
+            os.environ["METAFLOW_USER"] = "ebbflow"
+        else:
+            os.environ["METAFLOW_USER"] = user
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Return the index of Metaflow's command in the command line, or None. The value of `--with` is not a command."""
-    return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
+    """Return the index of Metaflow's command in the command line, or None.
+
+    The value of `--with` is not a command.
+    """
+    return next(
+        (
+            at
+            for at, word in enumerate(argv)
+            if at and word in _COMMANDS and argv[at - 1] != "--with"
+        ),
+        None,
+    )
 
 
 def _is_launch(at: int | None) -> TypeGuard[int]:
@@ -491,24 +606,35 @@ def _metaflow(flow_class: type) -> int:
     try:
         flow_class()
     except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if isinstance(exit_.code, int):
+            return exit_.code
+        return int(exit_.code is not None)
     except KeyboardInterrupt:
         return Outcome.INTERRUPTED.exit_code
     return 0
 
 
 def _read_run_id(file: Path) -> str:
-    """Return the run id that Metaflow wrote to `file`, or "". Delete the file if the launcher created it."""
-    run_id = file.read_text().strip() if file.is_file() else ""
+    """Return the run id that Metaflow wrote to `file`, or "".
+
+    Delete the file if the launcher created it.
+    """
+    if file.is_file():
+        run_id = file.read_text().strip()
+    else:
+        run_id = ""
     if file.name.startswith(_RUN_ID_PREFIX):
         file.unlink(missing_ok=True)
     return run_id
 
 
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
-    """Return a run's job, read from the artifacts of its start step. If this fails, print why and return None.
+    """Return a run's job, read from the artifacts of its start step.
 
-    The printed message begins with `without`, a text about the consequence of the failure, such as "no report".
+    If this fails, print why and return None.
+
+    The printed message begins with `without`, a text about the consequence of the failure, such as
+    "no report".
     """
     from metaflow import Run, namespace
 
@@ -516,20 +642,25 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
     try:
         data = Run(f"{flow_name}/{run_id}")["start"].task.data
         config = RunConfig.model_validate_json(json.dumps(data.settings["config"]))
-        return Job(name=data.job, run=run_id, config=config, request_seconds=_REPORT_REQUEST_SECONDS)
+        return Job(
+            name=data.job, run=run_id, config=config, request_seconds=_REPORT_REQUEST_SECONDS
+        )
     except Exception as error:  # Metaflow's client raises many kinds of errors
         print(f"{without}: the run's start step cannot be read: {error}", file=sys.stderr)
         return None
 
 
-def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int | None = None) -> int:
-    """Print the job's report and return the exit code. If the run died before writing a report, write the report first.
+def finish_job(
+    job: Job, code: int, started: float, *, asked: bool, width: int | None = None
+) -> int:
+    """Print the job's report and return the exit code.
 
-    Args:
-        code: Metaflow's exit code.
-        started: Unix time at which the run began.
-        asked: whether a signal asked the run to exit. If so, return `code`, unless the job completed in this run.
-        width: width in columns of a short summary to print instead of the whole report; None: print the report.
+    If the run died before writing a report, write the report first.
+
+    Args: code: Metaflow's exit code. started: Unix time at which the run began. asked: whether a
+        signal asked the run to exit. If so, return `code`, unless the job completed in this run.
+        width: width in columns of a short summary to print instead of the whole report; None: print
+        the report.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import describe_rehearsal, render, render_closing
@@ -551,7 +682,10 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
             write_to_stderr("interrupted before anything was recorded")
             return code
         # If nothing was recorded, Metaflow's exit code is more specific than the error's.
-        code = code if asked or (code and isinstance(error, ReportError)) else error.outcome.exit_code or code
+        if asked or (code and isinstance(error, ReportError)):
+            code = code
+        else:
+            code = error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)
             return code
@@ -561,8 +695,15 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
     page = RUNS / job.name / "report.html"
     if width:
         comparing = "--compare" in _launch.flags and code == 0  # which ends with these lines
-        notes = [] if comparing else describe_rehearsal(report, read_earlier_reports(job.name))
-        print(render_closing(report, os.path.relpath(page), program=_PROGRAM, notes=notes, width=width))
+        if comparing:
+            notes = []
+        else:
+            notes = describe_rehearsal(report, read_earlier_reports(job.name))
+        print(
+            render_closing(
+                report, os.path.relpath(page), program=_PROGRAM, notes=notes, width=width
+            )
+        )
     else:
         print(render(report, program=_PROGRAM))
         print(f"\nreport: {page}")
@@ -575,12 +716,18 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool, width: int |
 
 
 def _completed_since(job: Job, started: float) -> bool:
-    """Return whether the job's last recorded outcome is a completion at or after `started` (Unix time)."""
+    """Return whether the job's last recorded outcome is a completion at or after `started` (Unix
+    time).
+    """
     from ebbflow.cost.ledger.generations import find_final_outcome
     from ebbflow.infra.events import read_events
 
     outcome = find_final_outcome(read_events(job.store))
-    return outcome is not None and outcome.t_wall >= started and outcome.data["outcome"] == Outcome.COMPLETED
+    return (
+        outcome is not None
+        and outcome.t_wall >= started
+        and outcome.data["outcome"] == Outcome.COMPLETED
+    )
 
 
 def _is_new(path: Path, started: float) -> bool:

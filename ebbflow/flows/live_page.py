@@ -1,6 +1,7 @@
 """Processes that run beside the launcher.
 
-One keeps runs/<job>/live.html current. Another sends metrics to trackers and messages to notification channels.
+One keeps runs/<job>/live.html current. Another sends metrics to trackers and messages to
+notification channels.
 """
 
 import contextlib
@@ -25,15 +26,22 @@ _CARD_SECONDS = 10.0
 
 
 class LivePageWriter:
-    """Manager of the process that writes the page: starts it as soon as the job has a name, and ends it.
+    """Manager of the process that writes the page: starts it as soon as the job has a name, and
+    ends it.
 
-    After a signal, the launcher waits for all children of its main thread. It must not wait for the writing process.
-    Another thread therefore starts that process, and stays alive until the process has ended.
+    After a signal, the launcher waits for all children of its main thread. It must not wait for the
+    writing process. Another thread therefore starts that process, and stays alive until the process
+    has ended.
     """
 
-    def __init__(self, flow: str, job: str, config: RunConfig, run_id_file: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, flow: str, job: str, config: RunConfig, run_id_file: Path, tell: Callable[[str], None]
+    ) -> None:
         self._tell = tell  # prints a line for the user
-        self._flow, self._job, self._store, self._run_id_file = flow, job, config.store, run_id_file
+        self._flow = flow
+        self._job = job
+        self._store = config.store
+        self._run_id_file = run_id_file
         self._config = config.model_dump(mode="json")
         self._run = ""  # Metaflow's id, once it is known
         self._page: Path | None = None
@@ -50,7 +58,10 @@ class LivePageWriter:
         self._thread.join()
 
     def save_card(self) -> None:
-        """Store a copy of the page as a card of the run. After an unexpected error, later calls store no card."""
+        """Store a copy of the page as a card of the run.
+
+        After an unexpected error, later calls store no card.
+        """
         from ebbflow.flows.cards import save_live_card
 
         if self._page is None or not self._run_id():
@@ -69,7 +80,9 @@ class LivePageWriter:
 
     def _keep(self) -> None:
         while not self._run_id() and not self._ending.wait(_WAIT_SECONDS):
-            pass  # until Metaflow has accepted the options: before, there is no run whose page `latest` could be
+            # until Metaflow has accepted the options: before, there is no run whose page `latest`
+            # could be
+            pass
         if self._ending.is_set():
             return
         job = self._job or self._run_id()
@@ -89,7 +102,10 @@ class LivePageWriter:
             self._ending.wait()
             return
         shown = RUNS / "latest" / LIVE_PAGE
-        self._tell(f"live page: {shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown}")
+        self._tell(
+            "live page: "
+            f"{shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown}"
+        )
         while not self._ending.wait(_CARD_SECONDS):
             self.save_card()
         process.terminate()
@@ -101,7 +117,17 @@ class LivePageWriter:
 
     def _start(self, job: str) -> subprocess.Popen[bytes]:
         self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
-        words = [sys.executable, "-m", "ebbflow", "watch", job, "--store", self._store, "--write", str(self._page)]
+        words = [
+            sys.executable,
+            "-m",
+            "ebbflow",
+            "watch",
+            job,
+            "--store",
+            self._store,
+            "--write",
+            str(self._page),
+        ]
         return subprocess.Popen(
             [*words, "--parent", str(os.getpid())],
             env={**os.environ, "PYTHONPATH": python_path()},
@@ -112,7 +138,10 @@ class LivePageWriter:
 
 
 def finish_page(folder: Path) -> None:
-    """Replace the live page with the report. A browser that shows the live page then shows the report."""
+    """Replace the live page with the report.
+
+    A browser that shows the live page then shows the report.
+    """
     with contextlib.suppress(OSError):
         for unfinished in folder.glob(f".{LIVE_PAGE}.*"):  # of a writer that was ended
             unfinished.unlink(missing_ok=True)
@@ -120,7 +149,8 @@ def finish_page(folder: Path) -> None:
 
 
 def task_with_card(word: str, records: Path) -> str:
-    """Return the pathspec `word`, with `report` replaced by `start` if the run ended before its step `report`.
+    """Return the pathspec `word`, with `report` replaced by `start` if the run ended before its
+    step `report`.
 
     Such a run has only the card of its step `start`.
     """
@@ -128,7 +158,9 @@ def task_with_card(word: str, records: Path) -> str:
     if word.startswith(("/", ".")):
         return word  # a file
     with contextlib.suppress(OSError, StopIteration):
-        steps = next(records.glob("*/latest_run")).parent / (run or next(records.glob("*/latest_run")).read_text())
+        steps = next(records.glob("*/latest_run")).parent / (
+            run or next(records.glob("*/latest_run")).read_text()
+        )
         if step == "report" and steps.is_dir() and not (steps / step).is_dir():
             return f"{run}/start".removeprefix("/")
     return word

@@ -2,18 +2,21 @@
 
 With local metadata, these releases have four faults:
 
-- Metaflow makes the commands of the other nodes from node 0's by replacing the task's id wherever that string occurs
-  (Netflix/metaflow#2564, #2574).
-- A task in a container is missing from the metadata in that container, so its cards cannot be rendered.
-- Node 0 waits for the other nodes by reading the metadata in its own container, where those nodes are missing.
-- If a job left no metadata, the process that submitted it ends with an error about missing metadata. This hides why
-  the job failed (Netflix/metaflow#2557).
+- Metaflow makes the commands of the other nodes from node 0's by replacing the task's id wherever
+  that string occurs (Netflix/metaflow#2564, #2574).
+- A task in a container is missing from the metadata in that container, so its cards cannot be
+  rendered.
+- Node 0 waits for the other nodes by reading the metadata in its own container, where those nodes
+  are missing.
+- If a job left no metadata, the process that submitted it ends with an error about missing
+  metadata. This hides why the job failed (Netflix/metaflow#2557).
 
-With a metadata service, Metaflow itself is not changed, and two faults remain. First, the commands of the other nodes
-can still be wrong, because the first task ids of a new service are short numbers, which occur in other places too. This
-module then corrects the command in the request to AWS, and prints a message. Second, Metaflow relies on fields of an
-ended multi-node job that AWS may set late. This module fills in missing fields; otherwise a gang that succeeded would
-count as failed, and would be run and paid for again.
+With a metadata service, Metaflow itself is not changed, and two faults remain. First, the commands
+of the other nodes can still be wrong, because the first task ids of a new service are short
+numbers, which occur in other places too. This module then corrects the command in the request to
+AWS, and prints a message. Second, Metaflow relies on fields of an ended multi-node job that AWS may
+set late. This module fills in missing fields; otherwise a gang that succeeded would count as
+failed, and would be run and paid for again.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -46,26 +49,37 @@ FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of ot
 
 
 def is_known_release(text: str | None = None) -> bool:
-    """Return whether the fixes were tested with a Metaflow version (`text`; None means the installed one)."""
+    """Return whether the fixes were tested with a Metaflow version (`text`; None means the
+    installed one).
+    """
     return tuple(int(part) for part in re.findall(r"\d+", text or version("metaflow"))[:3]) in KNOWN
 
 
 def needs_fixes(words: Sequence[str]) -> bool:
-    """Return whether a Metaflow process with this command line uses local metadata and a known release."""
-    local = any(pair == ("--metadata", "local") for pair in itertools.pairwise(words)) or "--metadata=local" in words
+    """Return whether a Metaflow process with this command line uses local metadata and a known
+    release.
+    """
+    local = (
+        any(pair == ("--metadata", "local") for pair in itertools.pairwise(words))
+        or "--metadata=local" in words
+    )
     return local and is_known_release(version("metaflow"))
 
 
 def check_metadata(context: PreflightContext) -> CheckFinding:
     """Check that Metaflow's metadata provider works on AWS Batch.
 
-    Without a metadata service, known faults of Metaflow break runs on AWS Batch. Ebbflow fixes them or refuses the run.
+    Without a metadata service, known faults of Metaflow break runs on AWS Batch. Ebbflow fixes them
+    or refuses the run.
     """
-    from ebbflow.infra.checks.batch import skip_reason  # not at module level, since every task imports this
+    from ebbflow.infra.checks.batch import (
+        skip_reason,
+    )  # not at module level, since every task imports this
 
     if reason := skip_reason(context):
         return skipped(reason)
-    found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
+    found = version("metaflow")
+    metadata = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     if metadata == "service":
         return _asked_service(f"Metaflow {found} is unchanged")
     if metadata != "local":
@@ -76,20 +90,22 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
     if not is_known_release(found):
         known = ", ".join(".".join(map(str, one)) for one in KNOWN)
         return failed(
-            f"metadata are local, and there are no fixes for Metaflow {found} on AWS Batch (known: {known})",
+            f"metadata are local, and there are no fixes for Metaflow {found} on AWS Batch "
+            f"(known: {known})",
             f"{service}, or install a known release",
         )
     return passed(
-        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); meant for "
-        "demonstrations, a metadata service needs no fixes"
+        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); "
+        "meant for demonstrations, a metadata service needs no fixes"
     )
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Ask the metadata service for its version, and return the answer as the finding of a preflight check.
+    """Ask the metadata service for its version, and return the answer as the finding of a preflight
+    check.
 
-    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding ends with the text
-    `follows`.
+    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding
+    ends with the text `follows`.
     """
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
@@ -104,7 +120,8 @@ def _asked_service(follows: str) -> CheckFinding:
     except (OSError, ValueError) as error:
         return failed(
             f"the metadata service at {url} does not answer: {error}",
-            "correct METAFLOW_SERVICE_URL, start the service, or set METAFLOW_DEFAULT_METADATA=local",
+            "correct METAFLOW_SERVICE_URL, start the service, or set "
+            "METAFLOW_DEFAULT_METADATA=local",
         )
     return passed(f"metadata service {number} at {url}: {follows}")
 
@@ -123,7 +140,9 @@ CHECKS = [
 
 
 def drop_interrupt_advice() -> None:
-    """Suppress Metaflow's advice against Ctrl-C, which is safe with Ebbflow. Call this in the launcher.
+    """Suppress Metaflow's advice against Ctrl-C, which is safe with Ebbflow.
+
+    Call this in the launcher.
 
     Has no effect on a Metaflow release without the private attribute that this changes.
     """
@@ -135,7 +154,9 @@ def drop_interrupt_advice() -> None:
         begin(self, *args, **options)
         log = getattr(self, "_logger", None)
         if log is not None:
-            self._logger = lambda text="", *more, **how: None if _ADVICE in str(text) else log(text, *more, **how)
+            self._logger = lambda text="", *more, **how: (
+                None if _ADVICE in str(text) else log(text, *more, **how)
+            )
 
     NativeRuntime.__init__ = begin_without_advice
 
@@ -143,8 +164,9 @@ def drop_interrupt_advice() -> None:
 def keep_terminal_from_tasks() -> None:
     """Start each task in its own process group, so that a terminal's Ctrl-C does not reach it.
 
-    Call this in the launcher. Ctrl-C would end a starting task with a traceback. On Ctrl-C, the launcher sends SIGTERM
-    to the tasks. Has no effect on a Metaflow release without the private attribute that this changes.
+    Call this in the launcher. Ctrl-C would end a starting task with a traceback. On Ctrl-C, the
+    launcher sends SIGTERM to the tasks. Has no effect on a Metaflow release without the private
+    attribute that this changes.
     """
     from metaflow import runtime
 
@@ -166,10 +188,15 @@ def fix_submitter() -> None:
 
 
 def fix_batch_requests() -> None:
-    """Correct this process's requests to AWS Batch, and the responses, with botocore hooks. Metaflow is not changed."""
+    """Correct this process's requests to AWS Batch, and the responses, with botocore hooks.
+
+    Metaflow is not changed.
+    """
     from botocore import handlers
 
-    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_node_commands))
+    handlers.BUILTIN_HANDLERS.append(
+        ("before-parameter-build.batch.SubmitJob", correct_node_commands)
+    )
     handlers.BUILTIN_HANDLERS.append(("after-call.batch.DescribeJobs", complete_gang_descriptions))
 
 
@@ -179,7 +206,9 @@ def fix_task() -> None:
 
     register = LocalMetadataProvider.register_task_id
 
-    def register_here_too(self: Any, run_id: str, step_name: str, task_id: str, *args: Any, **options: Any) -> Any:
+    def register_here_too(
+        self: Any, run_id: str, step_name: str, task_id: str, *args: Any, **options: Any
+    ) -> Any:
         self._ensure_meta("task", run_id, step_name, task_id)
         return register(self, run_id, step_name, task_id, *args, **options)
 
@@ -188,7 +217,9 @@ def fix_task() -> None:
 
 
 def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
-    """Correct the commands of nodes other than node 0 in a SubmitJob request, if Metaflow derived them wrongly."""
+    """Correct the commands of nodes other than node 0 in a SubmitJob request, if Metaflow derived
+    them wrongly.
+    """
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
@@ -197,7 +228,10 @@ def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
     for other in overrides[1:]:
         if other["containerOverrides"]["command"] != command:
             other["containerOverrides"]["command"] = command
-            message = "corrected Metaflow's command of the other nodes, which changed more than the task's id (#2564)"
+            message = (
+                "corrected Metaflow's command of the other nodes, which changed more than the "
+                "task's id (#2564)"
+            )
             print(f"batch: {message}", file=sys.stderr, flush=True)
 
 
@@ -219,24 +253,30 @@ def node_command(main: str) -> str:
         return main
     task = found.group(1)
     own = f"{task.replace('control-', '')}-node-{_NODE}"
-    command = re.sub(rf"(--task-id ){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, main)
+    command = re.sub(
+        rf"(--task-id ){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, main
+    )
     # The log's name: MF_PATHSPEC=flow/run/step/task.
     command = re.sub(
-        rf"(MF_PATHSPEC=[^\s/]+/[^\s/]+/[^\s/]+/){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, command
+        rf"(MF_PATHSPEC=[^\s/]+/[^\s/]+/[^\s/]+/){re.escape(task)}(?=\s)",
+        lambda match: match.group(1) + own,
+        command,
     )
     command = command.replace("ubf_control", "ubf_task")
     return re.sub(r"(--split-index )\d+", lambda match: match.group(1) + _NODE, command)
 
 
 def pass_over_missing_metadata(cli: Any) -> None:
-    """Make the submitting process accept that a task has left no metadata, instead of ending with an error.
+    """Make the submitting process accept that a task has left no metadata, instead of ending with
+    an error.
 
     `cli` is Metaflow's module for `batch step` or `kubernetes step`.
     """
     from metaflow.datastore.exceptions import DataException
     from metaflow.datastore.flow_datastore import FlowDataStore
 
-    find, sync = FlowDataStore.get_task_datastore, cli.sync_local_metadata_from_datastore
+    find = FlowDataStore.get_task_datastore
+    sync = cli.sync_local_metadata_from_datastore
 
     def lenient(self: Any, *args: Any, **options: Any) -> Any:
         try:
@@ -255,22 +295,31 @@ def pass_over_missing_metadata(cli: Any) -> None:
 
 
 def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
-    """Make node 0 wait until the other nodes' results are in the datastore, because the Batch job ends with node 0."""
+    """Make node 0 wait until the other nodes' results are in the datastore, because the Batch job
+    ends with node 0.
+    """
     from metaflow import current
 
     waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
     limit = time.monotonic() + _MAPPERS_SECONDS
     while waiting and time.monotonic() < limit:
-        waiting = [path for path in waiting if not _is_done(self.flow_datastore, path, current.retry_count)]
+        waiting = [
+            path for path in waiting if not _is_done(self.flow_datastore, path, current.retry_count)
+        ]
         if waiting:
             time.sleep(_LOOK_SECONDS)
     if waiting:
         missing = ", ".join("/".join(path) for path in waiting)
-        raise TimeoutError(f"the other nodes did not finish within {_MAPPERS_SECONDS:g} s: {missing}")
+        raise TimeoutError(
+            f"the other nodes did not finish within {_MAPPERS_SECONDS:g} s: {missing}"
+        )
 
 
 def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
-    """Return whether a task has succeeded in this attempt. Success in an earlier attempt does not count."""
+    """Return whether a task has succeeded in this attempt.
+
+    Success in an earlier attempt does not count.
+    """
     from metaflow.datastore.exceptions import DataException
 
     try:

@@ -1,8 +1,11 @@
-"""Placement of attempts as pods on Kubernetes with Karpenter (`--with kubernetes`). Not tested on a real cluster.
+"""Placement of attempts as pods on Kubernetes with Karpenter (`--with kubernetes`).
 
-A pool is chosen as for AWS Batch, but requested by node labels (https://karpenter.sh/docs/concepts/scheduling, v1)
-instead of a queue. Therefore a gang of several nodes can run on Spot. The number of nodes cannot change within a run,
-because Metaflow creates the tasks of a JobSet before the attempt.
+Not tested on a real cluster.
+
+A pool is chosen as for AWS Batch, but requested by node labels
+(https://karpenter.sh/docs/concepts/scheduling, v1) instead of a queue. Therefore a gang of several
+nodes can run on Spot. The number of nodes cannot change within a run, because Metaflow creates the
+tasks of a JobSet before the attempt.
 """
 
 from __future__ import annotations
@@ -27,25 +30,32 @@ _MARKET_LABELS = {
     "eks": ("eks.amazonaws.com/capacityType", ("SPOT", "ON_DEMAND")),
 }
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
-ZONE, ZONE_ID = "topology.kubernetes.io/zone", "topology.k8s.aws/zone-id"
+ZONE = "topology.kubernetes.io/zone"
+ZONE_ID = "topology.k8s.aws/zone-id"
 # Taints of the NodePools in nodepools.yaml, which keep other pods off costly nodes.
 TAINT = "ebbflow/training"
-GPU_TAINT, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
+GPU_TAINT = "nvidia.com/gpu"
+EFA = "vpc.amazonaws.com/efa"
 _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is us-east-1a
 
-# Memory that a pod must leave free, unlike a Batch job: kubelet 255 MiB + 11 MiB for each of maxPods = 30 pods
-# (github.com/awslabs/amazon-eks-ami), 100 MiB before eviction, and the node's own pods.
-_KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
+# Memory that a pod must leave free, unlike a Batch job: kubelet 255 MiB + 11 MiB for each of
+# maxPods = 30 pods (github.com/awslabs/amazon-eks-ami), 100 MiB before eviction, and the node's own
+# pods.
+_KUBELET_MIB = 255 + 11 * 30 + 100
+_OWN_PODS_MIB = 339
 
 
 def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dict[str, str]:
     """Return the node labels that select the machines of a placement (JSON).
 
-    If the placement names a zone, all nodes are in that zone. `nodes` is the value of `kubernetes.nodes` in the
-    configuration.
+    If the placement names a zone, all nodes are in that zone. `nodes` is the value of
+    `kubernetes.nodes` in the configuration.
     """
     label, (spot, on_demand) = _MARKET_LABELS[nodes]
-    market = spot if placement["market"] == "spot" else on_demand
+    if placement["market"] == "spot":
+        market = spot
+    else:
+        market = on_demand
     chosen = {label: market, INSTANCE_TYPE: placement["instance_type"]}
     if zone := placement.get("zone"):
         chosen[ZONE_ID if _ZONE_ID.fullmatch(zone) else ZONE] = zone
@@ -53,13 +63,17 @@ def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dic
 
 
 def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return tolerations (with V1Toleration's fields as keys) that let a pod run on the tainted training nodes."""
+    """Return tolerations (with V1Toleration's fields as keys) that let a pod run on the tainted
+    training nodes.
+    """
     keys = [TAINT, *([GPU_TAINT] if placement["gpu"] else [])]
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
 def pod_annotations(metrics_port: int | None) -> dict[str, str]:
-    """Return pod annotations that keep Karpenter from removing the node and, with a port, let Prometheus find it."""
+    """Return pod annotations that keep Karpenter from removing the node and, with a port, let
+    Prometheus find it.
+    """
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
         metrics = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
@@ -68,7 +82,9 @@ def pod_annotations(metrics_port: int | None) -> dict[str, str]:
 
 
 def pod_memory_mib(batch_memory_mib: int) -> int:
-    """Return the MiB of memory that a pod can request on a machine that offers a Batch job `batch_memory_mib`."""
+    """Return the MiB of memory that a pod can request on a machine that offers a Batch job
+    `batch_memory_mib`.
+    """
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)
 
 
@@ -77,42 +93,74 @@ _LABELS = {"ebbflow/training": "true"}
 
 
 def is_single_pod() -> bool:
-    return "METAFLOW_KUBERNETES_WORKLOAD" in os.environ and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
+    return (
+        "METAFLOW_KUBERNETES_WORKLOAD" in os.environ
+        and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
+    )
 
 
 def pod_markets() -> dict[str, QueueState]:
-    """Return two placeholder queues, Spot and on-demand, so that Kubernetes can be planned like AWS Batch.
+    """Return two placeholder queues, Spot and on-demand, so that Kubernetes can be planned like AWS
+    Batch.
 
-    They accept every instance type and number of nodes, because Karpenter creates the machines that a pod needs.
+    They accept every instance type and number of nodes, because Karpenter creates the machines that
+    a pod needs.
     """
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
-    common: dict[str, Any] = {"arn": "", "instance_types": (), "multi_node": True, "usable": True, "problem": ""}
-    return {name: QueueState(name=name, market=market, **common) for name, market in markets.items()}
+    common: dict[str, Any] = {
+        "arn": "",
+        "instance_types": (),
+        "multi_node": True,
+        "usable": True,
+        "problem": "",
+    }
+    return {
+        name: QueueState(name=name, market=market, **common) for name, market in markets.items()
+    }
 
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing those of @kubernetes."""
-    placement, options = order.placement or {}, cli_args.command_options
+    """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing
+    those of @kubernetes.
+    """
+    placement = order.placement or {}
+    options = cli_args.command_options
     from ebbflow.cost.catalogue import efa_interfaces  # late, as in `decorators.apply_to_batch`
 
-    efa = efa_interfaces(placement["instance_type"], config["batch"]["efa_interfaces"]) if order.nodes > 1 else 0
-    own = KubernetesConfig.model_validate(config.get("kubernetes") or {})  # absent in the run of an older release
-    options.update({
-        "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
-        "gpu": str(placement["gpu"]) if placement["gpu"] else None,
-        "memory": str(pod_memory_mib(placement["memory_mib"])),
-        "shared_memory": str(config["batch"]["shared_memory_mib"]),
-        "node_selector": [f"{key}={value}" for key, value in node_selector(placement, own.nodes).items()],
-        "tolerations": json.dumps(tolerations(placement)),
-        "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
-        "annotations": json.dumps({**_of(options, "annotations"), **pod_annotations(config["metrics"]["port"])}),
-        "run-time-limit": int(placement["wall_seconds"]),
-        "extended_resources": json.dumps({EFA: str(efa)}) if efa else options.get("extended_resources"),
-    })  # fmt: skip
+    if order.nodes > 1:
+        efa = efa_interfaces(placement["instance_type"], config["batch"]["efa_interfaces"])
+    else:
+        efa = 0
+    own = KubernetesConfig.model_validate(
+        config.get("kubernetes") or {}
+    )  # absent in the run of an older release
+    options.update(
+        {
+            "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
+            "gpu": str(placement["gpu"]) if placement["gpu"] else None,
+            "memory": str(pod_memory_mib(placement["memory_mib"])),
+            "shared_memory": str(config["batch"]["shared_memory_mib"]),
+            "node_selector": [
+                f"{key}={value}" for key, value in node_selector(placement, own.nodes).items()
+            ],
+            "tolerations": json.dumps(tolerations(placement)),
+            "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
+            "annotations": json.dumps(
+                {**_of(options, "annotations"), **pod_annotations(config["metrics"]["port"])}
+            ),
+            "run-time-limit": int(placement["wall_seconds"]),
+            "extended_resources": json.dumps({EFA: str(efa)})
+            if efa
+            else options.get("extended_resources"),
+        }
+    )
     if config["batch"]["image"]:
         options["image"] = config["batch"]["image"]
     if "num-parallel" in options:  # Metaflow refuses a JobSet of one node
-        options["num-parallel"] = str(order.nodes) if order.nodes > 1 else None
+        if order.nodes > 1:
+            options["num-parallel"] = str(order.nodes)
+        else:
+            options["num-parallel"] = None
     cli_args.env[GRACE_VARIABLE] = str(config["checkpoint"]["stop_seconds"])
 
 
@@ -123,10 +171,13 @@ def _of(options: dict[str, Any], name: str) -> dict[str, str]:
 def exit_when_asked() -> None:
     """Make SIGTERM, SIGINT and SIGHUP end the submitting process through `sys.exit`.
 
-    Metaflow's `atexit` handler, which deletes the pods, runs only after `sys.exit`. Later signals are ignored, because
-    interrupting that handler would leave pods behind. The launcher waits 60 s for this process.
+    Metaflow's `atexit` handler, which deletes the pods, runs only after `sys.exit`. Later signals
+    are ignored, because interrupting that handler would leave pods behind. The launcher waits 60 s
+    for this process.
     """
-    optional = [one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    optional = [
+        one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN
+    ]
     numbers = [signal.SIGTERM, *optional]
 
     def leave(number: int, frame: object) -> None:
@@ -139,22 +190,25 @@ def exit_when_asked() -> None:
 
 
 def set_grace_period() -> None:
-    """Give pods time for a last checkpoint between SIGTERM and SIGKILL, and pass SIGTERM on to their tasks.
+    """Give pods time for a last checkpoint between SIGTERM and SIGKILL, and pass SIGTERM on to
+    their tasks.
 
-    Call this in the submitting process. It patches V1PodSpec, from which the Kubernetes client makes every pod, because
-    Metaflow sets the grace period to 0, and its shell, process 1 of the container, passes no signal on. It also removes
-    privileges that training does not need.
+    Call this in the submitting process. It patches V1PodSpec, from which the Kubernetes client
+    makes every pod, because Metaflow sets the grace period to 0, and its shell, process 1 of the
+    container, passes no signal on. It also removes privileges that training does not need.
     """
     from kubernetes.client import V1PodSpec
 
     seconds = round(float(os.environ.get(GRACE_VARIABLE) or 0))
-    make, name = V1PodSpec.__init__, "termination_grace_period_seconds"
+    make = V1PodSpec.__init__
+    name = "termination_grace_period_seconds"
 
     def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
         for container in fields.get("containers") or []:
             container.command = wrap_command(container.command or []) or None
             container.security_context = container.security_context or _security_context(container)
-        # Metaflow asks for the full name as host name; a pod whose full name has more than 64 characters never starts.
+        # Metaflow asks for the full name as host name; a pod whose full name has more than 64
+        # characters never starts.
         own = {"set_hostname_as_fqdn": None, name: max(fields.get(name) or 0, seconds)}
         make(spec, *args, **{"automount_service_account_token": False, **fields, **own})
 

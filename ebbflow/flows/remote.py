@@ -1,4 +1,7 @@
-"""Metaflow's settings for AWS Batch and Kubernetes, and reasons to refuse a run. Used before Metaflow is imported."""
+"""Metaflow's settings for AWS Batch and Kubernetes, and reasons to refuse a run.
+
+Used before Metaflow is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from ebbflow.infra.store.s3 import aws_settings
 if TYPE_CHECKING:
     from ebbflow.infra.preflight import Target
 
-# Seconds for which the Batch job of a step around training may wait for capacity (`attempts/submission.py`).
+# Seconds for which the Batch job of a step around training may wait for capacity
+# (`attempts/submission.py`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 # Backend of `--with cloud`, for the tasks that the launcher starts.
 CLOUD_VARIABLE = "EBBFLOW_CLOUD"
@@ -32,14 +36,20 @@ def in_container() -> bool:
 
 
 def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
-    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for this machine.
+    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for
+    this machine.
 
     `plan_for` is the value of `cluster.plan_for`: the backend that `--with cloud` selects.
     """
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
-    if "local" in names or (name := next((name for name in names if name in _BACKENDS), None)) is None:
+    if (
+        "local" in names
+        or (name := next((name for name in names if name in _BACKENDS), None)) is None
+    ):
         return None
-    return "kubernetes" if name == "cloud" and plan_for == "kubernetes" else _BACKENDS[name]
+    if name == "cloud" and plan_for == "kubernetes":
+        return "kubernetes"
+    return _BACKENDS[name]
 
 
 def option_values(words: Sequence[str], option: str) -> list[str]:
@@ -51,8 +61,8 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 def set_environment(config: RunConfig, backend: str) -> None:
     """Set Metaflow's environment variables for a run on the backend.
 
-    Values in the configuration take precedence, then existing variables and Metaflow settings, then values derived from
-    the store.
+    Values in the configuration take precedence, then existing variables and Metaflow settings, then
+    values derived from the store.
     """
     batch = config.batch
     configured = {
@@ -72,13 +82,20 @@ def set_environment(config: RunConfig, backend: str) -> None:
         # Metaflow tries once, but AWS throttles accounts that start many jobs at once.
         "AWS_RETRY_MODE": "standard",
         "AWS_MAX_ATTEMPTS": "10",
-        "METAFLOW_KUBERNETES_JOB_TERMINATE_MODE": "delete",  # Metaflow would leave a Job without pods behind
-        "METAFLOW_BATCH_EMIT_TAGS": "true" if config.batch.tags else "",  # Metaflow sets no tags otherwise
+        # Metaflow would leave a Job without pods behind
+        "METAFLOW_KUBERNETES_JOB_TERMINATE_MODE": "delete",
+        "METAFLOW_BATCH_EMIT_TAGS": "true"
+        if config.batch.tags
+        else "",  # Metaflow sets no tags otherwise
     }
     for name, value in follows.items():
         if value and not _is_set(name):
             os.environ[name] = value
-    if backend == "batch" and not _is_set("METAFLOW_BATCH_JOB_QUEUE") and (queue := light_queue(config)):
+    if (
+        backend == "batch"
+        and not _is_set("METAFLOW_BATCH_JOB_QUEUE")
+        and (queue := light_queue(config))
+    ):
         os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
 
 
@@ -87,10 +104,12 @@ def _is_set(name: str) -> bool:
 
 
 def light_queue(config: RunConfig) -> str | None:
-    """Choose the queue for the steps before and after training if the user named none, and print the reason.
+    """Choose the queue for the steps before and after training if the user named none, and print
+    the reason.
 
-    The choice is among the configured queues. If no queues are configured, it is among the account's queues. Returns
-    None if no queue is found, for example because Batch does not answer; preflight then reports the cause.
+    The choice is among the configured queues. If no queues are configured, it is among the
+    account's queues. Returns None if no queue is found, for example because Batch does not answer;
+    preflight then reports the cause.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
@@ -98,7 +117,8 @@ def light_queue(config: RunConfig) -> str | None:
     if not queues or any(not queue.instance_types for queue in queues.values()):
         with contextlib.suppress(InfraError):  # then the configured queues are used
             queues = training_queues(config.batch, batch_client(config.batch.region))
-    if (found := lightest_queue(queues)) is None:
+    found = lightest_queue(queues)
+    if found is None:
         return None
     name, why = found
     print(f"steps around training that are sent to AWS Batch go to queue {name}: {why}", flush=True)
@@ -106,19 +126,20 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Return why the run cannot be sent to the backend and how to fix this, or None if it can be sent.
+    """Return why the run cannot be sent to the backend and how to fix this, or None if it can be
+    sent.
 
     `words` is the command line.
     """
     if backend is not None and "://" not in config.store:
         return (
-            f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"
-            "  fix: store: s3://bucket/prefix"
+            f"--with {backend}: store {config.store} is a folder of this machine, which "
+            "containers cannot read\n  fix: store: s3://bucket/prefix"
         )
     if backend == "batch" and not _names_role(config, words):
         return (
-            "--with batch: no role for the containers, which Metaflow needs\n"
-            "  fix: set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `ebbflow deploy --env` writes "
+            "--with batch: no role for the containers, which Metaflow needs\n  fix: set "
+            "batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `ebbflow deploy --env` writes "
             "one, `ebbflow adopt` finds an existing one"
         )
     return None

@@ -1,4 +1,7 @@
-"""Write a job's report. The step `report` calls this or, if the run died before that step, the launcher."""
+"""Write a job's report.
+
+The step `report` calls this or, if the run died before that step, the launcher.
+"""
 
 import json
 import time
@@ -21,13 +24,20 @@ from ebbflow.infra.rank_logs import read_logs
 
 
 def record_prices(job: Job) -> None:
-    """Record the price changes since the plan in the job's events. If they are unknown, the plan's prices apply."""
+    """Record the price changes since the plan in the job's events.
+
+    If they are unknown, the plan's prices apply.
+    """
     pools: list[dict[str, Any]] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
-            pools += read_price_changes(job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT)
+            pools += read_price_changes(
+                job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT
+            )
         except PriceError as error:
-            print(f"no prices of {kind} since the plan, so the plan's are used: {error}", flush=True)
+            print(
+                f"no prices of {kind} since the plan, so the plan's are used: {error}", flush=True
+            )
     if pools:
         with job.events("prices") as events:
             events.emit(PRICES, pools=pools)
@@ -36,21 +46,30 @@ def record_prices(job: Job) -> None:
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
     """Return {instance type: plan data} for each instance type that the job may have paid for.
 
-    A type's plan is the first plan that chose the type. If nodes used a type that no plan chose, the type's plan is the
-    first plan that is not simulated. The caller needs the price changes of a type since the type's plan was made.
+    A type's plan is the first plan that chose the type. If nodes used a type that no plan chose,
+    the type's plan is the first plan that is not simulated. The caller needs the price changes of a
+    type since the type's plan was made.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
     real = next((plan for plan in plans if not plan.get("simulated")), None)
-    used_types = {event.data.get("instance_type") for event in events if event.name == NODE_STARTED} if real else set()
+    if real:
+        used_types = {
+            event.data.get("instance_type") for event in events if event.name == NODE_STARTED
+        }
+    else:
+        used_types = set()
     return {**{str(kind): real for kind in sorted(filter(None, used_types)) if real}, **first}
 
 
 def write_report(job: Job) -> tuple[RunReport, list[Event]]:
-    """Build the job's report, and write it and the metrics to runs/<job>/ and the store. Return report and events.
+    """Build the job's report, and write it and the metrics to runs/<job>/ and the store.
 
-    The local files are written first, so that they exist even if the store is full. The job's record in the job history
-    is written last. If writing that record fails, only a message is printed.
+    Return report and events.
+
+    The local files are written first, so that they exist even if the store is full. The job's
+    record in the job history is written last. If writing that record fails, only a message is
+    printed.
 
     Raises:
         StoreError: the store rejected the report or did not answer.
@@ -63,14 +82,19 @@ def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     record_prices(job)
     content = read_log(job.store)
     events = content.events
-    report = build_report(events, damage=content.damage, logs=lambda: read_logs([job.folder], [job.store]).lines)
+    report = build_report(
+        events, damage=content.damage, logs=lambda: read_logs([job.folder], [job.store]).lines
+    )
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
-        "report.html": render_html(report, earlier=read_earlier_reports(job.name)).encode(errors="backslashreplace"),
+        "report.html": render_html(report, earlier=read_earlier_reports(job.name)).encode(
+            errors="backslashreplace"
+        ),
         "metrics.prom": render_job_metrics(report.to_json(), events),
     }
     for name, content in files.items():
-        in_store, here = job.store.local_path(name), job.folder / name
+        in_store = job.store.local_path(name)
+        here = job.folder / name
         if in_store is None or in_store.resolve() != here.resolve():
             write_atomically(here, content)
     for name, content in files.items():

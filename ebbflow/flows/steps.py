@@ -1,6 +1,7 @@
 """The work of the flow's steps before and after training, such as preflight, plan and report.
 
-The functions combine the packages `training`, `cost` and `infra`. `flows/gang.py` does the work of the training steps.
+The functions combine the packages `training`, `cost` and `infra`. `flows/gang.py` does the work of
+the training steps.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -23,7 +24,15 @@ from ebbflow.flows.job import RUNS, ClockReading, Job
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.config.load import values_with_sources
 from ebbflow.infra.errors import EbbflowError, InfraError, Outcome
-from ebbflow.infra.events import CERTIFICATE, CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from ebbflow.infra.events import (
+    CERTIFICATE,
+    CONFIGURED,
+    OUTCOME,
+    PLAN,
+    PREFLIGHT,
+    PREPARED,
+    read_events,
+)
 from ebbflow.infra.footprint import ModelShape
 from ebbflow.infra.layout import PLAN_KEY
 from ebbflow.infra.program import PROJECT_ROOT
@@ -41,36 +50,52 @@ def current_job(flow: Any) -> Job:
 
 
 def is_local(flow: Any) -> bool:
-    """Return whether the ranks run on this machine, where nothing is paid for and prices are simulated."""
+    """Return whether the ranks run on this machine, where nothing is paid for and prices are
+    simulated.
+    """
     return training_backend(flow) is None
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the queues.
+    """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the
+    queues.
 
     For other backends, return the configuration unchanged.
     """
     from ebbflow.infra.batch import limit_to_queue_region
 
-    there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
+    if training_backend(flow) == "batch":
+        there = limit_to_queue_region(config)
+    else:
+        there = config
     if there.cost.regions != config.cost.regions:
-        named, found = ", ".join(config.cost.regions), ", ".join(there.cost.regions)
-        print(f"using prices of {found}, the region of the queues; cost.regions has {named}", flush=True)
+        named = ", ".join(config.cost.regions)
+        found = ", ".join(there.cost.regions)
+        print(
+            f"using prices of {found}, the region of the queues; cost.regions has {named}",
+            flush=True,
+        )
     return there
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the AWS Batch queues for training by name; None if no queue is known or the job does not run on Batch.
+    """Return the AWS Batch queues for training by name; None if no queue is known or the job does
+    not run on Batch.
 
     If Batch does not answer, which may happen in a container, return the configured queues.
     """
     from ebbflow.infra.batch import queues_to_plan
 
-    return queues_to_plan(config.batch, ask=True, notify=say) if training_backend(flow) == "batch" else None
+    if training_backend(flow) == "batch":
+        return queues_to_plan(config.batch, ask=True, notify=say)
+    return None
 
 
 def read_job_history(job: Job) -> JobHistory:
-    """Read the store's job history. If the store does not answer, print a message and return an empty history."""
+    """Read the store's job history.
+
+    If the store does not answer, print a message and return an empty history.
+    """
     from ebbflow.cost.job_history import load_job_history, load_or_use_priors
 
     return load_or_use_priors(lambda: load_job_history(job.root_store), say)
@@ -79,7 +104,8 @@ def read_job_history(job: Job) -> JobHistory:
 def read_progress(job: Job) -> JobProgress:
     """Read the job's progress, which limits the plan to the remaining work.
 
-    If the progress is unknown, print why, and return an empty progress. The whole job is then planned.
+    If the progress is unknown, print why, and return an empty progress. The whole job is then
+    planned.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
@@ -105,7 +131,8 @@ class StepFailed(MetaflowException):
 
 
 def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Decorate a step's function: an error is recorded as the job's outcome and ends the run with one message.
+    """Decorate a step's function: an error is recorded as the job's outcome and ends the run with
+    one message.
 
     Do not use this decorator for the training steps, where a new attempt may succeed.
     """
@@ -127,7 +154,10 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
-    """Record the job's outcome in its event log. If the store cannot be opened, print a message instead."""
+    """Record the job's outcome in its event log.
+
+    If the store cannot be opened, print a message instead.
+    """
     try:
         with current_job(flow).events(str(current.step_name)) as events:
             events.emit(OUTCOME, outcome=outcome.value, message=message)
@@ -137,7 +167,10 @@ def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
 
 @record_failure
 def begin_job(flow: Any) -> None:
-    """Create the job's folder on this machine. Nothing is written to the store before preflight has passed."""
+    """Create the job's folder on this machine.
+
+    Nothing is written to the store before preflight has passed.
+    """
     job = current_job(flow)
     job.remember()
     what = job.config.script or f"{job.config.training.max_steps} steps"
@@ -146,7 +179,10 @@ def begin_job(flow: Any) -> None:
 
 @record_failure
 def run_preflight(flow: Any) -> list[dict]:
-    """Run all preflight checks and return their results as JSON. Raises StepFailed if a check forbids the run."""
+    """Run all preflight checks and return their results as JSON.
+
+    Raises StepFailed if a check forbids the run.
+    """
     from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks import WORKLOAD_CHECK
 
@@ -157,9 +193,15 @@ def run_preflight(flow: Any) -> list[dict]:
     records = [result.to_json() for result in results]
     failed = failed_results(results)
     # A workload that cannot be trained has the same outcome here, in the plan and in a rank.
-    outcome = Outcome.CONFIG if {result.id for result in failed} == {WORKLOAD_CHECK} else Outcome.PREFLIGHT
+    if {result.id for result in failed} == {WORKLOAD_CHECK}:
+        outcome = Outcome.CONFIG
+    else:
+        outcome = Outcome.PREFLIGHT
     with job.events("preflight") as events:
-        events.emit(CONFIGURED, settings=values_with_sources(flow.settings["config"], flow.settings["sources"]))
+        events.emit(
+            CONFIGURED,
+            settings=values_with_sources(flow.settings["config"], flow.settings["sources"]),
+        )
         events.emit(PREFLIGHT, results=records, sent_away=in_container())
         if failed:
             events.emit(OUTCOME, outcome=outcome.value, message=f"{len(failed)} checks failed")
@@ -173,8 +215,8 @@ def run_preflight(flow: Any) -> list[dict]:
 def plan_capacity(flow: Any) -> dict:
     """Plan the job, and return the plan with its best pools as JSON.
 
-    The plan with all pools is written to plan.json in the job's store. Raises StepFailed if budget, deadline or
-    capacity do not allow the job.
+    The plan with all pools is written to plan.json in the job's store. Raises StepFailed if budget,
+    deadline or capacity do not allow the job.
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
@@ -182,7 +224,10 @@ def plan_capacity(flow: Any) -> dict:
     from ebbflow.cost.prices.source import open_prices
 
     job = current_job(flow)
-    now = time.time() if is_local(flow) else ClockReading.of(job.store).utc
+    if is_local(flow):
+        now = time.time()
+    else:
+        now = ClockReading.of(job.store).utc
     config = with_queue_region(flow, job.config)
     plan = make_plan(
         config,
@@ -211,7 +256,8 @@ def plan_capacity(flow: Any) -> dict:
 def examine_workload(flow: Any) -> dict | None:
     """Prepare the data of the user's own workload, and try the workload on one sample.
 
-    Returns the model's shape and a description of the prepared data as JSON, or None for the default workload.
+    Returns the model's shape and a description of the prepared data as JSON, or None for the
+    default workload.
     """
     from ebbflow.training.workloads.examine import examine
 
@@ -226,10 +272,12 @@ def examine_workload(flow: Any) -> dict | None:
 
 @record_failure
 def prepare_data(flow: Any) -> dict:
-    """Prepare the training data in the store, and return the data's fingerprint and statistics as JSON.
+    """Prepare the training data in the store, and return the data's fingerprint and statistics as
+    JSON.
 
-    Jobs with equal data in one store share the prepared data. For a user's own workload, `examine_workload` has already
-    prepared the data, and this function only returns its description.
+    Jobs with equal data in one store share the prepared data. For a user's own workload,
+    `examine_workload` has already prepared the data, and this function only returns its
+    description.
     """
     from ebbflow.training.data import prepare_tokens
 
@@ -242,8 +290,9 @@ def prepare_data(flow: Any) -> dict:
         tokens = prepare_tokens(job.config.data, job.root_store, project_root=PROJECT_ROOT)
         prepared = tokens.to_json()
         say(
-            f"{tokens.files:,} files, {tokens.train_tokens:,} tokens to train on and {tokens.held_out_tokens:,} held "
-            f"out, unigram entropy {tokens.unigram_entropy_nats:.4f} nats"
+            f"{tokens.files:,} files, {tokens.train_tokens:,} tokens to train on and "
+            f"{tokens.held_out_tokens:,} held out, unigram entropy "
+            f"{tokens.unigram_entropy_nats:.4f} nats"
         )
     with job.events("prepare") as events:
         events.emit(PREPARED, **prepared)
@@ -266,10 +315,16 @@ def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
 
 
 def require_completion(flow: Any) -> None:
-    """Fail the run if the job is not complete, so that a successful run always means a complete job."""
+    """Fail the run if the job is not complete, so that a successful run always means a complete
+    job.
+    """
     outcome = Outcome(flow.run_report["outcome"])  # a dictionary in runs of older releases
     if outcome is not Outcome.COMPLETED:
-        runs = "runs" if in_container() else RUNS  # the launcher fetches a container's report
+        # the launcher fetches a container's report
+        if in_container():
+            runs = "runs"
+        else:
+            runs = RUNS
         raise StepFailed(outcome, f"the job is not complete; report: {runs}/{flow.job}/report.html")
 
 
@@ -279,7 +334,9 @@ def say(text: str) -> None:
 
 @record_failure
 def certify(flow: Any) -> dict | None:
-    """Certify that the job resumes exactly, if the user asked for it. Return the certificate as JSON, else None.
+    """Certify that the job resumes exactly, if the user asked for it.
+
+    Return the certificate as JSON, else None.
 
     Raises TrainingError if the job would not resume exactly.
     """
@@ -290,10 +347,14 @@ def certify(flow: Any) -> dict | None:
         return None
     job = current_job(flow)
     if job.config.script is not None:
-        raise AttachError("--certify runs workloads; fix: leave it out, and run ebbflow doctor on the script")
+        raise AttachError(
+            "--certify runs workloads; fix: leave it out, and run ebbflow doctor on the script"
+        )
     found = certify_in_child(job.config)
     with job.events("certify") as events:
         events.emit(CERTIFICATE, **found)
     if not found["holds"]:
-        raise TrainingError("the job would not resume exactly, as its certificate says; fix: make it repeatable")
+        raise TrainingError(
+            "the job would not resume exactly, as its certificate says; fix: make it repeatable"
+        )
     return found

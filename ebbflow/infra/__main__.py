@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def preflight(options: argparse.Namespace) -> int:
     """Run the preflight checks and print their results.
 
-    The exit code is 0 if all checks pass, 2 if the configuration is unusable, and 3 if a check fails.
+    The exit code is 0 if all checks pass, 2 if the configuration is unusable, and 3 if a check
+    fails.
     """
     from ebbflow.flows.checks import all_checks, run_all_checks
 
@@ -60,16 +61,25 @@ def preflight(options: argparse.Namespace) -> int:
         print(_document(Outcome.CONFIG, problems=[problem.to_json() for problem in error.problems]))
         return Outcome.CONFIG.exit_code
     results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick, target=None)
-    outcome = Outcome.PREFLIGHT if failed_results(results) else None
+    if failed_results(results):
+        outcome = Outcome.PREFLIGHT
+    else:
+        outcome = None
     print(_document(outcome, results=results) if options.json else render_results(results))
-    return Outcome.COMPLETED.exit_code if outcome is None else outcome.exit_code
+    if outcome is None:
+        return Outcome.COMPLETED.exit_code
+    return outcome.exit_code
 
 
 def config(options: argparse.Namespace) -> int:
     """Print every configuration value with its source."""
     loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     rows = values_with_sources(loaded.config.model_dump(mode="json"), loaded.sources)
-    print(json.dumps(rows, indent=1) if options.json else render_sources(rows, defaults=not options.changed))
+    print(
+        json.dumps(rows, indent=1)
+        if options.json
+        else render_sources(rows, defaults=not options.changed)
+    )
     return 0
 
 
@@ -84,7 +94,9 @@ def schema(options: argparse.Namespace) -> int:
     return 0
 
 
-def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()) -> str:
+def _document(
+    outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()
+) -> str:
     """Return the JSON that `preflight --json` prints. `outcome` is None if no check failed."""
     document = {
         "schema": 1,
@@ -97,23 +109,41 @@ def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ebbflow", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="ebbflow", description=" ".join((__doc__ or "").split("\n\n")[0].split())
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("preflight", help="find what is wrong with a job before it starts")
+    command = commands.add_parser(
+        "preflight", help="find what is wrong with a job before it starts"
+    )
     command.add_argument("config", nargs="?", default=DEFAULT_CONFIG, metavar="CONFIG")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key"
+    )
     command.add_argument("--json", action="store_true", help="print results for a program")
-    command.add_argument("--quick", action="store_true", help="leave out the checks that take seconds")
-    command.add_argument("--list", action="store_true", help="what is checked, as the table of docs/preflight.md")
+    command.add_argument(
+        "--quick", action="store_true", help="leave out the checks that take seconds"
+    )
+    command.add_argument(
+        "--list", action="store_true", help="what is checked, as the table of docs/preflight.md"
+    )
     command.set_defaults(command=preflight)
-    command = commands.add_parser("config", help="show every value of a configuration and where it comes from")
+    command = commands.add_parser(
+        "config", help="show every value of a configuration and where it comes from"
+    )
     command.add_argument("config", nargs="?", default=DEFAULT_CONFIG, metavar="CONFIG")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key"
+    )
     command.add_argument("--changed", action="store_true", help="leave out defaults")
     command.add_argument("--json", action="store_true", help="print them for a program")
     command.set_defaults(command=config)
-    command = commands.add_parser("schema", help="print the JSON schema of configurations, for editors")
-    command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PACKAGE_ROOT)}")
+    command = commands.add_parser(
+        "schema", help="print the JSON schema of configurations, for editors"
+    )
+    command.add_argument(
+        "--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PACKAGE_ROOT)}"
+    )
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
     add_bundle_command(commands, PROJECT_ROOT)

@@ -1,7 +1,9 @@
-"""The command `ebbflow bundle`: everything that a colleague needs to understand a job, in one archive without secrets.
+"""The command `ebbflow bundle`: everything that a colleague needs to understand a job, in one
+archive without secrets.
 
-The archive is a zip file of at most 20 MB. It holds the configuration, plan, report, events, stack traces, the last
-lines of each rank, a diagnosis, and the versions and devices of this machine. It holds no weights and no data.
+The archive is a zip file of at most 20 MB. It holds the configuration, plan, report, events, stack
+traces, the last lines of each rank, a diagnosis, and the versions and devices of this machine. It
+holds no weights and no data.
 """
 
 import argparse
@@ -32,12 +34,15 @@ from ebbflow.infra.rank_logs import JobPlace, LogLine, find_job, read_logs, unkn
 from ebbflow.infra.store import Store
 
 LARGEST_BYTES = 20_000_000
-_LARGEST_FILE_BYTES = 64 * 1024 * 1024  # of a larger file, such as the events of a long job, the end is read
+_LARGEST_FILE_BYTES = (
+    64 * 1024 * 1024
+)  # of a larger file, such as the events of a long job, the end is read
 _LINES_OF_A_RANK = 2000
 _PROBE_SECONDS = 20.0
 _STORE_PREFIXES = ("generations", "launchers", "overrides", "permits", "quarantine", "events")
 _STORE_FILES = ("config.json", "plan.json", "report.json", "report.html", "metrics.prom")
-# Logs of ranks are left out: their last lines are added as text, from which keys that span lines can be removed.
+# Logs of ranks are left out: their last lines are added as text, from which keys that span lines
+# can be removed.
 _LOCAL_FILES = re.compile(r"logs/([^/]+\.log|\d+-\w+/(?!rank-\d+\.(log|jsonl)$).+)")
 _SAFE_VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|EBBFLOW|METAFLOW|FI|SLURM|NVIDIA)_\w+|AWS_(DEFAULT_)?REGION|PYTHON\w+|LANG"
@@ -51,7 +56,10 @@ _PROGRAMS = {
 
 _PATTERNS = yaml.safe_load(Path(__file__).with_name("secrets.yaml").read_bytes())
 _SECRET_WORD = _PATTERNS["word"]
-_SECRETS = {kind: re.compile(text.replace("<word>", _SECRET_WORD)) for kind, text in _PATTERNS["kinds"].items()}
+_SECRETS = {
+    kind: re.compile(text.replace("<word>", _SECRET_WORD))
+    for kind, text in _PATTERNS["kinds"].items()
+}
 _ENDS, _FLAT = (_PATTERNS["manifest"].pop(name) for name in ("ends", "flat"))
 _MANIFEST = {name: re.compile(text) for name, text in _PATTERNS["manifest"].items()}
 _MANIFEST_VALUE = "[redacted: Kubernetes secret]"
@@ -73,10 +81,12 @@ class BundleFile:
 
 
 def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
-    """Replace each secret in a text with its kind, such as ``[redacted: JWT]``. The number of lines stays the same.
+    """Replace each secret in a text with its kind, such as ``[redacted: JWT]``.
 
-    Args:
-        own: secret values of this machine's environment, from `secret_values`. Every occurrence is replaced.
+    The number of lines stays the same.
+
+    Args: own: secret values of this machine's environment, from `secret_values`. Every occurrence
+        is replaced.
 
     Returns:
         The redacted text, and the number of secrets that were replaced.
@@ -97,11 +107,21 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
 
 
 def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
-    """Replace the values in Kubernetes manifests of the kind Secret, in YAML or JSON, also behind prefixes of lines."""
-    count, parts = 0, re.split(ends, text) if "Secret" in text else [text]
+    """Replace the values in Kubernetes manifests of the kind Secret, in YAML or JSON, also behind
+    prefixes of lines.
+    """
+    count = 0
+    if "Secret" in text:
+        parts = re.split(ends, text)
+    else:
+        parts = [text]
     lines = parts[::2]
     for at, line in enumerate(lines):
-        if "Secret" in line and "kind" in line and (kinds := list(_MANIFEST["kind"].finditer(line))):
+        if (
+            "Secret" in line
+            and "kind" in line
+            and (kinds := list(_MANIFEST["kind"].finditer(line)))
+        ):
             count += _redact_object(lines, at, kinds[0].start())
             if ends == _ENDS[0]:
                 count += _redact_flat(lines, at, {kind["quote"] for kind in kinds})
@@ -112,20 +132,30 @@ def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
 
 
 def _redact_flat(lines: list[str], at: int, quotes: set[str]) -> int:
-    """Redact manifests in one line of JSON, which a program may have wrapped. Return the number of redacted values."""
-    near, count = slice(max(at - 2, 0), at + 3), 0
+    """Redact manifests in one line of JSON, which a program may have wrapped.
+
+    Return the number of redacted values.
+    """
+    near = slice(max(at - 2, 0), at + 3)
+    count = 0
     for quote in quotes - {""}:
         text, found = re.subn(
             _FLAT.replace("<quote>", re.escape(quote)),
-            lambda hit: f"{hit['keep']}{_MANIFEST_VALUE}" + "\n" * hit[0][len(hit["keep"]) :].count("\n"),
+            lambda hit: (
+                f"{hit['keep']}{_MANIFEST_VALUE}" + "\n" * hit[0][len(hit["keep"]) :].count("\n")
+            ),
             "\n".join(lines[near]),
         )
-        lines[near], count = text.split("\n"), count + found
+        lines[near] = text.split("\n")
+        count = count + found
     return count
 
 
 def _redact_object(lines: list[str], at: int, column: int) -> int:
-    """Redact the object that has its kind in line `at`. Its keys begin at `column`, behind equal prefixes."""
+    """Redact the object that has its kind in line `at`.
+
+    Its keys begin at `column`, behind equal prefixes.
+    """
 
     def level(line: str) -> str:
         return re.sub(r"\d", "0", line[:column].replace("-", " "))
@@ -137,7 +167,11 @@ def _redact_object(lines: list[str], at: int, column: int) -> int:
     def is_first(line: str) -> bool:  # of an object in a list
         return line[max(column - 2, 0) : column] == "- "
 
-    first, last, count, within, depth = at, at + 1, 0, False, 0
+    first = at
+    last = at + 1
+    count = 0
+    within = False
+    depth = 0
     while first and not is_first(lines[first]) and is_part(lines[first - 1]):
         first -= 1
     while last < len(lines) and not is_first(lines[last]) and is_part(lines[last]):
@@ -145,15 +179,26 @@ def _redact_object(lines: list[str], at: int, column: int) -> int:
     for number in range(first, last):
         new = rest = lines[number][column:]
         indent = len(rest) - len(rest.lstrip())
-        if (data := _MANIFEST["data"].match(rest)) and not indent:
-            within, depth = True, 0
-            new = rest if data["value"] in ("", "{") else f"{data['keep']} {_MANIFEST_VALUE}"
+        data = _MANIFEST["data"].match(rest)
+        if data and not indent:
+            within = True
+            depth = 0
+            if data["value"] in ("", "{"):
+                new = rest
+            else:
+                new = f"{data['keep']} {_MANIFEST_VALUE}"
         elif rest.strip() and not indent:
             within = False
         elif within and rest.strip(" },"):
             depth = depth or indent
-            entry = _MANIFEST["entry"].match(rest) if indent == depth else None
-            kept = f"{entry['keep']}{entry['quote']}" if entry else " " * indent
+            if indent == depth:
+                entry = _MANIFEST["entry"].match(rest)
+            else:
+                entry = None
+            if entry:
+                kept = f"{entry['keep']}{entry['quote']}"
+            else:
+                kept = " " * indent
             new = f"{kept}{_MANIFEST_VALUE}{entry['end'] if entry else ''}"
         count += new != rest
         lines[number] = lines[number][:column] + new
@@ -165,26 +210,43 @@ def secret_values(environment: dict[str, str]) -> tuple[str, ...]:
 
     Paths and values shorter than 6 characters are not treated as secrets.
     """
-    found = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
-    return tuple(sorted((value for value in found if not value.startswith("/")), key=len, reverse=True))
+    found = {
+        value
+        for name, value in environment.items()
+        if _SECRET_NAME.search(name) and len(value) >= 6
+    }
+    return tuple(
+        sorted((value for value in found if not value.startswith("/")), key=len, reverse=True)
+    )
 
 
 def add_bundle_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the command `bundle`. It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs."""
-    command = commands.add_parser("bundle", help="pack what a colleague needs to understand a job, without secrets")
+    """Add the command `bundle`.
+
+    It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs.
+    """
+    command = commands.add_parser(
+        "bundle", help="pack what a colleague needs to understand a job, without secrets"
+    )
     command.add_argument("job", metavar="JOB", help="a job's name, or latest")
-    command.add_argument("--output", type=Path, metavar="FILE", help="the archive to write (ebbflow-JOB.zip)")
-    command.add_argument("--list", action="store_true", help="only show what the archive would hold")
+    command.add_argument(
+        "--output", type=Path, metavar="FILE", help="the archive to write (ebbflow-JOB.zip)"
+    )
+    command.add_argument(
+        "--list", action="store_true", help="only show what the archive would hold"
+    )
     command.add_argument("--yes", action="store_true", help="do not ask before writing")
-    command.add_argument("--store", metavar="URI", help="the job's store, if this machine has no note of it")
+    command.add_argument(
+        "--store", metavar="URI", help="the job's store, if this machine has no note of it"
+    )
     command.set_defaults(command=lambda options: bundle(options, project_root))
 
 
 def bundle(options: argparse.Namespace, project_root: Path) -> int:
     """List the contents of the archive, ask for confirmation, and write the archive.
 
-    The exit code is 0 on success, 1 if the user declines or the archive cannot be written, and 2 if the job is unknown
-    or the archive already exists.
+    The exit code is 0 on success, 1 if the user declines or the archive cannot be written, and 2 if
+    the job is unknown or the archive already exists.
     """
     place = find_job(options.job, options.store, project_root)
     output = options.output or Path(f"ebbflow-{place.name}.zip")
@@ -199,21 +261,36 @@ def bundle(options: argparse.Namespace, project_root: Path) -> int:
     print(_listing(files, len(archive)))
     if options.list:
         return 0
-    if not options.yes and sys.stdin.isatty() and input(f"write {output}? [y/N] ").strip().lower() not in ("y", "yes"):
+    if (
+        not options.yes
+        and sys.stdin.isatty()
+        and input(f"write {output}? [y/N] ").strip().lower() not in ("y", "yes")
+    ):
         return Outcome.FAILED.exit_code
     try:
         with open(output, "xb") as file:
             file.write(archive)
     except OSError as error:
-        print(f"bundle: {output}: {error.strerror}; fix: name another file with --output", file=sys.stderr)
+        print(
+            f"bundle: {output}: {error.strerror}; fix: name another file with --output",
+            file=sys.stderr,
+        )
         return Outcome.FAILED.exit_code
-    print(f"wrote {output}; it may still hold names of files, hosts and people: look through it before you send it")
+    print(
+        f"wrote {output}; it may still hold names of files, hosts and people: look through it "
+        "before you send it"
+    )
     return 0
 
 
 def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
-    """Collect the files for the archive, most important first. Return the files, and warnings about missing parts."""
-    own, notes, files = secret_values(dict(os.environ)), [], []
+    """Collect the files for the archive, most important first.
+
+    Return the files, and warnings about missing parts.
+    """
+    own = secret_values(dict(os.environ))
+    notes = []
+    files = []
 
     def add(name: str, data: bytes, cut: int = 0) -> None:
         text, redacted = redact(data.decode(errors="replace"), own)
@@ -228,9 +305,11 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
     try:
         store = place.open_store()
         if store is not None:
-            stored, events = _stored_files(store), read_events(store)
+            stored = _stored_files(store)
+            events = read_events(store)
         logs = read_logs(place.folders, [] if store is None else [store])
-        lines, problems = logs.lines, [*problems, *logs.notices]
+        lines = logs.lines
+        problems = [*problems, *logs.notices]
     except StoreError as error:
         problems.append(f"what the store holds is missing, it does not answer: {error}")
         logs = read_logs(place.folders, [])
@@ -238,7 +317,11 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
     for folder in place.folders:
         for path in sorted(folder.glob("logs/**/*")) + [folder / name for name in _STORE_FILES]:
             name = path.relative_to(folder).as_posix()
-            if name in stored or not (_LOCAL_FILES.fullmatch(name) or name in _STORE_FILES) or not path.is_file():
+            if (
+                name in stored
+                or not (_LOCAL_FILES.fullmatch(name) or name in _STORE_FILES)
+                or not path.is_file()
+            ):
                 continue
             try:
                 with open(path, "rb") as file:
@@ -253,10 +336,23 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
         add("diagnosis.json", json.dumps(diagnosis.to_json(), indent=1).encode())
     segments = [stored.pop(name) for name in sorted(stored) if name.startswith("events/")]
     if segments:
-        stored["events.jsonl"] = b"".join(data for data, _ in segments), sum(cut for _, cut in segments)
-    order = ("config.json", "report.json", "plan.json", "generations/", "logs/", "metrics.prom", "events.jsonl")
+        stored["events.jsonl"] = (
+            b"".join(data for data, _ in segments),
+            sum(cut for _, cut in segments),
+        )
+    order = (
+        "config.json",
+        "report.json",
+        "plan.json",
+        "generations/",
+        "logs/",
+        "metrics.prom",
+        "events.jsonl",
+    )
     names = sorted(name for name in stored if stored[name][0])
-    for name in sorted(names, key=lambda name: [name.startswith(prefix) for prefix in order], reverse=True):
+    for name in sorted(
+        names, key=lambda name: [name.startswith(prefix) for prefix in order], reverse=True
+    ):
         add(name, *stored[name])
     files += _log_tails(lines, own)
     notes += problems
@@ -290,22 +386,32 @@ def _stored_files(store: Store) -> dict[str, tuple[bytes, int]]:
     metas += [meta for name in _STORE_FILES if (meta := store.head(name)) is not None]
     for meta in metas:
         start = max(0, meta.size - _LARGEST_FILE_BYTES)
-        found[meta.key] = store.get_range(meta.key, start, meta.size - start) if start else store.get(meta.key), start
+        found[meta.key] = (
+            store.get_range(meta.key, start, meta.size - start) if start else store.get(meta.key),
+            start,
+        )
     return found
 
 
 def _machine_files() -> tuple[dict[str, str], list[str]]:
-    """Return files that describe this machine (versions, devices, harmless variables), and problems in reading them.
+    """Return files that describe this machine (versions, devices, harmless variables), and problems
+    in reading them.
 
     The job may have run on other machines.
     """
-    packages = sorted({f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower)
+    packages = sorted(
+        {f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower
+    )
     facts = {
         "ebbflow": __version__,
         "python": sys.version,
         "system": platform.platform(),
         "processors": os.cpu_count(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if _SAFE_VARIABLES.fullmatch(name)},
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _SAFE_VARIABLES.fullmatch(name)
+        },
     }
     files = {"machine.json": json.dumps(facts, indent=1), "packages.txt": "\n".join(packages)}
     problems = []
@@ -313,7 +419,9 @@ def _machine_files() -> tuple[dict[str, str], list[str]]:
         if shutil.which(command[0]) is None:
             continue
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS
+            )
             files[name] = done.stdout + done.stderr
         except (OSError, subprocess.TimeoutExpired) as error:
             problems.append(f"{' '.join(command)}: {error}")
@@ -328,15 +436,19 @@ def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[Bundl
     Returns:
         The archive, and the files in the archive with their final (possibly cut) contents.
     """
-    buffer, packed, left = io.BytesIO(), [], largest_bytes
+    buffer = io.BytesIO()
+    packed = []
+    left = largest_bytes
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in files:
             # 300 bytes: headers of an entry, without its name, which is stored twice.
             overhead = 300 + 2 * len(file.name.encode())
-            data, cut = file.data, file.cut
+            data = file.data
+            cut = file.cut
             while data and len(zlib.compress(data)) + overhead > left:
                 half = len(data) // 2
-                data, cut = data[half:], cut + half
+                data = data[half:]
+                cut = cut + half
             if overhead > left or (file.data and not data):
                 continue
             before = buffer.tell()
@@ -349,11 +461,19 @@ def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[Bundl
 def _listing(files: list[BundleFile], size: int) -> str:
     rows = []
     for file in files:
-        said = f", {file.redacted} secrets removed" if file.redacted else ""
+        if file.redacted:
+            said = f", {file.redacted} secrets removed"
+        else:
+            said = ""
         rows.append(
-            f"{len(file.data):>12,}  {file.name}{said}" + (f", first {file.cut:,} bytes left out" if file.cut else "")
+            f"{len(file.data):>12,}  {file.name}{said}"
+            + (f", first {file.cut:,} bytes left out" if file.cut else "")
         )
     total = sum(file.redacted for file in files)
     return "\n".join(
-        ["       bytes  file", *rows, f"{len(files)} files, {size:,} bytes packed, {total} secrets removed"]
+        [
+            "       bytes  file",
+            *rows,
+            f"{len(files)} files, {size:,} bytes packed, {total} secrets removed",
+        ]
     )

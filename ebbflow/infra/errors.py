@@ -4,7 +4,10 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """Final outcome of a job. Exit codes are a public interface, and their meaning never changes."""
+    """Final outcome of a job.
+
+    Exit codes are a public interface, and their meaning never changes.
+    """
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -41,7 +44,10 @@ _EXIT_CODES = {
 
 
 class EbbflowError(Exception):
-    """Base class of all packages' exceptions. If the exception ends a job, `outcome` is the job's outcome."""
+    """Base class of all packages' exceptions.
+
+    If the exception ends a job, `outcome` is the job's outcome.
+    """
 
     outcome: Outcome = Outcome.FAILED
 
@@ -58,11 +64,16 @@ class LayoutError(InfraError, outcome=Outcome.CONFIG):
 
 
 class JobIsRunning(InfraError, outcome=Outcome.PREFLIGHT):
-    """Error: this process must not run the job, because another launcher runs it or has taken it over."""
+    """Error: this process must not run the job, because another launcher runs it or has taken it
+    over.
+    """
 
 
 class StoreError(InfraError):
-    """Error: a store operation failed or missed its deadline. The message contains store, key and cause."""
+    """Error: a store operation failed or missed its deadline.
+
+    The message contains store, key and cause.
+    """
 
 
 class ObjectNotFound(StoreError):
@@ -70,27 +81,44 @@ class ObjectNotFound(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """Error: the store cannot be reached, timed out, or reported an internal error. A retry may succeed."""
+    """Error: the store cannot be reached, timed out, or reported an internal error.
+
+    A retry may succeed.
+    """
 
 
 class StoreTimeout(StoreUnavailable):
-    """Error: a file operation in a folder store missed its deadline. The operation may still complete later."""
+    """Error: a file operation in a folder store missed its deadline.
+
+    The operation may still complete later.
+    """
 
 
 class StoreForbidden(StoreError):
-    """Error: the store denied access. Credentials are missing, wrong or expired, or lack a permission."""
+    """Error: the store denied access.
+
+    Credentials are missing, wrong or expired, or lack a permission.
+    """
 
 
 class StoreFull(StoreError):
-    """Error: the store is full or has reached its quota. Nothing can be written until something is deleted."""
+    """Error: the store is full or has reached its quota.
+
+    Nothing can be written until something is deleted.
+    """
 
 
 class StoreMisconfigured(StoreError, outcome=Outcome.CONFIG):
-    """Error: a store setting is wrong: an unknown kind of store, a bucket that does not exist, or the wrong region."""
+    """Error: a store setting is wrong: an unknown kind of store, a bucket that does not exist, or
+    the wrong region.
+    """
 
 
 class CloudError(InfraError):
-    """Error: an AWS request failed or missed its deadline. The message contains action, region and cause."""
+    """Error: an AWS request failed or missed its deadline.
+
+    The message contains action, region and cause.
+    """
 
 
 class CloudUnavailable(CloudError):
@@ -98,11 +126,17 @@ class CloudUnavailable(CloudError):
 
 
 class CloudForbidden(CloudError):
-    """Error: an AWS request was denied. Credentials are missing, wrong or expired, or lack a permission."""
+    """Error: an AWS request was denied.
+
+    Credentials are missing, wrong or expired, or lack a permission.
+    """
 
 
 class CloudRefused(CloudError, outcome=Outcome.CONFIG):
-    """Error: an AWS request is invalid. `code` is AWS's error code, or "" if AWS did not reject the request itself."""
+    """Error: an AWS request is invalid.
+
+    `code` is AWS's error code, or "" if AWS did not reject the request itself.
+    """
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -111,12 +145,27 @@ class CloudRefused(CloudError, outcome=Outcome.CONFIG):
 
 # The symptom that `ebbflow explain` prints for an error, by the error's class or its outcome.
 _SYMPTOMS = {
-    "StoreForbidden": "A19", "StoreFull": "H10", "StoreUnavailable": "H07", "StoreMisconfigured": "H07",
-    "ObjectNotFound": "H02", "CloudForbidden": "A19", "CloudError": "N07", "TeamError": "I05", "PriceError": "I09",
-    Outcome.FAILED: "O01", Outcome.CONFIG: "A05", Outcome.PREFLIGHT: "A05", Outcome.BUDGET: "I05",
-    Outcome.NO_CAPACITY: "I04", Outcome.CRASH_LOOP: "I10", Outcome.NON_FINITE: "F01", Outcome.DEADLINE: "N08",
-    Outcome.NO_RESTORE: "H02", Outcome.ROLLED_BACK: "H02", Outcome.INTERRUPTED: "I01",
-}  # fmt: skip
+    "StoreForbidden": "A19",
+    "StoreFull": "H10",
+    "StoreUnavailable": "H07",
+    "StoreMisconfigured": "H07",
+    "ObjectNotFound": "H02",
+    "CloudForbidden": "A19",
+    "CloudError": "N07",
+    "TeamError": "I05",
+    "PriceError": "I09",
+    Outcome.FAILED: "O01",
+    Outcome.CONFIG: "A05",
+    Outcome.PREFLIGHT: "A05",
+    Outcome.BUDGET: "I05",
+    Outcome.NO_CAPACITY: "I04",
+    Outcome.CRASH_LOOP: "I10",
+    Outcome.NON_FINITE: "F01",
+    Outcome.DEADLINE: "N08",
+    Outcome.NO_RESTORE: "H02",
+    Outcome.ROLLED_BACK: "H02",
+    Outcome.INTERRUPTED: "I01",
+}
 
 
 def describe_error(error: EbbflowError) -> str:

@@ -1,4 +1,6 @@
-"""Writer of the event log: a background thread writes a process's events to the store, several per object."""
+"""Writer of the event log: a background thread writes a process's events to the store, several per
+object.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _LOCAL_FLUSH_SECONDS = 2.0
 _REMOTE_FLUSH_SECONDS = 10.0  # each put to an object store is billed
 _DURABLE_DEADLINE_SECONDS = 10.0
 _CLOSE_DEADLINE_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,33 @@ class _Sealed:
 class EventLog:
     """Buffer of a process's events, which a background thread writes to the job's store.
 
-    The thread writes an event at most `flush_seconds` after it was emitted: by default 2 s for a local folder and 10 s
-    for a remote store. While the store is unavailable, events stay in memory and the thread retries. Only `emit(...,
-    flush=True)`, `flush` and `close` wait for the store, each within a deadline.
+    The thread writes an event at most `flush_seconds` after it was emitted: by default 2 s for a
+    local folder and 10 s for a remote store. While the store is unavailable, events stay in memory
+    and the thread retries. Only `emit(..., flush=True)`, `flush` and `close` wait for the store,
+    each within a deadline.
     """
 
-    def __init__(self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None) -> None:
+    def __init__(
+        self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None
+    ) -> None:
         self._store = job_store
         self.origin = origin
         if flush_seconds is None:
-            flush_seconds = _REMOTE_FLUSH_SECONDS if job_store.local_path("events") is None else _LOCAL_FLUSH_SECONDS
+            if job_store.local_path("events") is None:
+                flush_seconds = _REMOTE_FLUSH_SECONDS
+            else:
+                flush_seconds = _LOCAL_FLUSH_SECONDS
         self._flush_seconds = flush_seconds
         self._changed = threading.Condition()  # guards the fields below
         self._lines: list[str] = []  # events that are emitted, but not yet durable
-        self._emitted = self._durable = self._wanted = 0  # numbers of events; wanted: to be written at once
+        # Numbers of events; wanted: to be written at once
+        self._emitted = self._durable = self._wanted = 0
         self._error: BaseException | None = None  # error of the last failed write
         self._closed = self._given_up = False
         self._complete = False  # whether the last segment is durable
         self._segment = 0
-        self._unanswered: _Sealed | None = None  # being put; retried unchanged, because a failed put may arrive late
+        # Being put; retried unchanged, because a failed put may arrive late
+        self._unanswered: _Sealed | None = None
         self._writer = secrets.token_hex(3)  # unique, so that two processes never share a segment
         self._thread = threading.Thread(target=self._put_forever, name="events", daemon=True)
         self._thread.start()
@@ -72,9 +83,8 @@ class EventLog:
 
         at: (Unix time, monotonic time) of an event in the past; None for now.
 
-        Raises:
-            StoreError: with `flush`, the event was not durable within 10 s. It stays in memory and is retried.
-            TypeError: the data cannot be written as JSON.
+        Raises: StoreError: with `flush`, the event was not durable within 10 s. It stays in memory
+            and is retried. TypeError: the data cannot be written as JSON.
         """
         shared = {key: value for key, value in vars(self.origin).items() if key != "process"}
         t_wall, t_mono = at or (time.time(), time.monotonic())
@@ -94,7 +104,10 @@ class EventLog:
         return event
 
     def flush(self, *, deadline_seconds: float = _DURABLE_DEADLINE_SECONDS) -> None:
-        """Wait until all emitted events are durable. At the deadline, raise StoreError but keep the events."""
+        """Wait until all emitted events are durable.
+
+        At the deadline, raise StoreError but keep the events.
+        """
         with self._changed:
             target = self._emitted
             self._wanted = max(self._wanted, target)
@@ -106,11 +119,15 @@ class EventLog:
                 ) from self._error
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Write the remaining events within the deadline; print a warning if events are lost. Never raises."""
+        """Write the remaining events within the deadline; print a warning if events are lost.
+
+        Never raises.
+        """
         with self._changed:
             if self._closed:
                 return
-            self._closed, self._wanted = True, self._emitted
+            self._closed = True
+            self._wanted = self._emitted
             self._changed.notify_all()
         self._thread.join(deadline_seconds)
         with self._changed:
@@ -118,7 +135,10 @@ class EventLog:
             self._changed.notify_all()
             if lost := self._emitted - self._durable:
                 cause = self._error or "the store has not answered yet"
-                _complain(f"{lost} events lost, {self._store.uri} took none within {deadline_seconds:g} s: {cause}")
+                _complain(
+                    f"{lost} events lost, {self._store.uri} took none within "
+                    f"{deadline_seconds:g} s: {cause}"
+                )
 
     def __enter__(self) -> EventLog:
         return self
@@ -127,11 +147,15 @@ class EventLog:
         self.close()
 
     def _put_forever(self) -> None:
-        pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
+        pauses = backoff_pauses(
+            first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
+        )
         while (sealed := self._next_segment()) is not None:
             try:
                 self._put(sealed)
-                pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
+                pauses = backoff_pauses(
+                    first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
+                )
             except BaseException as error:  # the lines are kept, and a retry may succeed
                 with self._changed:
                     self._error = error
@@ -144,7 +168,9 @@ class EventLog:
         """
         with self._changed:
             while not (self._given_up or self._complete):
-                self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
+                self._changed.wait_for(
+                    lambda: self._closed or self._wanted > self._durable, self._flush_seconds
+                )
                 if self._given_up or (self._closed and not self._lines and self._segment == 0):
                     break
                 if self._unanswered is None and (self._lines or self._closed):

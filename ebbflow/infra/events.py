@@ -2,9 +2,10 @@
 
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
-Object stores cannot append, so each process writes a series of objects, called segments (`infra.segments`). Constants
-in this module name the events that the ledger reads; other names are allowed. `_DATA` defines the types of an event's
-data. `read_log` reports events that do not match these types, and lines that do not match their checksums.
+Object stores cannot append, so each process writes a series of objects, called segments
+(`infra.segments`). Constants in this module name the events that the ledger reads; other names are
+allowed. `_DATA` defines the types of an event's data. `read_log` reports events that do not match
+these types, and lines that do not match their checksums.
 """
 
 from __future__ import annotations
@@ -23,24 +24,38 @@ from typing import Any
 from pydantic_core import from_json
 
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.segments import Damage, Line, Segments, Unsealed, read_new_segments, read_segments, unseal
+from ebbflow.infra.segments import (
+    Damage,
+    Line,
+    Segments,
+    Unsealed,
+    read_new_segments,
+    read_segments,
+    unseal,
+)
 from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Use of paid time. Ranks report the classes up to HANG. The ledger derives the other classes from all events."""
+    """Use of paid time.
 
-    USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
+    Ranks report the classes up to HANG. The ledger derives the other classes from all events.
+    """
+
+    # forward, backward, optimizer of a completed step that is in the final weights
+    USEFUL_STEP = "useful_step"
     DATA_WAIT = "data_wait"  # waiting for the next batch
     CHECKPOINT_STALL = "checkpoint_stall"  # training waits for a save
     EVALUATION = "evaluation"
-    STARTUP = "startup"  # from the node's start to the first step: processes, rendezvous, model, compilation
+    # from the node's start to the first step: processes, rendezvous, model, compilation
+    STARTUP = "startup"
     RESTORE = "restore"  # reading a commit
     SHUTDOWN = "shutdown"  # from the last step to the node's end
     HANG = "hang"  # the step that did not complete, until the hang was detected
     REDONE_STEP = "redone_step"  # a step that was lost and computed again
     SKIPPED_STEP = "skipped_step"  # a step whose update a guard skipped
-    INTERRUPTION = "interruption"  # from a rank's last step to its node's end, in an interrupted generation
+    # From a rank's last step to its node's end, in an interrupted generation
+    INTERRUPTION = "interruption"
     UNATTRIBUTED = "unattributed"  # paid, but no interval covers it
     IDLE = "idle"  # between two generations on the same billed instance
     MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
@@ -48,89 +63,111 @@ class LedgerClass(StrEnum):
 
 VERSION = 2  # version of a line's format; segments of version 1 have no seal
 
-# Written by the coordinator, which is node 0's agent. started: parent (commit key or null), parent_step, nodes,
-# processes_per_node. ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool);
-# ranks_started (false) if it ended before any rank was started.
+# Written by the coordinator, which is node 0's agent. started: parent (commit key or null),
+# parent_step, nodes, processes_per_node. ended: reason (an EndReason, or the Outcome of a planned
+# end), culprit (text), user_code (bool); ranks_started (false) if it ended before any rank was
+# started.
 GENERATION_STARTED = "generation_started"
 GENERATION_ENDED = "generation_ended"
-# Written by each node's agent: the paid time. started: ranks (list), host, and the known facts of its machine
-# (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds, identified_by; batch_job_id.
-# ended: seconds (since started), reason.
+# Written by each node's agent: the paid time. started: ranks (list), host, and the known facts of
+# its machine (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds,
+# identified_by; batch_job_id. ended: seconds (since started), reason.
 NODE_STARTED = "node_started"
-# seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes, disk_free_bytes,
-# shared_memory_free_bytes; with GPUs also gpus, gpu_memory_used_bytes, gpu_memory_free_bytes, gpu_busy_percent,
-# gpu_celsius, gpu_watts and gpus_slowed (by heat or power); at the end of the ranks trained (their last completed step)
+# seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes,
+# disk_free_bytes, shared_memory_free_bytes; with GPUs also gpus, gpu_memory_used_bytes,
+# gpu_memory_free_bytes, gpu_busy_percent, gpu_celsius, gpu_watts and gpus_slowed (by heat or
+# power); at the end of the ranks trained (their last completed step)
 NODE_HEARTBEAT = "node_heartbeat"
 NODE_ENDED = "node_ended"
-# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight in the unit it
-# counts), seconds ({ledger class: seconds}), skipped (why its update was skipped), own_seconds (without waiting for
-# other ranks, from one step sync to the next); on rank 0 also flops (of all), and slowest_rank by own_seconds with its
-# ratio to the others' median (slowest_ratio) and its seconds beyond it (slowest_seconds).
+# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's
+# weight in the unit it counts), seconds ({ledger class: seconds}), skipped (why its update was
+# skipped), own_seconds (without waiting for other ranks, from one step sync to the next); on rank 0
+# also flops (of all), and slowest_rank by own_seconds with its ratio to the others' median
+# (slowest_ratio) and its seconds beyond it (slowest_seconds).
 PHASE = "phase"
 STEP = "step"
 STAGED = "staged"  # step, bytes: a save is in flight; earlier events are flushed with it
 COMMIT = "commit"  # step, key, bytes, seconds, stall_seconds
-COMMIT_SKIPPED = "commit_skipped"  # step, reason: a due save was skipped, by policy or for lack of time
-INTERVAL = "interval"  # seconds, stall_seconds, slow_down_seconds, upload_seconds, hazard_per_hour, predicted_loss
+# Step, reason: a due save was skipped, by policy or for lack of time
+COMMIT_SKIPPED = "commit_skipped"
+# seconds, stall_seconds, slow_down_seconds, upload_seconds, hazard_per_hour, predicted_loss
+INTERVAL = "interval"
 COMMIT_FAILED = "commit_failed"  # step, message
-RESTORE = "restore"  # step, key, seconds, split, rejected (list of {key, reason, lost_steps, lost_usd, lost})
-# step, key (newest commit in the events), found_step, found_key (newest in the store; null: none): the store
-# was restored from an older snapshot, and a person has accepted it
+# step, key, seconds, split, rejected (list of {key, reason, lost_steps, lost_usd, lost})
+RESTORE = "restore"
+# step, key (newest commit in the events), found_step, found_key (newest in the store; null: none):
+# the store was restored from an older snapshot, and a person has accepted it
 ROLLBACK = "rollback"
-INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
+# Tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
+INITIAL_WEIGHTS = "initial_weights"
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
-# steps first to last of a rank: trace (key), classes (seconds), collectives, overlap_share; lines: these as text
+# steps first to last of a rank: trace (key), classes (seconds), collectives, overlap_share; lines:
+# these as text
 PROFILE = "profile"
-NETWORK = "network"  # written by rank 0: figures of the worst links between machines (training/network_probe.py)
-EVALUATION = "evaluation"  # metrics {name: value}; of a workload with pictures also pictures {name: SVG}
-# Written by the agent that receives it. notice: source, action, seconds_left (null: unknown), save_seconds
-# (left for a save), does (leave, save, nothing), detail.
-# sources: watched (list), absent ({source: why}), or problem (text).
+# written by rank 0: figures of the worst links between machines (training/network_probe.py)
+NETWORK = "network"
+# Metrics {name: value}; of a workload with pictures also pictures {name: SVG}
+EVALUATION = "evaluation"
+# Written by the agent that receives it. notice: source, action, seconds_left (null: unknown),
+# save_seconds (left for a save), does (leave, save, nothing), detail. sources: watched (list),
+# absent ({source: why}), or problem (text).
 NOTICE = "notice"
 NOTICE_SOURCES = "notice_sources"
 FAULT_INJECTED = "fault_injected"  # kind, target, step
-# Written by the rank whose guard acts, or by rank 0 if all ranks' guards do. action (`GuardAction`), reason (text);
-# skip: samples ([first, end)); rewind: limit (the newest commit to go back to), first_sample, samples; split:
-# accumulation (micro-batches per step); slow_rank, data_bound: rank, share, usd_per_hour; diverged: ranks.
+# Written by the rank whose guard acts, or by rank 0 if all ranks' guards do. action
+# (`GuardAction`), reason (text); skip: samples ([first, end)); rewind: limit (the newest commit to
+# go back to), first_sample, samples; split: accumulation (micro-batches per step); slow_rank,
+# data_bound: rank, share, usd_per_hour; diverged: ranks.
 GUARD = "guard"
-# culprit (text), reason, fingerprint; of the culprit rank, node, kind, because (the rule that named it), where, step,
-# phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds and usd_lost since the newest commit.
+# culprit (text), reason, fingerprint; of the culprit rank, node, kind, because (the rule that named
+# it), where, step, phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds
+# and usd_lost since the newest commit.
 FAULT_DETECTED = "fault_detected"
-STALL = "stall"  # the same, of an idle rank for which the others wait; it is not ended yet, and may continue
+# the same, of an idle rank for which the others wait; it is not ended yet, and may continue
+STALL = "stall"
 # Written by the flow's steps, or by rank 0 without a flow.
-CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
+# Settings (list of {key, value, source}, one for each key of the configuration)
+CONFIGURED = "configured"
 PREFLIGHT = "preflight"  # results (list), sent_away (the step ran in a container)
-# prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
+# prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens,
+# unigram_entropy_nats, files, bytes …
 PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
-# Written by the process that submits an attempt to AWS Batch. placed: placement (`cost.capacity.Placement` as JSON),
-# attempt, round, why, after_generation (the newest known generation).
-# batch_attempt: Batch's record of the finished job (`ebbflow.infra.batch.jobs.BatchAttempt`): job_id,
-# job_name, queue, nodes, status, created_utc, started_utc, stopped_utc (Unix times by Batch's clock; null: not
-# reached), exit_code, reason, cause, node_times (of several nodes: [started, stopped] of each); and of its
-# placement instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour, price_kind.
-# `ebbflow.cost.capacity.attempt_record` makes it.
+# Written by the process that submits an attempt to AWS Batch. placed: placement
+# (`cost.capacity.Placement` as JSON), attempt, round, why, after_generation (the newest known
+# generation). batch_attempt: Batch's record of the finished job
+# (`ebbflow.infra.batch.jobs.BatchAttempt`): job_id, job_name, queue, nodes, status, created_utc,
+# started_utc, stopped_utc (Unix times by Batch's clock; null: not reached), exit_code, reason,
+# cause, node_times (of several nodes: [started, stopped] of each); and of its placement
+# instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour,
+# price_kind. `ebbflow.cost.capacity.attempt_record` makes it.
 PLACED = "placed"
-# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: the job was created by
-# an unanswered submit and was terminated; the id of the job that is used instead, or None.
+# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: the
+# job was created by an unanswered submit and was terminated; the id of the job that is used
+# instead, or None.
 BATCH_SUBMITTED = "batch_submitted"
 BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
-# prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
+# prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars
+# per hour"], …]})
 PRICES = "prices"
 # certificate: the resume certificate as JSON (ebbflow.training.certify), if requested.
 CERTIFICATE = "certificate"
-# Written by rank 0 of a script, or of a job on GPUs: level (how exactly it resumes), same_data (by which means; "": it
-# may differ), reasons.
+# Written by rank 0 of a script, or of a job on GPUs: level (how exactly it resumes), same_data (by
+# which means; "": it may differ), reasons.
 PROMISE = "promise"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
-# Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
-# seconds, commit (key of the newest one, or null), failures (that the run counts for).
+# Written by the supervisor after each run of the flow: verdict
+# (`flows.supervising.verdict.Verdict`), exit_code, seconds, commit (key of the newest one, or
+# null), failures (that the run counts for).
 SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):
-    """Reason why a generation, or a node's part of it, ended early. A planned end has an `Outcome` instead."""
+    """Reason why a generation, or a node's part of it, ended early.
+
+    A planned end has an `Outcome` instead.
+    """
 
     RANK_FAILED = "rank_failed"
     RANK_KILLED = "rank_killed"
@@ -147,7 +184,10 @@ class EndReason(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """Action that a guard takes. Rewind and split apply from the next start (`ebbflow.training.guards.overrides`)."""
+    """Action that a guard takes.
+
+    Rewind and split apply from the next start (`ebbflow.training.guards.overrides`).
+    """
 
     SKIP = "skip"
     REWIND = "rewind"
@@ -167,8 +207,15 @@ def _is_dollars(value: Any) -> bool:
 
 
 def _is_measurement(value: Any) -> bool:
-    """Return whether a value is a finite number. It may be large: overflowing gradients have norms of up to 3e38."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Return whether a value is a finite number.
+
+    It may be large: overflowing gradients have norms of up to 3e38.
+    """
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 _SECONDS = {LedgerClass: float}
@@ -176,21 +223,38 @@ _POOL = {"instance_type!": str, "market!": str, "region": str, "zone": str}
 _CHOSEN = _POOL | {
     "nodes": int,
     "price_kind": str,
-    **dict.fromkeys(("usd_per_hour!", "quoted_usd_per_hour", "on_demand_usd_per_hour"), _is_dollars),
+    **dict.fromkeys(
+        ("usd_per_hour!", "quoted_usd_per_hour", "on_demand_usd_per_hour"), _is_dollars
+    ),
     **dict.fromkeys(("expected_hours", "expected_usd", "compute_usd"), float),
     **dict.fromkeys(("tokens_per_second", "mfu", "interruptions"), float),
 }
-# The types ("shapes") of each event's data, as far as a reader depends on them. A key that ends with "!" is required;
-# the others may be absent or null. float: a number up to 1e30, such as seconds, dollars and counts, which are summed;
-# [shape]: a list; {type: shape}: a mapping with keys of that type; (shape, …): one of these; a function: a condition.
+# The types ("shapes") of each event's data, as far as a reader depends on them. A key that ends
+# with "!" is required; the others may be absent or null. float: a number up to 1e30, such as
+# seconds, dollars and counts, which are summed; [shape]: a list; {type: shape}: a mapping with keys
+# of that type; (shape, …): one of these; a function: a condition.
 _DATA: dict[str, dict[str, Any]] = {
-    GENERATION_STARTED: {"parent": str, "parent_step": int, "nodes": int, "processes_per_node": int},
-    GENERATION_ENDED: {"reason": str, "culprit": str, "user_code": bool, "fingerprint": str, "ranks_started": bool},
+    GENERATION_STARTED: {
+        "parent": str,
+        "parent_step": int,
+        "nodes": int,
+        "processes_per_node": int,
+    },
+    GENERATION_ENDED: {
+        "reason": str,
+        "culprit": str,
+        "user_code": bool,
+        "fingerprint": str,
+        "ranks_started": bool,
+    },
     NODE_STARTED: {
         "ranks": [int],
         "host": str,
         "uptime_seconds": float,
-        **dict.fromkeys(("instance_id", "instance_type", "zone", "zone_id", "region", "market", "batch_job_id"), str),
+        **dict.fromkeys(
+            ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "batch_job_id"),
+            str,
+        ),
     },
     NODE_HEARTBEAT: {"seconds": float, "trained": int},
     NODE_ENDED: {"seconds": float, "reason": str},
@@ -199,7 +263,9 @@ _DATA: dict[str, dict[str, Any]] = {
         "seconds": _SECONDS,
         "skipped": str,
         **dict.fromkeys(("tokens", "flops", "own_seconds", "slowest_seconds"), float),
-        **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "slowest_ratio"), _is_measurement),
+        **dict.fromkeys(
+            ("loss", "learning_rate", "gradient_norm", "slowest_ratio"), _is_measurement
+        ),
     },
     STAGED: {"bytes": int},
     COMMIT: {"key": str, "bytes": int, "seconds": float, "stall_seconds": float},
@@ -268,12 +334,16 @@ _FIELDS = {
     **dict.fromkeys(("t_wall!", "t_mono!"), float),
     "data": dict,
 }
-_OF_FLOW_STEPS = frozenset({PLACED, BATCH_SUBMITTED})  # their `step` is the name of a step of the flow
-_LARGEST_FLOAT, _LARGEST_INT = 1e30, 2**63
+_OF_FLOW_STEPS = frozenset(
+    {PLACED, BATCH_SUBMITTED}
+)  # their `step` is the name of a step of the flow
+_LARGEST_FLOAT = 1e30
+_LARGEST_INT = 2**63
 _LARGEST_SECONDS = 1e11  # some thousand years: a longer time or duration is damage
 # Ends after which every process of a generation has closed its log.
 _CLOSED_BY = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE})
-_HEARD_SECONDS = 30.0  # a rank without events for this long, while another reports steps, has lost its events
+# A rank without events for this long, while another reports steps, has lost its events
+_HEARD_SECONDS = 30.0
 _RANK_PREFIX = re.compile(r"events/(\d+)/\d+-\d+")
 _UNCLOSED_SECONDS = 60.0  # a flow step that wrote its last event this long ago has closed its log
 _MOST_NODES = 100_000
@@ -327,7 +397,9 @@ class Origin:
 
     @property
     def writer(self) -> int | str:
-        return self.rank if self.rank >= 0 else self.process
+        if self.rank >= 0:
+            return self.rank
+        return self.process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,20 +416,30 @@ _warned: set[str] = set()
 def read_events(job_store: Store) -> list[Event]:
     """Return all events of a job, sorted by wall time. Raises StoreError.
 
-    If the log is damaged, print a warning to stderr, once per job. `read_log` returns the damage and prints nothing.
+    If the log is damaged, print a warning to stderr, once per job. `read_log` returns the damage
+    and prints nothing.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
         _warned.add(job_store.uri)
         first, *others = content.damage
-        more = f" (and {len(others)} more)" if others else ""
-        text = f"events: WARNING: damaged log {job_store.uri}: {first.text}{more}; see the job's report"
+        if others:
+            more = f" (and {len(others)} more)"
+        else:
+            more = ""
+        text = (
+            f"events: WARNING: damaged log {job_store.uri}: {first.text}{more}; see the job's "
+            "report"
+        )
         print(text, file=sys.stderr, flush=True)
     return content.events
 
 
 def read_log(job_store: Store) -> LogContent:
-    """Return all events of a job, and the damaged or missing parts of its event log. Raises StoreError."""
+    """Return all events of a job, and the damaged or missing parts of its event log.
+
+    Raises StoreError.
+    """
     unsealed = unseal(read_segments(job_store))
     events: list[Event] = []
     damage = list(unsealed.damage)
@@ -374,30 +456,45 @@ def read_log(job_store: Store) -> LogContent:
     named = {one.segment for one in damage}
     for segment, count in unverified.items():
         if count and segment not in named:
-            damage.append(Damage(segment, f"no seal, the segment is cut off; its {count} events cannot be verified"))
+            damage.append(
+                Damage(
+                    segment,
+                    f"no seal, the segment is cut off; its {count} events cannot be verified",
+                )
+            )
     events.sort(key=lambda event: (event.t_wall, event.t_mono))
     damage += _missing_writers(unsealed, events, newest)
     return LogContent(events=events, damage=tuple(damage))
 
 
 class LogFollower:
-    """Reader of a growing event log. It reads each segment once, and skips lines that are not valid events.
+    """Reader of a growing event log.
+
+    It reads each segment once, and skips lines that are not valid events.
 
     Args:
         wanted: Condition on the keys of the segments to read.
     """
 
-    def __init__(self, job_store: Store, *, wanted: Callable[[str], bool] = lambda key: True) -> None:
-        self.damage: list[Damage] = []  # to the segments that were read; missing segments are not noticed
-        self._store, self._wanted, self._segments = job_store, wanted, Segments()
+    def __init__(
+        self, job_store: Store, *, wanted: Callable[[str], bool] = lambda key: True
+    ) -> None:
+        self.damage: list[
+            Damage
+        ] = []  # to the segments that were read; missing segments are not noticed
+        self._store = job_store
+        self._wanted = wanted
+        self._segments = Segments()
 
     def read_new(self) -> Iterator[list[Event]]:
-        """Read the segments that were added since the last call, and yield their events, some thousand at a time.
+        """Read the segments that were added since the last call, and yield their events, some
+        thousand at a time.
 
         Raises StoreError.
         """
         for contents in read_new_segments(self._store, self._segments, self._wanted):
-            unsealed, found = unseal(Segments(contents=contents), gaps=False), []
+            unsealed = unseal(Segments(contents=contents), gaps=False)
+            found = []
             self.damage += unsealed.damage
             for line in unsealed.lines:
                 event = _parse(line)
@@ -409,7 +506,10 @@ class LogFollower:
 
 
 def _parse(line: Line) -> Event | Damage:
-    """Parse a line of the log. If it is not a valid event, return a damage record with the reason."""
+    """Parse a line of the log.
+
+    If it is not a valid event, return a damage record with the reason.
+    """
     try:
         try:
             fields = from_json(line.content, allow_inf_nan=False)
@@ -430,7 +530,8 @@ def _parse(line: Line) -> Event | Damage:
 
 
 def _compile_shape(shape: Any) -> Callable[[Any], str]:
-    """Make a function that describes the first part of a value that does not match `shape`; "" if all of it matches.
+    """Make a function that describes the first part of a value that does not match `shape`; "" if
+    all of it matches.
 
     shape: the expected type, written as in `_DATA`.
     """
@@ -439,19 +540,25 @@ def _compile_shape(shape: Any) -> Callable[[Any], str]:
     if isinstance(shape, list):
         check = _compile_shape(shape[0])
         items = lambda value: (_below(f"[{at}]", check(item)) for at, item in enumerate(value))  # noqa: E731
-        return lambda value: next(filter(None, items(value)), "") if isinstance(value, list) else _is_wrong(value)
+        return lambda value: (
+            next(filter(None, items(value)), "") if isinstance(value, list) else _is_wrong(value)
+        )
     if isinstance(shape, tuple):
         checks = [_compile_shape(one) for one in shape]
         return lambda value: "" if any(not check(value) for check in checks) else _is_wrong(value)
     if isinstance(shape, type) and issubclass(shape, StrEnum):
         known = frozenset(map(str, shape))
         return lambda value: "" if isinstance(value, str) and value in known else _is_wrong(value)
-    fits = _FITS.get(shape) or ((lambda value: isinstance(value, shape)) if isinstance(shape, type) else shape)
+    fits = _FITS.get(shape) or (
+        (lambda value: isinstance(value, shape)) if isinstance(shape, type) else shape
+    )
     return lambda value: "" if fits(value) else _is_wrong(value)
 
 
 _FITS: dict[Any, Callable[[Any], bool]] = {
-    float: lambda value: type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT,  # never true of NaN
+    float: lambda value: (
+        type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT
+    ),  # never true of NaN
     int: lambda value: type(value) is int and abs(value) < _LARGEST_INT,
     object: lambda value: True,
     None: lambda value: value is None,
@@ -459,8 +566,16 @@ _FITS: dict[Any, Callable[[Any], bool]] = {
 
 
 def _compile_fields(shape: Mapping[Any, Any]) -> Callable[[Any], str]:
-    named = [(key.removesuffix("!"), key[-1] == "!", _compile_shape(shape[key])) for key in shape if type(key) is str]
-    every = [(_compile_shape(key), _compile_shape(inner)) for key, inner in shape.items() if type(key) is not str]
+    named = [
+        (key.removesuffix("!"), key[-1] == "!", _compile_shape(shape[key]))
+        for key in shape
+        if type(key) is str
+    ]
+    every = [
+        (_compile_shape(key), _compile_shape(inner))
+        for key, inner in shape.items()
+        if type(key) is not str
+    ]
 
     def check_fields(value: Any) -> str:
         if not isinstance(value, dict):
@@ -498,8 +613,11 @@ _CHECKS = {  # by the name of an event
 _CHECK_OTHER = _compile_shape(_FIELDS)
 
 
-def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Yield one damage record per process whose events, or whose final segment, should be in the log but are missing.
+def _missing_writers(
+    unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]
+) -> Iterator[Damage]:
+    """Yield one damage record per process whose events, or whose final segment, should be in the
+    log but are missing.
 
     newest: Unix time of the newest event in each segment.
     """
@@ -507,21 +625,37 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
     closed_by_plan = _generations_ended(events, _CLOSED_BY)
     ended_nodes = {(event.generation, event.node) for event in events if event.name == NODE_ENDED}
     for prefix in sorted(_expected_writers(events, closed_by_plan, prefixes) - prefixes):
-        yield Damage(prefix, "nothing is there of this process, which must have written; its time is not known")
+        yield Damage(
+            prefix,
+            "nothing is there of this process, which must have written; its time is not known",
+        )
     latest = max((event.t_wall for event in events), default=0.0)
     for prefix, token in sorted(unsealed.open_writers):
         folder, _, process = prefix.removeprefix("events/").partition("/")
         node, _, name = process.partition("-")
-        last = max((at for key, at in newest.items() if key.startswith(f"{prefix}-") and token in key), default=latest)
+        last = max(
+            (at for key, at in newest.items() if key.startswith(f"{prefix}-") and token in key),
+            default=latest,
+        )
         if name == "agent":
-            must = int(folder) in closed_by_plan and node.isdecimal() and (int(folder), int(node)) not in ended_nodes
+            must = (
+                int(folder) in closed_by_plan
+                and node.isdecimal()
+                and (int(folder), int(node)) not in ended_nodes
+            )
         elif name.isdecimal():
             must = int(folder) in closed_by_plan
-        else:  # a process that waits for AWS Batch may be killed at any time; a flow step may be retried
-            tried_again = any(other == prefix and again != token for other, again in unsealed.writers)
+        # a process that waits for AWS Batch may be killed at any time; a flow step may be retried
+        else:
+            tried_again = any(
+                other == prefix and again != token for other, again in unsealed.writers
+            )
             must = prefix in _FLOW_STEPS and not tried_again and last < latest - _UNCLOSED_SECONDS
         if must:
-            yield Damage(prefix, f"log {token} has no end: its last events are lost, or its process was killed")
+            yield Damage(
+                prefix,
+                f"log {token} has no end: its last events are lost, or its process was killed",
+            )
 
 
 def _generations_ended(events: Sequence[Event], outcomes: Set[Outcome]) -> set[int]:
@@ -529,7 +663,9 @@ def _generations_ended(events: Sequence[Event], outcomes: Set[Outcome]) -> set[i
     return {event.generation for event in ends if event.data.get("reason") in outcomes}
 
 
-def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
+def _expected_writers(
+    events: Sequence[Event], closed_by_plan: set[int], heard: set[str]
+) -> set[str]:
     """Return the key prefixes of the agents, ranks and flow steps that must have written events.
 
     The set is empty for logs of version 1.
@@ -541,7 +677,9 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
     if all(event.v == 1 for event in events):
         return set()
     found: set[str] = set()
-    with_agents = {event.generation for event in events if event.name in (GENERATION_STARTED, NODE_STARTED)}
+    with_agents = {
+        event.generation for event in events if event.name in (GENERATION_STARTED, NODE_STARTED)
+    }
     with_ranks = {int(match[1]) for prefix in heard if (match := _RANK_PREFIX.fullmatch(prefix))}
     must_have_ranks = _generations_of_ranks(events, closed_by_plan, with_ranks)
     for event in events:
@@ -549,7 +687,10 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
         if event.rank >= 0 and event.generation in with_agents:
             found.add(f"{folder}/{event.node}-agent")
         if event.name == GENERATION_STARTED and event.generation in closed_by_plan:
-            found |= {f"{folder}/{node}-agent" for node in range(min(event.data.get("nodes") or 0, _MOST_NODES))}
+            found |= {
+                f"{folder}/{node}-agent"
+                for node in range(min(event.data.get("nodes") or 0, _MOST_NODES))
+            }
         if event.name == NODE_STARTED and event.generation in must_have_ranks:
             found |= {f"{folder}/{event.node}-{rank}" for rank in event.data.get("ranks") or []}
     if any(prefix.endswith("-agent") for prefix in heard) and not heard.isdisjoint(_FLOW_STEPS):
@@ -557,44 +698,73 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
     return found
 
 
-def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]) -> set[int]:
+def _generations_of_ranks(
+    events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]
+) -> set[int]:
     """Return the generations in which every rank must have written at least one event.
 
     - Completed generations.
-    - Generations with another planned end, if any rank wrote events. A job whose budget is spent ends before its ranks
-      start.
-    - Generations in which any rank reported steps for more than 30 s. Ranks step together, so the other ranks also had
-      events to write. A rank that is killed before its first step may leave no event.
+    - Generations with another planned end, if any rank wrote events. A job whose budget is spent
+      ends before its ranks start.
+    - Generations in which any rank reported steps for more than 30 s. Ranks step together, so the
+      other ranks also had events to write. A rank that is killed before its first step may leave no
+      event.
     """
     completed = _generations_ended(events, {Outcome.COMPLETED})
-    spans: dict[tuple[int, int], tuple[float, float]] = {}  # of a rank's steps, by its machine's monotonic clock
+    spans: dict[
+        tuple[int, int], tuple[float, float]
+    ] = {}  # of a rank's steps, by its machine's monotonic clock
     for event in events:
         if event.name == STEP and event.rank >= 0:
             of_rank = event.generation, event.rank
             first, last = spans.get(of_rank, (event.t_mono, event.t_mono))
             spans[of_rank] = min(first, event.t_mono), max(last, event.t_mono)
-    heard = {generation for (generation, _), (first, last) in spans.items() if last - first > _HEARD_SECONDS}
+    heard = {
+        generation
+        for (generation, _), (first, last) in spans.items()
+        if last - first > _HEARD_SECONDS
+    }
     return completed | (closed_by_plan & with_ranks) | heard
 
 
 def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
-    """Describe the data of a `network` event. before: medians of earlier `network` events, for comparison."""
+    """Describe the data of a `network` event. before: medians of earlier `network` events, for
+    comparison.
+    """
     parts = []
-    for key, name in ("all_reduce_bytes_per_second", "all-reduce"), ("bandwidth_bytes_per_second", "slowest link"):
-        if (speed := probe.get(key)) is not None:
+    for key, name in (
+        ("all_reduce_bytes_per_second", "all-reduce"),
+        ("bandwidth_bytes_per_second", "slowest link"),
+    ):
+        speed = probe.get(key)
+        if speed is not None:
             usual = (before or {}).get(key)
-            slow = ", SLOW" if usual and speed < usual / 2 else ""
-            parts.append(f"{name} {speed / 1e6:,.0f} MB/s" + (f" (earlier {usual / 1e6:,.0f}{slow})" if usual else ""))
-    parts += [f"MTU {probe['mtu']:,}"] if probe.get("mtu") else []
-    if (offset := probe.get("clock_offset_seconds")) is not None:
+            if usual and speed < usual / 2:
+                slow = ", SLOW"
+            else:
+                slow = ""
+            parts.append(
+                f"{name} {speed / 1e6:,.0f} MB/s"
+                + (f" (earlier {usual / 1e6:,.0f}{slow})" if usual else "")
+            )
+    if probe.get("mtu"):
+        parts += [f"MTU {probe['mtu']:,}"]
+    else:
+        parts += []
+    offset = probe.get("clock_offset_seconds")
+    if offset is not None:
         parts.append(f"clocks within {abs(offset) * 1e3:,.0f} ms")
     return ", ".join(parts)
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities with None, also in nested values, because JSON does not support them."""
+    """Replace NaN and infinities with None, also in nested values, because JSON does not support
+    them.
+    """
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -21,5 +21,8 @@ def sum_by_key(pairs: Iterable[tuple[K, N]]) -> dict[K, N]:
     """Return the sum of the values of each key, from pairs of (key, number)."""
     found: dict[K, N] = {}
     for key, number in pairs:
-        found[key] = found[key] + number if key in found else number
+        if key in found:
+            found[key] = found[key] + number
+        else:
+            found[key] = number
     return found

@@ -1,7 +1,9 @@
-"""Identification of the machine that a process runs on: EC2 instance metadata, hardware and file systems.
+"""Identification of the machine that a process runs on: EC2 instance metadata, hardware and file
+systems.
 
-`identify_machine` tries, in this order, environment variables from the container's definition, the metadata service
-(IMDSv2) if the machine seems to be on EC2, and the firmware of a Nitro instance. Elsewhere it sends no request.
+`identify_machine` tries, in this order, environment variables from the container's definition, the
+metadata service (IMDSv2) if the machine seems to be on EC2, and the firmware of a Nitro instance.
+Elsewhere it sends no request.
 """
 
 import http.client
@@ -26,7 +28,8 @@ HOP_LIMIT_FIX = (
     "--http-put-response-hop-limit 2"
 )
 _TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
-_ENDPOINT, _ENDPOINT_IPV6 = "http://169.254.169.254", "http://[fd00:ec2::254]"
+_ENDPOINT = "http://169.254.169.254"
+_ENDPOINT_IPV6 = "http://[fd00:ec2::254]"
 # Any of these variables shows that AWS started this process.
 _AWS_VARIABLES = ("AWS_BATCH_JOB_ID", "ECS_CONTAINER_METADATA_URI_V4", "AWS_EXECUTION_ENV")
 _LARGEST_ANSWER = 65536
@@ -35,7 +38,9 @@ _SHORTEST_SECONDS = 0.05
 
 def metadata_endpoint(environment: Mapping[str, str]) -> str:
     ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
-    return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip("/")
+    return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip(
+        "/"
+    )
 
 
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
@@ -49,8 +54,13 @@ def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = P
         return f"{DISABLED_VARIABLE} is true"
     if environment.get(ENDPOINT_VARIABLE) or any(environment.get(name) for name in _AWS_VARIABLES):
         return ""
-    vendor, xen = (read_system_file(system / path) for path in ("sys/class/dmi/id/sys_vendor", "sys/hypervisor/uuid"))
-    return "" if "Amazon" in vendor or xen.lower().startswith("ec2") else "this machine is not on EC2"
+    vendor, xen = (
+        read_system_file(system / path)
+        for path in ("sys/class/dmi/id/sys_vendor", "sys/hypervisor/uuid")
+    )
+    if "Amazon" in vendor or xen.lower().startswith("ec2"):
+        return ""
+    return "this machine is not on EC2"
 
 
 class MetadataService:
@@ -59,7 +69,9 @@ class MetadataService:
     def __init__(self, address: str) -> None:
         self.endpoint = address.rstrip("/")
 
-    def ask(self, method: str, path: str, headers: Mapping[str, str], *, seconds: float) -> tuple[int, str]:
+    def ask(
+        self, method: str, path: str, headers: Mapping[str, str], *, seconds: float
+    ) -> tuple[int, str]:
         """Send a request and return (HTTP status, body), within `seconds`.
 
         Raises:
@@ -71,7 +83,9 @@ class MetadataService:
         """
         limit = time.monotonic() + seconds
         parts = urlsplit(self.endpoint)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_left(limit))
+        connection = http.client.HTTPConnection(
+            parts.hostname or "", parts.port or 80, timeout=_left(limit)
+        )
         try:
             try:
                 connection.connect()
@@ -83,22 +97,31 @@ class MetadataService:
             body = b""
             while len(body) < _LARGEST_ANSWER and (piece := answer.read1(4096)):
                 body += piece
-                if time.monotonic() > limit:  # an answer that arrives byte by byte has the same deadline
+                if (
+                    time.monotonic() > limit
+                ):  # an answer that arrives byte by byte has the same deadline
                     raise TimeoutError("an answer that does not end")
             return answer.status, body.decode("utf-8", "replace").strip()
         finally:
             connection.close()
 
     def token(self, *, ttl_seconds: int, seconds: float) -> tuple[int, str]:
-        """Start an IMDSv2 session and return (HTTP status, token). Raises the same errors as `ask`."""
-        return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
+        """Start an IMDSv2 session and return (HTTP status, token).
+
+        Raises the same errors as `ask`.
+        """
+        return self.ask(
+            "PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds
+        )
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
         """Return (HTTP status, body) of /latest/PATH. Raises the same errors as `ask`.
 
         token: an IMDSv2 token, or "" for an IMDSv1 request.
         """
-        return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
+        return self.ask(
+            "GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds
+        )
 
 
 def _left(limit: float) -> float:
@@ -116,8 +139,9 @@ VARIABLES = {
 _MARKETS = {"spot": "spot", "on-demand": "on_demand"}
 _TOKEN_SECONDS = 60
 HINT = (
-    "fix: let containers reach the metadata service (HttpPutResponseHopLimit 2 in the launch template), or set "
-    f"{VARIABLES['instance_id']}, {VARIABLES['instance_type']} and {VARIABLES['zone']}"
+    "fix: let containers reach the metadata service (HttpPutResponseHopLimit 2 in the launch "
+    f"template), or set {VARIABLES['instance_id']}, {VARIABLES['instance_type']} and "
+    f"{VARIABLES['zone']}"
 )
 
 
@@ -132,7 +156,8 @@ class MachineIdentity:
     region: str | None = None
     market: str | None = None  # spot or on_demand
     uptime_seconds: float | None = None  # time since boot
-    batch_job_id: str | None = None  # the AWS Batch job (without a node's number), JobSet or Job of this container
+    # The AWS Batch job (without a node's number), JobSet or Job of this container
+    batch_job_id: str | None = None
     identified_by: str = ""  # environment, metadata or firmware; empty: unidentified
     problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
@@ -142,37 +167,59 @@ class MachineIdentity:
 
 
 def identify_machine(
-    environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
+    environment: Mapping[str, str] = os.environ,
+    *,
+    system: Path = Path("/"),
+    deadline_seconds: float = 2.0,
 ) -> MachineIdentity:
     """Identify this machine. Never raises.
 
-    system: the folder that contains /proc and /sys. deadline_seconds: limit for all requests together.
+    system: the folder that contains /proc and /sys. deadline_seconds: limit for all requests
+        together.
     """
-    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # a multi-node job has "<job>#<node>"
-    if pod := environment.get("METAFLOW_KUBERNETES_POD_NAME"):  # the id of its JobSet or Job (`infra.kubernetes`)
+    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[
+        0
+    ]  # a multi-node job has "<job>#<node>"
+    if pod := environment.get(
+        "METAFLOW_KUBERNETES_POD_NAME"
+    ):  # the id of its JobSet or Job (`infra.kubernetes`)
         jobset = environment.get("METAFLOW_KUBERNETES_JOBSET_NAME")
-        owner = f"jobsets/{jobset}" if jobset else f"jobs/{pod.rpartition('-')[0]}"
+        if jobset:
+            owner = f"jobsets/{jobset}"
+        else:
+            owner = f"jobs/{pod.rpartition('-')[0]}"
         job = f"{environment.get('METAFLOW_KUBERNETES_POD_NAMESPACE', '')}/{owner}"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
 
-def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: float) -> MachineIdentity:
+def _identify(
+    environment: Mapping[str, str], system: Path, deadline_seconds: float
+) -> MachineIdentity:
     told = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
     found: dict[str, Any] = {}
-    source, problem = "environment", ""
+    source = "environment"
+    problem = ""
     if told["instance_id"] is None and not metadata_unavailable_reason(environment, system):
         source = "metadata"
         try:
             found = _metadata(MetadataService(metadata_endpoint(environment)), deadline_seconds)
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
-            source, found = "firmware", _firmware(system)
-            problem = "" if found else f"the instance metadata service did not answer: {error!r}"[:300]
+            source = "firmware"
+            found = _firmware(system)
+            if found:
+                problem = ""
+            else:
+                problem = f"the instance metadata service did not answer: {error!r}"[:300]
     known = {**found, **{name: value for name, value in told.items() if value}}
-    if known.get("market"):  # a Kubernetes label is ON_DEMAND, the metadata service's value on-demand
+    if known.get(
+        "market"
+    ):  # a Kubernetes label is ON_DEMAND, the metadata service's value on-demand
         known["market"] = _MARKETS.get(known["market"].lower().replace("_", "-"), known["market"])
     if not known.get("instance_id"):
         return MachineIdentity(
-            **known, identified_by=source if known else "", problem=f"{problem}; {HINT}" if problem else ""
+            **known,
+            identified_by=source if known else "",
+            problem=f"{problem}; {HINT}" if problem else "",
         )
     return MachineIdentity(**known, uptime_seconds=_uptime(system), identified_by=source)
 
@@ -185,7 +232,8 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
     limit = time.monotonic() + deadline_seconds
 
     def left() -> float:
-        if (seconds := limit - time.monotonic()) <= 0:
+        seconds = limit - time.monotonic()
+        if seconds <= 0:
             raise TimeoutError(f"not within {deadline_seconds:g} s")
         return seconds / 2
 
@@ -207,7 +255,10 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
         "zone": str(document["availabilityZone"]),
         "region": str(document["region"]),
     }
-    for name, path in (("zone_id", "placement/availability-zone-id"), ("market", "instance-life-cycle")):
+    for name, path in (
+        ("zone_id", "placement/availability-zone-id"),
+        ("market", "instance-life-cycle"),
+    ):
         try:
             found[name] = ask(f"meta-data/{path}")
         except (OSError, ValueError, http.client.HTTPException):
@@ -216,9 +267,17 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
 
 
 def _firmware(system: Path) -> dict[str, Any]:
-    """Read the instance id and type from a Nitro instance's DMI files; {} elsewhere. Not tested on a real instance."""
-    board, kind = (read_system_file(system / "sys/class/dmi/id" / name) for name in ("board_asset_tag", "product_name"))
-    return {"instance_id": board, "instance_type": kind or None} if board.startswith("i-") else {}
+    """Read the instance id and type from a Nitro instance's DMI files; {} elsewhere.
+
+    Not tested on a real instance.
+    """
+    board, kind = (
+        read_system_file(system / "sys/class/dmi/id" / name)
+        for name in ("board_asset_tag", "product_name")
+    )
+    if board.startswith("i-"):
+        return {"instance_id": board, "instance_type": kind or None}
+    return {}
 
 
 def _uptime(system: Path) -> float | None:
@@ -229,7 +288,9 @@ def _uptime(system: Path) -> float | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Describe this machine (CPU, usable cores, load average, versions), for the record of a measurement made on it."""
+    """Describe this machine (CPU, usable cores, load average, versions), for the record of a
+    measurement made on it.
+    """
     import importlib.metadata
 
     return {

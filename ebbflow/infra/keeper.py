@@ -1,14 +1,17 @@
-"""The keeper: a small process on each node that starts all programs for the agent and kills them if the agent ends.
+"""The keeper: a small process on each node that starts all programs for the agent and kills them if
+the agent ends.
 
-The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): if a process below it loses its parent, the keeper becomes the
-parent, even of a daemon with its own session and environment. All processes that a rank started can therefore be found
-as descendants of the keeper. When the agent ends for any reason, the keeper kills all its descendants and exits.
+The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): if a process below it loses its parent, the
+keeper becomes the parent, even of a daemon with its own session and environment. All processes that
+a rank started can therefore be found as descendants of the keeper. When the agent ends for any
+reason, the keeper kills all its descendants and exits.
 
-The agent and the keeper exchange lines of JSON over a socket. In this example, 7 is a request number and 4711 a process
-id:
+The agent and the keeper exchange lines of JSON over a socket. In this example, 7 is a request
+number and 4711 a process id:
 
-    agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout, stderr
-    agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
+    agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout,
+    stderr agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711,
+    "status": -9}
 """
 
 import contextlib
@@ -30,7 +33,8 @@ from ebbflow.infra.program import IMPORT_ROOT
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between checks that the agent is still the parent
-_UNREAPED_SECONDS = 1.0  # a parent that does not report an ended child for this long must be stopped
+# A parent that does not report an ended child for this long must be stopped
+_UNREAPED_SECONDS = 1.0
 _LINGER_SECONDS = 1.0
 _STUCK_SECONDS = 0.5  # a process killed this long ago and in state D cannot be ended
 _END_SECONDS = 30.0
@@ -39,11 +43,21 @@ _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from ebbflow.infra.keeper import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
-# Helpers of Python and torch that release resources of killed processes (shared memory, semaphores), then exit.
+# Helpers of Python and torch that release resources of killed processes (shared memory,
+# semaphores), then exit.
 _CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-# Signals that keep their default action: the keeper's own faults, and those that no process can handle.
+# Signals that keep their default action: the keeper's own faults, and those that no process can
+# handle.
 _NOT_IGNORED = {
-    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
+    *(
+        signal.SIGKILL,
+        signal.SIGSTOP,
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGABRT,
+    ),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCONT),
 }
 
@@ -58,7 +72,8 @@ class Parent(Protocol):
 
 
 class RemoteChild:
-    """Handle of a process that is not a child of this process; its `Parent` reports its exit status.
+    """Handle of a process that is not a child of this process; its `Parent` reports its exit
+    status.
 
     If the parent is stopped and does not report within 1 s, the status is read from the kernel.
     """
@@ -87,7 +102,8 @@ class RemoteChild:
     def send_signal(self, number: int) -> None:
         if self.poll() is not None:
             return
-        # The parent reaps the child before its report arrives; meanwhile another process may get the same id.
+        # The parent reaps the child before its report arrives; meanwhile another process may get
+        # the same id.
         stat = process.process_stat(self.pid)
         if stat is None or stat.parent == self._parent.pid:
             try:
@@ -101,8 +117,8 @@ class RemoteChild:
     def wait(self, timeout: float) -> int:
         """Wait for the process to end, and return its exit status.
 
-        Raises subprocess.TimeoutExpired if the process is still alive after `timeout` seconds. A process in
-        uninterruptible sleep (state D) can stay alive even after SIGKILL.
+        Raises subprocess.TimeoutExpired if the process is still alive after `timeout` seconds. A
+        process in uninterruptible sleep (state D) can stay alive even after SIGKILL.
         """
         import subprocess
 
@@ -130,7 +146,8 @@ class Keeper:
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     pass_fds=[other.fileno()],
-                    start_new_session=True,  # signals to the agent's process group must not reach the keeper
+                    # signals to the agent's process group must not reach the keeper
+                    start_new_session=True,
                 )
         except OSError:
             own.close()
@@ -150,9 +167,16 @@ class Keeper:
         return self._process.pid
 
     def spawn(
-        self, argv: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
+        self,
+        argv: Iterable[str],
+        environment: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
     ) -> RemoteChild:
-        """Start a program in its own session as a child of the keeper; argv[0] is its absolute path. Raises OSError."""
+        """Start a program in its own session as a child of the keeper; argv[0] is its absolute
+        path. Raises OSError.
+        """
         self._number += 1
         request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
         limit = time.monotonic() + _ANSWER_SECONDS
@@ -167,14 +191,18 @@ class Keeper:
         answer = self._spawned.pop(self._number, None)
         if isinstance(answer, int):
             return RemoteChild(answer, self)
-        raise answer or OSError(f"the keeper (process {self.pid}) did not answer within {_ANSWER_SECONDS:g} s")
+        raise answer or OSError(
+            f"the keeper (process {self.pid}) did not answer within {_ANSWER_SECONDS:g} s"
+        )
 
     def ended(self, pid: int) -> int | None:
         self._hear()
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """End the keeper and all processes below it; only those in uninterruptible sleep (state D) may remain."""
+        """End the keeper and all processes below it; only those in uninterruptible sleep (state D)
+        may remain.
+        """
         import subprocess
 
         self._channel.close()
@@ -185,7 +213,10 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """Send a request with its file descriptors. Kill the keeper if it has not read the request at time `limit`."""
+        """Send a request with its file descriptors.
+
+        Kill the keeper if it has not read the request at time `limit`.
+        """
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()
@@ -198,7 +229,8 @@ class Keeper:
                 continue
             except OSError:
                 return self._lose()
-            unsent, descriptors = unsent[sent:], []
+            unsent = unsent[sent:]
+            descriptors = []
         return None
 
     def _hear(self) -> None:
@@ -216,7 +248,10 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """Kill the keeper and mark it as lost. The kernel then kills its children and a standby's ranks."""
+        """Kill the keeper and mark it as lost.
+
+        The kernel then kills its children and a standby's ranks.
+        """
         import subprocess
 
         self.lost = True
@@ -228,7 +263,9 @@ class Keeper:
 
 
 def kill_descendants(keeper: int, seconds: float) -> list[int]:
-    """Kill the processes below the keeper, and return the ids of the processes that are still alive after `seconds`."""
+    """Kill the processes below the keeper, and return the ids of the processes that are still alive
+    after `seconds`.
+    """
     return kill_until_none(lambda: process.descendants(keeper), seconds)
 
 
@@ -239,26 +276,32 @@ def kill_until_none(
     spare_groups: Collection[int] = (),
     reap: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Kill the processes that `find` returns, repeatedly, until `find` and `reap` report that none is left.
+    """Kill the processes that `find` returns, repeatedly, until `find` and `reap` report that none
+    is left.
 
-    Processes may fork faster than `find` lists them. If `find` returns new processes in the third round or later, their
-    whole process groups are killed, because a fork cannot escape a signal to its group. All processes found are then
-    also stopped before any of them is killed one by one, so that none can fork meanwhile. Every group is entirely below
-    the keeper, because the keeper starts each program in its own session.
+    Processes may fork faster than `find` lists them. If `find` returns new processes in the third
+    round or later, their whole process groups are killed, because a fork cannot escape a signal to
+    its group. All processes found are then also stopped before any of them is killed one by one, so
+    that none can fork meanwhile. Every group is entirely below the keeper, because the keeper
+    starts each program in its own session.
 
     Args:
         spare_groups: process groups that are not killed as a whole.
         reap: function that reaps ended children, and returns whether no child is left.
 
-    Returns:
-        Ids of the processes that still exist after `seconds`, or earlier if all are in uninterruptible sleep (state D).
+    Returns: Ids of the processes that still exist after `seconds`, or earlier if all are in
+        uninterruptible sleep (state D).
     """
-    begun, known, rounds = time.monotonic(), set(), 0
+    begun = time.monotonic()
+    known = set()
+    rounds = 0
     while True:
         done = reap()
         found = find()
         passed = time.monotonic() - begun
-        stuck = passed > _STUCK_SECONDS and all(one.state == "D" and one.pid in known for one in found)
+        stuck = passed > _STUCK_SECONDS and all(
+            one.state == "D" and one.pid in known for one in found
+        )
         if (not found and done) or (found and stuck) or passed > seconds:
             return sorted(one.pid for one in found)
         spreading = rounds > 1 and any(one.pid not in known for one in found)
@@ -289,7 +332,9 @@ def _cleans_up(pid: int) -> bool:
 
 
 def serve(agent: int, channel: int) -> None:
-    """Run the keeper until the agent ends; then kill all processes below the keeper and exit. Does not return.
+    """Run the keeper until the agent ends; then kill all processes below the keeper and exit.
+
+    Does not return.
 
     agent: process id of the agent. channel: file descriptor of the socket to the agent.
     """
@@ -308,16 +353,22 @@ def serve(agent: int, channel: int) -> None:
             _Desk(agent, socket.socket(fileno=channel), woken).serve()
     finally:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, -10)  # endless forks leave little time to other processes
+            os.setpriority(
+                os.PRIO_PROCESS, 0, -10
+            )  # endless forks leave little time to other processes
         kill_until_none(lambda: process.descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
         os._exit(0)
 
 
 class _Desk:
-    """Event loop of the keeper, which starts programs on request and reports child processes that exited."""
+    """Event loop of the keeper, which starts programs on request and reports child processes that
+    exited.
+    """
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
-        self._agent, self._channel, self._woken = agent, channel, woken
+        self._agent = agent
+        self._channel = channel
+        self._woken = woken
         self._spawned: set[int] = set()
         self._heard = b""
         self._descriptors: list[int] = []
@@ -337,12 +388,15 @@ class _Desk:
 
     def _hear(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 4 * _FDS)
-        for descriptor in descriptors:  # received as inheritable: no program may get another's pipes
+        for (
+            descriptor
+        ) in descriptors:  # received as inheritable: no program may get another's pipes
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
         *lines, self._heard = (self._heard + data).split(b"\n")
         for line in lines:
-            fds, self._descriptors = self._descriptors[:_FDS], self._descriptors[_FDS:]
+            fds = self._descriptors[:_FDS]
+            self._descriptors = self._descriptors[_FDS:]
             self._spawn(json.loads(line), fds)
         return bool(data)
 
@@ -373,11 +427,13 @@ class _Desk:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
+def _become(
+    argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]
+) -> NoReturn:
     """Turn a forked child of the keeper into a program in its own session.
 
-    The program inherits no file descriptors of the keeper except `fds`, which become stdin, stdout and stderr. mask:
-    signals that are blocked when the program starts.
+    The program inherits no file descriptors of the keeper except `fds`, which become stdin, stdout
+    and stderr. mask: signals that are blocked when the program starts.
     """
     try:
         keeper = os.getppid()
@@ -398,12 +454,16 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
 
 
 def _reap_one() -> tuple[int, int] | None:
-    """Reap one ended child and return (pid, status); (0, 0) if all children still run; None without children."""
+    """Reap one ended child and return (pid, status); (0, 0) if all children still run; None without
+    children.
+    """
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
         return None
-    return (pid, os.waitstatus_to_exitcode(status)) if pid else (0, 0)
+    if pid:
+        return (pid, os.waitstatus_to_exitcode(status))
+    return (0, 0)
 
 
 def _reap_all() -> bool:

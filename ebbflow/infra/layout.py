@@ -45,7 +45,8 @@ JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
 TRACKED_KEY = "trackers.json"
-# Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never run again.
+# Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never
+# run again.
 TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
 _LONGEST_PLAIN_NAME = 80
 _STEP_LIMIT = 10**12 - 1
@@ -53,29 +54,40 @@ _GENERATION_LIMIT = 10**6 - 1
 
 
 def check_job_name(name: str) -> str:
-    """Return a job's name unchanged. Raises LayoutError if some store could not use it as a folder name."""
+    """Return a job's name unchanged.
+
+    Raises LayoutError if some store could not use it as a folder name.
+    """
     if not _JOB_NAME.fullmatch(name) or name in _TAKEN:
         raise LayoutError(
-            f"--job {name!r} cannot be a job's name\n"
-            "  hint: letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit; not "
-            + ", ".join(sorted(_TAKEN))
+            f"--job {name!r} cannot be a job's name\n  hint: letters, digits, '.', '_' and '-', "
+            "at most 100, beginning with a letter or digit; not " + ", ".join(sorted(_TAKEN))
         )
     return name
 
 
 def job_of_script(name: str | None, script: str) -> str:
-    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the script's file name.
+    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the
+    script's file name.
 
     Raises LayoutError if the given name cannot be a job's name.
     """
-    stem = re.sub(r"^\W+", "", plain_name(Path(script).stem)) if script not in ("", "-c") else ""
+    if script not in ("", "-c"):
+        stem = re.sub(r"^\W+", "", plain_name(Path(script).stem))
+    else:
+        stem = ""
     return check_job_name(name or os.environ.get("EBBFLOW_JOB") or stem or "job")
 
 
 def plain_name(text: str) -> str:
-    """Convert any text to a valid job name. If this replaces characters, append a hash to keep names distinct."""
+    """Convert any text to a valid job name.
+
+    If this replaces characters, append a hash to keep names distinct.
+    """
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", text)[:_LONGEST_PLAIN_NAME]
-    return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    if plain == text:
+        return plain
+    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def job_prefix(job: str) -> str:
@@ -103,7 +115,9 @@ def workload_prefix(workload: str) -> str:
 
 
 def job_history_key(day: str, job: str) -> str:
-    """Return the key of a job's history. day: a date such as 20261121, which makes keys sort by time."""
+    """Return the key of a job's history. day: a date such as 20261121, which makes keys sort by
+    time.
+    """
     return f"{JOB_HISTORY_PREFIX}{day}-{job}.json"
 
 
@@ -119,10 +133,9 @@ def generation_key(generation: int, generation_id: str) -> str:
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
     """Return the key of one segment of the event log.
 
-    Args:
-        generation: 0 before the gang's first start.
-        rank: number of the rank, or the name of another process, such as ``agent`` or a step of the flow.
-        segment: the segment's number, and a random text that is unique to the process.
+    Args: generation: 0 before the gang's first start. rank: number of the rank, or the name of
+        another process, such as ``agent`` or a step of the flow. segment: the segment's number, and
+        a random text that is unique to the process.
     """
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
@@ -140,7 +153,9 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a user's permission `what` (such as ``from-scratch``), which is valid up to `generation`."""
+    """Return the key of a user's permission `what` (such as ``from-scratch``), which is valid up to
+    `generation`.
+    """
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
@@ -153,7 +168,10 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of one rank's data in one save. The key is unique if `generation` is from `generation_name`."""
+    """Return the key of one rank's data in one save.
+
+    The key is unique if `generation` is from `generation_name`.
+    """
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 
@@ -170,7 +188,10 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the key prefix of a step's commits. Its numbers count down, so that newer commits are listed first."""
+    """Return the key prefix of a step's commits.
+
+    Its numbers count down, so that newer commits are listed first.
+    """
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 
@@ -179,11 +200,18 @@ def commit_key(step: int, generation: int, sha256: str) -> str:
 
 
 def parse_commit_key(key: str) -> tuple[int, int, str]:
-    """Return (step, generation, sha256 of the manifest) of a commit key. Raises ValueError for other keys."""
+    """Return (step, generation, sha256 of the manifest) of a commit key.
+
+    Raises ValueError for other keys.
+    """
     head, inverted_step, inverted_generation, name = key.split("/")
     if head != "commits" or not name.endswith(".json"):
         raise ValueError(f"not a commit key: {key}")
-    return _STEP_LIMIT - int(inverted_step), _GENERATION_LIMIT - int(inverted_generation), name[: -len(".json")]
+    return (
+        _STEP_LIMIT - int(inverted_step),
+        _GENERATION_LIMIT - int(inverted_generation),
+        name[: -len(".json")],
+    )
 
 
 def _key_of_commit(folder: str) -> Callable[[str], str]:
@@ -191,7 +219,8 @@ def _key_of_commit(folder: str) -> Callable[[str], str]:
 
 
 # Keys of objects about the commit whose manifest has this sha256.
-quarantine_key, tombstone_key = _key_of_commit("quarantine"), _key_of_commit("tombstones")
+quarantine_key = _key_of_commit("quarantine")
+tombstone_key = _key_of_commit("tombstones")
 pin_key, signature_key, verified_key = map(_key_of_commit, ("pins", "signatures", "verified"))
 
 
@@ -208,13 +237,20 @@ METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
-    """Return the folder for reports and logs on this machine: EBBFLOW_RUNS, or runs/ in `records_root`."""
+    """Return the folder for reports and logs on this machine:
+
+    EBBFLOW_RUNS, or runs/ in `records_root`.
+    """
     own = os.environ.get("EBBFLOW_RUNS")
-    return Path(own).absolute() if own else records_root(project_root, "runs") / "runs"
+    if own:
+        return Path(own).absolute()
+    return records_root(project_root, "runs") / "runs"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file on this machine, so that a reader sees either the old content or the whole new one."""
+    """Replace a file on this machine, so that a reader sees either the old content or the whole new
+    one.
+    """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_bytes(content)
     fresh.replace(path)
@@ -249,7 +285,9 @@ class KnownJob:
 
 
 def known_job(folder: Path) -> KnownJob | None:
-    """Return the job recorded in a folder such as runs/latest; None if its job.json is missing or unreadable."""
+    """Return the job recorded in a folder such as runs/latest; None if its job.json is missing or
+    unreadable.
+    """
     try:
         note = json.loads((folder / NOTE).read_text())
         return KnownJob(str(note["job"]), str(note["store"]))
@@ -260,9 +298,11 @@ def known_job(folder: Path) -> KnownJob | None:
 def make_local_folder(runs: Path, job: str, store: str) -> Path:
     """Return the folder <runs>/<job> on this machine, and create it if it is missing.
 
-    If the store is the folder of runs itself, <runs>/<job> is a symbolic link to the job's data in the store.
+    If the store is the folder of runs itself, <runs>/<job> is a symbolic link to the job's data in
+    the store.
     """
-    folder, in_store = runs / job, runs / job_prefix(job)
+    folder = runs / job
+    in_store = runs / job_prefix(job)
     if store == str(runs):
         in_store.mkdir(parents=True, exist_ok=True)
         _link(folder, in_store.relative_to(runs))
@@ -272,7 +312,9 @@ def make_local_folder(runs: Path, job: str, store: str) -> Path:
 
 
 def remember_job(runs: Path, job: KnownJob) -> Path:
-    """Write the store's address into <runs>/<job> and let <runs>/latest point there. Return the folder.
+    """Write the store's address into <runs>/<job> and let <runs>/latest point there.
+
+    Return the folder.
 
     Commands on this machine then find the job by its name, or the newest job if no name is given.
     """

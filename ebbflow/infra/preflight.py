@@ -1,7 +1,7 @@
 """Preflight: run checks in parallel before anything is paid for, and render their results.
 
-The packages infra, cost, training and flows each list their own checks in CHECKS. A check that reaches its deadline or
-raises is reported as failed, and does not delay other checks.
+The packages infra, cost, training and flows each list their own checks in CHECKS. A check that
+reaches its deadline or raises is reported as failed, and does not delay other checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class PreflightContext:
     project_root: Path  # folder of the project
     config_path: Path | None = None  # the configuration's file; None: it was not read from a file
     job: str | None = None  # the job's name, if it has one; the store may then have objects of it
-    target: Target | None = None  # where the run is sent; None: check all that the configuration allows
+    # Where the run is sent; None: check all that the configuration allows
+    target: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ class CheckFinding:
 
     @classmethod
     def skipped(cls, reason: str) -> CheckFinding:
-        """Make the finding of a check that could not run. `reason` completes "skipped, because …"."""
+        """Make the finding of a check that could not run.
+
+        `reason` completes "skipped, because …".
+        """
         return cls("skipped", f"skipped, because {reason}")
 
 
-passed, failed, skipped = CheckFinding.passed, CheckFinding.failed, CheckFinding.skipped
+passed = CheckFinding.passed
+failed = CheckFinding.failed
+skipped = CheckFinding.skipped
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ class Check:
     severity: Severity  # effect of a failure
     tier: Tier  # quick or full
     deadline_seconds: float  # time after which the check counts as failed
-    symptoms: tuple[str, ...]  # ids of the troubles that the check detects, such as A05 (docs/preflight.md)
+    symptoms: tuple[
+        str, ...
+    ]  # ids of the troubles that the check detects, such as A05 (docs/preflight.md)
     run: Callable[[PreflightContext], CheckFinding]  # the check's function
 
 
@@ -99,17 +107,23 @@ class CheckResult:
         return cls(**fields)
 
 
-def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
+def run_checks(
+    checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False
+) -> list[CheckResult]:
     """Run the checks in parallel, and return their results in the order of the checks.
 
-    With `quick_only`, checks of the full tier are left out. The call takes no longer than the longest deadline. Checks
-    run in daemon threads, so that a check that never returns does not keep the process from exiting. Raises ValueError
-    if two checks share an id.
+    With `quick_only`, checks of the full tier are left out. The call takes no longer than the
+    longest deadline. Checks run in daemon threads, so that a check that never returns does not keep
+    the process from exiting. Raises ValueError if two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):
-        raise ValueError(f"two checks share an id: {sorted({name for name in ids if ids.count(name) > 1})}")
-    running = [_Running(check, context) for check in checks if not quick_only or check.tier == "quick"]
+        raise ValueError(
+            f"two checks share an id: {sorted({name for name in ids if ids.count(name) > 1})}"
+        )
+    running = [
+        _Running(check, context) for check in checks if not quick_only or check.tier == "quick"
+    ]
     return [one.result() for one in running]
 
 
@@ -119,7 +133,9 @@ def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
 
 
 def render_results(results: Sequence[CheckResult]) -> str:
-    """Render one line per check, the fix below each failed check, and a last line that counts each status."""
+    """Render one line per check, the fix below each failed check, and a last line that counts each
+    status.
+    """
     width = max((len(result.id) for result in results), default=0)
     lines = [line for result in results for line in _lines(result, width)]
     return "\n".join([*lines, _summary(results)])
@@ -127,10 +143,21 @@ def render_results(results: Sequence[CheckResult]) -> str:
 
 def render_checks(checks: Sequence[Check]) -> str:
     """Render the checks as the table in docs/preflight.md."""
-    rows = ["| check | what it makes sure of | fails as | tier | deadline | catches |", "|---" * 6 + "|"]
+    rows = [
+        "| check | what it makes sure of | fails as | tier | deadline | catches |",
+        "|---" * 6 + "|",
+    ]
     for check in checks:
-        purpose = " ".join((check.run.__doc__ or check.title).strip().split("\n\n")[0].split()).replace("|", "\\|")
-        cells = (purpose, check.severity, check.tier, f"{check.deadline_seconds:g} s", ", ".join(check.symptoms))
+        purpose = " ".join(
+            (check.run.__doc__ or check.title).strip().split("\n\n")[0].split()
+        ).replace("|", "\\|")
+        cells = (
+            purpose,
+            check.severity,
+            check.tier,
+            f"{check.deadline_seconds:g} s",
+            ", ".join(check.symptoms),
+        )
         rows.append(f"| `{check.id}` | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -147,13 +174,27 @@ class _Running:
     def result(self) -> CheckResult:
         check = self._check
         self._thread.join(max(0.0, self._started + check.deadline_seconds - time.monotonic()))
-        hangs = "see whether a disk, network or name server that it asks is hanging, then run the preflight again"
+        hangs = (
+            "see whether a disk, network or name server that it asks is hanging, then run the "
+            "preflight again"
+        )
         late = failed(f"did not answer within {check.deadline_seconds:g} s", hangs)
         answer = self._answer  # read once: a late answer could come between two reads
         finding, seconds = answer or (late, time.monotonic() - self._started)
-        status = "warning" if finding.status == "failed" and check.severity == "warning" else finding.status
-        known = {name: getattr(check, name) for name in ("id", "title", "severity", "tier", "symptoms")}
-        return CheckResult(**known, status=status, detail=finding.detail, fix=finding.fix, seconds=round(seconds, 3))
+        if finding.status == "failed" and check.severity == "warning":
+            status = "warning"
+        else:
+            status = finding.status
+        known = {
+            name: getattr(check, name) for name in ("id", "title", "severity", "tier", "symptoms")
+        }
+        return CheckResult(
+            **known,
+            status=status,
+            detail=finding.detail,
+            fix=finding.fix,
+            seconds=round(seconds, 3),
+        )
 
     def _run(self) -> None:
         try:
@@ -179,7 +220,14 @@ def _lines(result: CheckResult, width: int) -> list[str]:
 
 
 def _summary(results: Sequence[CheckResult]) -> str:
-    names: dict[Status, str] = {"passed": "passed", "failed": "failed", "warning": "warned", "skipped": "skipped"}
-    counts = {name: sum(result.status == status for result in results) for status, name in names.items()}
+    names: dict[Status, str] = {
+        "passed": "passed",
+        "failed": "failed",
+        "warning": "warned",
+        "skipped": "skipped",
+    }
+    counts = {
+        name: sum(result.status == status for result in results) for status, name in names.items()
+    }
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return f"preflight: {said or 'no checks'}"

@@ -1,4 +1,6 @@
-"""Process control: end children with their parent, inspect processes, handle signals, and survive closed outputs."""
+"""Process control: end children with their parent, inspect processes, handle signals, and survive
+closed outputs.
+"""
 
 import contextlib
 import ctypes
@@ -24,16 +26,20 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for any reason.
+    """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for
+    any reason.
 
-    The kernel watches the parent *thread*: a thread that starts such a process must live as long as the parent does. If
-    the parent `parent_pid` has already died, this process exits.
+    The kernel watches the parent *thread*: a thread that starts such a process must live as long as
+    the parent does. If the parent `parent_pid` has already died, this process exits.
 
     Returns:
         False on systems other than Linux. The caller must then detect the parent's end in another way, such as by the
             end of a pipe.
     """
-    expected = os.getppid() if parent_pid is None else parent_pid
+    if parent_pid is None:
+        expected = os.getppid()
+    else:
+        expected = parent_pid
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -45,14 +51,17 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 
 
 def tie_forked_children() -> None:
-    """Have the kernel kill the processes that the main thread forks (data-loader workers) when this process ends.
+    """Have the kernel kill the processes that the main thread forks (data-loader workers) when this
+    process ends.
 
-    Grandchildren are not affected. Children of other threads are not affected either, because those threads may end
-    before this process.
+    Grandchildren are not affected. Children of other threads are not affected either, because those
+    threads may end before this process.
     """
     if not sys.platform.startswith("linux"):
         return
-    own, libc, by_main_thread = os.getpid(), ctypes.CDLL(None), [False]
+    own = os.getpid()
+    libc = ctypes.CDLL(None)
+    by_main_thread = [False]
 
     def before() -> None:
         by_main_thread[0] = threading.current_thread() is threading.main_thread()
@@ -74,18 +83,25 @@ class ProcessStat:
     group: int
     session: int
     threads: int  # number of threads
-    started_ticks: int  # start in clock ticks since boot, which identifies a process if its id is reused
+    started_ticks: (
+        int  # start in clock ticks since boot, which identifies a process if its id is reused
+    )
     wait_status: int  # as of wait(2), of a process that has ended
     cpu_ticks: int  # clock ticks of CPU time that its threads have used
 
     @property
     def living(self) -> bool:
-        """Whether the process is alive. A zombie with several threads is alive: only its main thread has ended."""
+        """Whether the process is alive.
+
+        A zombie with several threads is alive: only its main thread has ended.
+        """
         return self.state not in ("Z", "X") or self.threads > 1
 
 
 def read_system_file(path: Path | str) -> str:
-    """Return the stripped text of a file in /proc or /sys; "" if it does not exist or cannot be read."""
+    """Return the stripped text of a file in /proc or /sys; "" if it does not exist or cannot be
+    read.
+    """
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
@@ -93,9 +109,13 @@ def read_system_file(path: Path | str) -> str:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Read the status of a process. Return None if the process is gone or the system has no /proc."""
+    """Read the status of a process.
+
+    Return None if the process is gone or the system has no /proc.
+    """
     try:
-        # The second field is the command in parentheses, which may contain anything: count from its end.
+        # The second field is the command in parentheses, which may contain anything: count from its
+        # end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
         ticks = int(fields[11]) + int(fields[12])
@@ -112,15 +132,18 @@ def all_processes() -> Iterator[ProcessStat]:
     except OSError:
         return
     for number in numbers:
-        if (stat := process_stat(number)) is not None and stat.living:
+        stat = process_stat(number)
+        if stat is not None and stat.living:
             yield stat
 
 
-def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
+def descendants(
+    root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()
+) -> list[ProcessStat]:
     """Return the living processes below `root`, which must be a subreaper.
 
-    The function follows the kernel's lists of children. If these yield nothing, it examines the parents of all
-    processes.
+    The function follows the kernel's lists of children. If these yield nothing, it examines the
+    parents of all processes.
 
     Args:
         spare: ids of processes to leave out; their descendants are still returned.
@@ -133,7 +156,9 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
         children_of_threads: list[int] = []
         with contextlib.suppress(OSError, ValueError):
             for thread in os.listdir(f"/proc/{parent}/task"):
-                children_of_threads += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+                children_of_threads += map(
+                    int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
+                )
         for pid in children_of_threads:
             if pid in spare_trees or (stat := process_stat(pid)) is None:
                 continue
@@ -143,7 +168,9 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
     return found or _descendants_by_parent(root, spare, spare_trees)
 
 
-def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Collection[int]) -> list[ProcessStat]:
+def _descendants_by_parent(
+    root: int, spare: Collection[int], spare_trees: Collection[int]
+) -> list[ProcessStat]:
     by_parent = group_by_key((stat.parent, stat) for stat in all_processes())
     found: list[ProcessStat] = []
     ahead = [root]
@@ -155,7 +182,10 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit code of a zombie child of `parent`: -N if signal N killed it. Return None for others."""
+    """Return the exit code of a zombie child of `parent`: -N if signal N killed it.
+
+    Return None for others.
+    """
     stat = process_stat(pid)
     if stat is None or stat.state != "Z" or stat.parent != parent or stat.threads > 1:
         return None
@@ -171,15 +201,21 @@ def children(pid: int) -> list[int]:
 def available_bytes() -> int | None:
     """Return the machine's available memory in bytes (MemAvailable), or None if it is unknown."""
     found = read_system_file("/proc/meminfo").partition("MemAvailable:")[2].split()
-    return int(found[0]) * 1024 if found else None
+    if found:
+        return int(found[0]) * 1024
+    return None
 
 
-# By version of cgroups: the files with limit and use, and the lines of memory.stat that count the page cache, which the
-# kernel drops before it kills a process.
+# By version of cgroups: the files with limit and use, and the lines of memory.stat that count the
+# page cache, which the kernel drops before it kills a process.
 _CGROUPS = Path("/sys/fs/cgroup")
 _CGROUP_FILES = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    "memory": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
 }
 _NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
 
@@ -190,10 +226,16 @@ def memory_left() -> dict[str, int]:
     A container has the limit of its cgroup and those of the cgroups around it.
     """
     available = available_bytes()
-    left = {} if available is None else {"available on this machine": available}
+    if available is None:
+        left = {}
+    else:
+        left = {"available on this machine": available}
     for line in read_system_file("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        version = "memory" if "memory" in controllers.split(",") else controllers
+        if "memory" in controllers.split(","):
+            version = "memory"
+        else:
+            version = controllers
         if version not in _CGROUP_FILES:
             continue
         limit, use, cached = _CGROUP_FILES[version]
@@ -209,39 +251,58 @@ def memory_left() -> dict[str, int]:
 
 
 def host_bytes_left() -> float:
-    """Return the bytes that can still be allocated on this machine or in this container; infinity if unknown."""
+    """Return the bytes that can still be allocated on this machine or in this container; infinity
+    if unknown.
+    """
     return min(memory_left().values(), default=math.inf)
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …), or "" if it is gone."""
+    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …), or ""
+    if it is gone.
+    """
     stat = process_stat(pid)
-    return "" if stat is None else stat.state
+    if stat is None:
+        return ""
+    return stat.state
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, including real-time signals, which `signal.Signals` does not name."""
+    """Return the name of a signal, including real-time signals, which `signal.Signals` does not
+    name.
+    """
     try:
         return signal.Signals(number).name
     except ValueError:
-        first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
-        return f"SIGRTMIN+{number - first}" if first <= number <= last else f"signal {number}"
+        first = getattr(signal, "SIGRTMIN", 0)
+        last = getattr(signal, "SIGRTMAX", 0)
+        if first <= number <= last:
+            return f"SIGRTMIN+{number - first}"
+        return f"signal {number}"
 
 
 class AwakeClock:
-    """Clock that stops while this process is paused, for measuring how long other processes have been silent.
+    """Clock that stops while this process is paused, for measuring how long other processes have
+    been silent.
 
-    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of the whole process
-    (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most `longest_turn_seconds`.
+    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of
+    the whole process (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most
+    `longest_turn_seconds`.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
-        self._now, self._longest = now, longest_turn_seconds
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25
+    ) -> None:
+        self._now = now
+        self._longest = longest_turn_seconds
         self._last = now()
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Add the time since the last call. Return the total in seconds. The main loop calls this in each iteration."""
+        """Add the time since the last call.
+
+        Return the total in seconds. The main loop calls this in each iteration.
+        """
         now = self._now()
         self.seconds += min(max(now - self._last, 0.0), self._longest)
         self._last = now
@@ -249,25 +310,34 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than `limit_seconds`.
+    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than
+    `limit_seconds`.
 
-    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not count.
+    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not
+    count.
     """
 
     def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._awake = limit_seconds, AwakeClock(now, longest_turn_seconds=2.0)
+        self._limit = limit_seconds
+        self._awake = AwakeClock(now, longest_turn_seconds=2.0)
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Map each process stopped for over `limit_seconds` to its seconds in that state. Call this once per second."""
+        """Map each process stopped for over `limit_seconds` to its seconds in that state.
+
+        Call this once per second.
+        """
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
-        return {pid: awake - since for pid, since in self._since.items() if awake - since > self._limit}
+        return {
+            pid: awake - since for pid, since in self._since.items() if awake - since > self._limit
+        }
 
 
 def exit_when_interrupted() -> None:
-    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with code 75.
+    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with
+    code 75.
 
     A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
     """
@@ -284,7 +354,9 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """Signal handler that kills all descendants and exits with 128 + the signal's number, as a shell does."""
+    """Signal handler that kills all descendants and exits with 128 + the signal's number, as a
+    shell does.
+    """
     _end_descendants()
     os._exit(128 + number)
 
@@ -296,7 +368,8 @@ def _end_descendants() -> None:
 
 
 def ignore_lost_readers() -> None:
-    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop the output.
+    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop
+    the output.
 
     Otherwise the next line of output raises BrokenPipeError in the middle of the work.
     """
@@ -309,19 +382,28 @@ def ignore_lost_readers() -> None:
             continue
         raw = io.BufferedWriter(_LastingOutput(descriptor, "wb", closefd=False))
         lasting = io.TextIOWrapper(
-            raw, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+            raw,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
         )
         setattr(sys, name, lasting)
 
 
 class _LastingOutput(io.FileIO):
-    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk rejects."""
+    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk
+    rejects.
+    """
 
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # space may be free again later
+            if error.errno in (
+                errno.ENOSPC,
+                errno.EDQUOT,
+                errno.EFBIG,
+            ):  # space may be free again later
                 return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
@@ -332,7 +414,10 @@ class _LastingOutput(io.FileIO):
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command of the command line and return its exit code. An expected error becomes a message on stderr."""
+    """Run a command of the command line and return its exit code.
+
+    An expected error becomes a message on stderr.
+    """
     try:
         code = command()
         sys.stdout.flush()
@@ -345,26 +430,36 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def silence_stdout() -> int:
-    """Discard further output after a BrokenPipeError on stdout (`… | head`). Return 141, the exit code for SIGPIPE."""
+    """Discard further output after a BrokenPipeError on stdout (`… | head`).
+
+    Return 141, the exit code for SIGPIPE.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def run_benchmarks(arguments: list[str]) -> NoReturn:
-    """Replace this process with `python -m benchmarks ARGUMENTS`. Outside a source checkout, exit with code 2."""
+    """Replace this process with `python -m benchmarks ARGUMENTS`.
+
+    Outside a source checkout, exit with code 2.
+    """
     root = IMPORT_ROOT
     if not (root / "benchmarks").is_dir():
-        print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)
+        print(
+            "benchmarks are part of the source checkout only: clone the repository to run them",
+            file=sys.stderr,
+        )
         sys.exit(2)
     environment = {**os.environ, "PYTHONPATH": python_path()}
     os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
 
 
 class MessageReader:
-    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
+    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or
+    socket.
 
-    Args:
-        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are available.
+    Args: receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none
+        are available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -372,10 +467,12 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass each available message to `note`. Return False if no more messages can follow, else True.
+        """Pass each available message to `note`.
 
-        No more messages can follow at the end of the pipe, after a read error, or after bytes that are not a message.
-        Such bytes come from another process.
+        Return False if no more messages can follow, else True.
+
+        No more messages can follow at the end of the pipe, after a read error, or after bytes that
+        are not a message. Such bytes come from another process.
         """
         while True:
             try:

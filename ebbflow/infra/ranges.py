@@ -1,4 +1,6 @@
-"""Read byte ranges of local files into existing memory, without copying and without holding the GIL."""
+"""Read byte ranges of local files into existing memory, without copying and without holding the
+GIL.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,10 +15,13 @@ _MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Read a part of an object in a local store into buffers. Yield each block of memory as soon as it is filled.
+    """Read a part of an object in a local store into buffers.
 
-    The part begins at byte `start` of the object. The buffers are filled in order and completely. A block has at most
-    `block_bytes`, so that its bytes are still in the CPU cache when the caller computes their checksum.
+    Yield each block of memory as soon as it is filled.
+
+    The part begins at byte `start` of the object. The buffers are filled in order and completely. A
+    block has at most `block_bytes`, so that its bytes are still in the CPU cache when the caller
+    computes their checksum.
 
     Raises:
         ObjectNotFound: there is no such object.
@@ -50,13 +55,15 @@ def _blocks(buffers: Sequence[memoryview], block_bytes: int) -> Iterator[list[me
             buffer = buffer[len(block[-1]) :]
             if room == 0 or len(block) == _MOST_BUFFERS:
                 yield block
-                block, room = [], block_bytes
+                block = []
+                room = block_bytes
     if block:
         yield block
 
 
 def _fill(descriptor: int, start: int, block: list[memoryview], what: str) -> int:
-    left, at = block, start
+    left = block
+    at = start
     while left:
         try:
             count = os.preadv(descriptor, left, at)
@@ -64,10 +71,13 @@ def _fill(descriptor: int, start: int, block: list[memoryview], what: str) -> in
             raise StoreError(f"{what}: {error}") from error
         if count == 0:
             expected = sum(map(len, block))
-            raise StoreError(f"{what}: {at - start} bytes at {start}, expected {expected}: truncated")
+            raise StoreError(
+                f"{what}: {at - start} bytes at {start}, expected {expected}: truncated"
+            )
         at += count
         while left and count >= len(left[0]):
-            count, left = count - len(left[0]), left[1:]
+            count = count - len(left[0])
+            left = left[1:]
         if left and count:
             left = [left[0][count:], *left[1:]]
     return at - start

@@ -1,16 +1,18 @@
-"""Logs of the ranks: the record of one line, reading and merging of records, and the command `ebbflow logs`.
+"""Logs of the ranks: the record of one line, reading and merging of records, and the command
+`ebbflow logs`.
 
 A record is one line of JSON with these fields:
 
-    {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text", "start", "end"}
+    {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text",
+    "start", "end"}
 
-t is the time at which the agent read the line, usually within 50 ms after the rank wrote the line. start and end are
-the line's byte offsets in the rank's raw log, line feed included. They show which records are duplicates, and which
-lines have no record.
+t is the time at which the agent read the line, usually within 50 ms after the rank wrote the line.
+start and end are the line's byte offsets in the rank's raw log, line feed included. They show which
+records are duplicates, and which lines have no record.
 
-On this machine, a rank writes its raw log to `logs/<generation>-<id>/rank-N.log`, and its agent writes the records to
-`rank-N.jsonl` beside it. Agents also put records into the store, several per object (a segment). A line found in both
-places is shown once.
+On this machine, a rank writes its raw log to `logs/<generation>-<id>/rank-N.log`, and its agent
+writes the records to `rank-N.jsonl` beside it. Agents also put records into the store, several per
+object (a segment). A line found in both places is shown once.
 """
 
 from __future__ import annotations
@@ -52,15 +54,21 @@ class LogLine:
     start: int
     end: int
     more: bool = False  # whether the line was too long and continues in the next record
-    dropped: int = 0  # number of bytes after `end` that have no record, because the rank printed more than is kept
+    # number of bytes after `end` that have no record, because the rank printed more than is kept
+    dropped: int = 0
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Key that only copies of this record share. Records of a deleted job with the same name have other keys."""
+        """Key that only copies of this record share.
+
+        Records of a deleted job with the same name have other keys.
+        """
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON that is safe to print, without empty optional fields."""
+        """Return the record as one line of JSON that is safe to print, without empty optional
+        fields.
+        """
         record = dict(self.__dict__)
         for name in ("more", "dropped"):
             if not record[name]:
@@ -72,17 +80,30 @@ class LogLine:
         """Parse a record. Raises ValueError or TypeError if the line is not a record."""
         record = cls(**json.loads(line))
         places = (record.generation, record.node, record.rank, record.start, record.end)
-        if not isinstance(record.t, str) or not isinstance(record.text, str) or not all(type(x) is int for x in places):
+        if (
+            not isinstance(record.t, str)
+            or not isinstance(record.text, str)
+            or not all(type(x) is int for x in places)
+        ):
             raise ValueError("a field has another type")
         return record
 
     def render(self) -> str:
-        step = "step ?" if self.step is None else f"step {self.step}"
-        return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {escape_controls(self.text)}"
+        if self.step is None:
+            step = "step ?"
+        else:
+            step = f"step {self.step}"
+        return (
+            f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | "
+            f"{escape_controls(self.text)}"
+        )
 
 
 def utc_text(unix_seconds: float) -> str:
-    """Format a Unix time as ISO 8601 in UTC with milliseconds. Sorting such texts sorts them by time."""
+    """Format a Unix time as ISO 8601 in UTC with milliseconds.
+
+    Sorting such texts sorts them by time.
+    """
     milliseconds = round(unix_seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
@@ -91,19 +112,25 @@ def utc_text(unix_seconds: float) -> str:
 def escape_controls(text: str) -> str:
     """Return a line of a rank's output without colours, and with other control characters escaped.
 
-    A progress bar that overwrites itself is reduced to its last state, preceded by the number of overwritten states.
+    A progress bar that overwrites itself is reduced to its last state, preceded by the number of
+    overwritten states.
     """
     parts = [part for part in strip_colours(text).split("\r") if part.strip()]
     if not parts:
         return ""
-    overwritten = f"[{len(parts) - 1} overwritten] " if len(parts) > 1 else ""
+    if len(parts) > 1:
+        overwritten = f"[{len(parts) - 1} overwritten] "
+    else:
+        overwritten = ""
     return overwritten + printable(parts[-1].rstrip("\n")).replace("\n", "\\u000a")
 
 
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
-    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a UTF-8 character.
+    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a
+    UTF-8 character.
 
-    For each piece, return its bytes including any line feed, and whether the line continues in the next piece.
+    For each piece, return its bytes including any line feed, and whether the line continues in the
+    next piece.
 
     at_end: no more data will follow. An incomplete last line is then returned too.
     """
@@ -128,12 +155,22 @@ def _whole_characters(piece: bytes) -> bytes:
         byte = piece[-tail]
         if byte & 0xC0 == 0x80:
             continue
-        needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-        return piece[:-tail] if needed > tail else piece
+        if byte >= 0xF0:
+            needed = 4
+        elif byte >= 0xE0:
+            needed = 3
+        elif byte >= 0xC0:
+            needed = 2
+        else:
+            needed = 1
+        if needed > tail:
+            return piece[:-tail]
+        return piece
     return piece
 
 
-# Limit for a raw log without records (its agent was killed): the newest part, as large as records would be.
+# Limit for a raw log without records (its agent was killed): the newest part, as large as records
+# would be.
 _UNRECORDED_BYTES = 64 * 1024 * 1024
 _READERS = 16
 _SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
@@ -148,7 +185,9 @@ class JobLogs:
     """The log lines of a job, with warnings about files that could not be read completely."""
 
     lines: list[LogLine] = field(default_factory=list)  # sorted by time
-    notices: list[str] = field(default_factory=list)  # warnings of files that were not read completely
+    notices: list[str] = field(
+        default_factory=list
+    )  # warnings of files that were not read completely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +198,10 @@ class LogFilter:
     rank: int | None = None
     node: int | None = None
     generation: int | None = None
-    around_step: int | None = None  # only the lines nearest to this step, with lines before and after them
-    lines: int | None = None  # how many before and after the nearest; without around_step, how many at the end
+    # Only the lines nearest to this step, with lines before and after them
+    around_step: int | None = None
+    # How many before and after the nearest; without around_step, how many at the end
+    lines: int | None = None
 
     def matches(self, line: LogLine) -> bool:
         pairs = ((self.rank, line.rank), (self.node, line.node), (self.generation, line.generation))
@@ -168,15 +209,20 @@ class LogFilter:
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
-    """Read all log lines of a job from its folders on this machine and from its part of each store. Raises StoreError.
+    """Read all log lines of a job from its folders on this machine and from its part of each store.
 
-    Each of the folders has a subfolder `logs/`. A line found in several places is returned once. A damaged line is
-    skipped, with a warning in the result.
+    Raises StoreError.
+
+    Each of the folders has a subfolder `logs/`. A line found in several places is returned once. A
+    damaged line is skipped, with a warning in the result.
     """
-    logs, found = JobLogs(), {}
+    logs = JobLogs()
+    found = {}
     for folder in folders:
         files = (folder / "logs").glob("*-*/rank-*.*")
-        for path in sorted({path.with_suffix(".log") for path in files if path.suffix in (".log", ".jsonl")}):
+        for path in sorted(
+            {path.with_suffix(".log") for path in files if path.suffix in (".log", ".jsonl")}
+        ):
             for line in _read_rank(path, logs.notices):
                 found.setdefault(line.identity, line)
     for store in stores:
@@ -185,19 +231,25 @@ def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
             for key, segment in zip(keys, pool.map(store.get, keys), strict=True):
                 for line in _parse(segment, f"{store.uri}/{key}", logs.notices):
                     found.setdefault(line.identity, line)
-    logs.lines = sorted(found.values(), key=lambda line: (line.t, line.generation, line.node, line.rank, line.start))
+    logs.lines = sorted(
+        found.values(), key=lambda line: (line.t, line.generation, line.node, line.rank, line.start)
+    )
     return logs
 
 
 def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
     matching = [line for line in lines if wanted.matches(line)]
     if wanted.around_step is None:
-        return matching if wanted.lines is None else matching[max(0, len(matching) - wanted.lines) :]
+        if wanted.lines is None:
+            return matching
+        return matching[max(0, len(matching) - wanted.lines) :]
     return _around(matching, wanted.around_step, 10 if wanted.lines is None else wanted.lines)
 
 
 def render_lines(lines: Sequence[LogLine]) -> str:
-    """Summarize log lines in one line of text: how many there are, and their generations, nodes, ranks and steps."""
+    """Summarize log lines in one line of text: how many there are, and their generations, nodes,
+    ranks and steps.
+    """
     if not lines:
         return "no lines at all"
     parts = [f"{len(lines)} lines"]
@@ -211,15 +263,19 @@ def render_lines(lines: Sequence[LogLine]) -> str:
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
     """Return the lines whose step is nearest to `step`, with `context` lines before and after them.
 
-    Often no line has exactly this step, since ranks do not print at every step. If lines of several generations are
-    equally near, return lines of each of these generations.
+    Often no line has exactly this step, since ranks do not print at every step. If lines of several
+    generations are equally near, return lines of each of these generations.
     """
     distances = [abs(line.step - step) for line in lines if line.step is not None]
     nearest = min(distances, default=None)
     chosen: list[LogLine] = []
     for generation in sorted({line.generation for line in lines if line.step is not None}):
         mine = [line for line in lines if line.generation == generation]
-        hits = [at for at, line in enumerate(mine) if line.step is not None and abs(line.step - step) == nearest]
+        hits = [
+            at
+            for at, line in enumerate(mine)
+            if line.step is not None and abs(line.step - step) == nearest
+        ]
         if hits:
             chosen += mine[max(0, hits[0] - context) : hits[-1] + context + 1]
     return chosen
@@ -228,7 +284,10 @@ def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
 def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
     records = raw.with_suffix(".jsonl")
     try:
-        data = records.read_bytes() if records.exists() else b""
+        if records.exists():
+            data = records.read_bytes()
+        else:
+            data = b""
         # A crash of the agent can cut the last record; its line is then read from the raw log.
         whole = data[: data.rfind(b"\n") + 1]
         lines = _parse(whole, str(records), notices)
@@ -239,7 +298,8 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Return records for the last lines of a raw log if the agent was killed before it recorded these lines.
+    """Return records for the last lines of a raw log if the agent was killed before it recorded
+    these lines.
 
     The time of these records is the raw log's time of modification.
     """
@@ -251,7 +311,10 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
         return []
     place = _place(raw, lines)
     if place is None:
-        notices.append(f"{raw}: {status.st_size - begin} bytes are in no record, and whose they are is not known")
+        notices.append(
+            f"{raw}: {status.st_size - begin} bytes are in no record, and whose they are is not "
+            "known"
+        )
         return []
     found: list[LogLine] = []
     common = {"t": utc_text(status.st_mtime), "step": None, "phase": None, **place}
@@ -259,29 +322,42 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
         parts = list(_ranges(log.fileno(), begin, status.st_size))
         if sum(end - start for start, end, is_hole in parts if not is_hole) > _UNRECORDED_BYTES:
             start = status.st_size - _UNRECORDED_BYTES
-            notices.append(f"{raw}: {start - begin} bytes are in no record and not shown; they stand there")
+            notices.append(
+                f"{raw}: {start - begin} bytes are in no record and not shown; they stand there"
+            )
             parts = list(_ranges(log.fileno(), start, status.st_size))
         for begin, end, is_hole in parts:
             if is_hole:
                 text = (
-                    f"[{end - begin} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+                    f"[{end - begin} bytes are left out here: the rank printed more than "
+                    "survival.rank_log_mib keeps]"
                 )
-                found.append(LogLine(text=text, start=begin, end=begin, dropped=end - begin, **common))
+                found.append(
+                    LogLine(text=text, start=begin, end=begin, dropped=end - begin, **common)
+                )
                 continue
             for piece, more in split_lines(os.pread(log.fileno(), end - begin, begin), at_end=True):
                 text = piece.removesuffix(b"\n").decode(errors="replace")
-                found.append(LogLine(text=text, start=begin, end=begin + len(piece), more=more, **common))
+                found.append(
+                    LogLine(text=text, start=begin, end=begin + len(piece), more=more, **common)
+                )
                 begin += len(piece)
     return found
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, is_hole) for each hole or data block in a part of a file. Agents punch holes to save space."""
+    """Yield (start, end, is_hole) for each hole or data block in a part of a file.
+
+    Agents punch holes to save space.
+    """
     while start < end:
         try:
             data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
         except OSError as error:  # ENXIO: only a hole up to the end
-            data = end if error.errno == errno.ENXIO else start
+            if error.errno == errno.ENXIO:
+                data = end
+            else:
+                data = start
         if data > start:
             yield start, data, True
         start = data
@@ -295,19 +371,27 @@ def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, b
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:
-    """Return the job, generation, node and rank of a raw log, from its records or its spec file; None if unknown."""
+    """Return the job, generation, node and rank of a raw log, from its records or its spec file;
+    None if unknown.
+    """
     if lines:
         return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}
     try:
         spec = json.loads(raw.with_suffix(".spec.json").read_text())
         rank = int(raw.stem.removeprefix("rank-"))
-        return {"job": spec["job"], "generation": spec["generation"], "node": spec["node"], "rank": rank}
+        return {
+            "job": spec["job"],
+            "generation": spec["generation"],
+            "node": spec["node"],
+            "rank": rank,
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _parse(data: bytes, where: str, notices: list[str]) -> list[LogLine]:
-    lines, damaged = [], []
+    lines = []
+    damaged = []
     for number, text in enumerate(data.split(b"\n"), start=1):
         if not text:
             continue
@@ -316,8 +400,13 @@ def _parse(data: bytes, where: str, notices: list[str]) -> list[LogLine]:
         except (ValueError, TypeError):
             damaged.append(number)
     if damaged:
-        which = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"
-        notices.append(f"{where}:{damaged[0]}: {which}, passed over; the raw log of the rank has the text")
+        if len(damaged) > 1:
+            which = f"{len(damaged)} damaged lines"
+        else:
+            which = "a damaged line"
+        notices.append(
+            f"{where}:{damaged[0]}: {which}, passed over; the raw log of the rank has the text"
+        )
     return lines
 
 
@@ -326,23 +415,40 @@ _REQUEST_SECONDS = 30.0
 
 
 def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the command `logs`. It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs."""
+    """Add the command `logs`.
+
+    It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs.
+    """
     command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
     command.add_argument("job", metavar="JOB", help="a job's name, or latest")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
     command.add_argument("--node", type=int, metavar="N", help="of this node only")
-    command.add_argument("--generation", type=int, metavar="G", help="of this start of the gang only")
-    command.add_argument("--around", type=_step, metavar="step:N", help="the lines nearest to that step")
-    command.add_argument("--lines", type=_count, metavar="K", help="the last K; with --around K before and after (10)")
-    command.add_argument("--json", action="store_true", help="the records as they are, one per line")
-    command.add_argument("--store", metavar="URI", help="the job's store, if this machine has no note of it")
+    command.add_argument(
+        "--generation", type=int, metavar="G", help="of this start of the gang only"
+    )
+    command.add_argument(
+        "--around", type=_step, metavar="step:N", help="the lines nearest to that step"
+    )
+    command.add_argument(
+        "--lines",
+        type=_count,
+        metavar="K",
+        help="the last K; with --around K before and after (10)",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="the records as they are, one per line"
+    )
+    command.add_argument(
+        "--store", metavar="URI", help="the job's store, if this machine has no note of it"
+    )
     command.set_defaults(command=lambda options: show_logs(options, project_root))
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     """Print the matching lines, and return the exit code.
 
-    The exit code is 0 on success, 1 if no line matches or the store does not answer, and 2 if the job is unknown.
+    The exit code is 0 on success, 1 if no line matches or the store does not answer, and 2 if the
+    job is unknown.
     """
     numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
     wanted = LogFilter(around_step=options.around, **numbers)
@@ -351,7 +457,10 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
         print(f"logs: {notice}", file=sys.stderr)
     chosen = filter_lines(logs.lines, wanted)
     if not chosen:
-        print(f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}", file=sys.stderr)
+        print(
+            f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}",
+            file=sys.stderr,
+        )
         return Outcome.FAILED.exit_code
     for line in chosen:
         print(line.to_json() if options.json else line.render())
@@ -365,23 +474,39 @@ class JobPlace:
     name: str  # name of the job
     uri: str  # URI of the store, or the path of its folder
     folders: list[Path]  # existing folders of the job on this machine
-    # the places that were searched, for error messages: a folder in runs/, and the job's part of the store
+    # the places that were searched, for error messages: a folder in runs/, and the job's part of
+    # the store
     looked: tuple[str, str]
 
     def open_store(self) -> Store | None:
-        """Open the job's part of its store. Return None if the store's folder does not exist. Raises StoreError."""
-        if "://" not in self.uri and not Path(self.uri).is_dir():  # opening it would create the folder
+        """Open the job's part of its store.
+
+        Return None if the store's folder does not exist. Raises StoreError.
+        """
+        if (
+            "://" not in self.uri and not Path(self.uri).is_dir()
+        ):  # opening it would create the folder
             return None
-        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS, create=False).sub(job_prefix(self.name))
+        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS, create=False).sub(
+            job_prefix(self.name)
+        )
 
 
 def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
     """Find a job by its name, or by "latest". Raises LayoutError if the name is invalid."""
     place = runs_folder(project_root) / job
-    name = place.resolve().name if place.exists() else check_job_name(job)
+    if place.exists():
+        name = place.resolve().name
+    else:
+        name = check_job_name(job)
     known = known_job(place)  # else the default store
-    uri = (store_uri or (str(runs_folder(project_root)) if known is None else known.store)).removeprefix("file://")
-    in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]
+    uri = (
+        store_uri or (str(runs_folder(project_root)) if known is None else known.store)
+    ).removeprefix("file://")
+    if "://" in uri:
+        in_store = []
+    else:
+        in_store = [Path(uri).resolve() / job_prefix(name)]
     folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
     return JobPlace(name, uri, folders, (str(place), f"{uri}/{job_prefix(name)}"))
 
@@ -389,8 +514,9 @@ def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
 def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
     """Read a job's logs from this machine and from the job's store.
 
-    If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown job), LayoutError
-    (invalid job name), StoreError (the store failed and this machine has no logs).
+    If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown
+    job), LayoutError (invalid job name), StoreError (the store failed and this machine has no
+    logs).
     """
     place = find_job(job, store_uri, project_root)
     try:
@@ -401,7 +527,9 @@ def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
         logs = read_logs(place.folders, [])
         if not logs.lines:
             raise
-        logs.notices.append(f"shown is what this machine has, the job's store does not answer: {error}")
+        logs.notices.append(
+            f"shown is what this machine has, the job's store does not answer: {error}"
+        )
         return logs
     if not place.folders:
         raise unknown_job(job, place, project_root)
@@ -409,7 +537,10 @@ def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
 
 
 def unknown_job(job: str, place: JobPlace, project_root: Path) -> LogsError:
-    """Return the error for an unknown job. It names the searched places and the newest jobs of this machine."""
+    """Return the error for an unknown job.
+
+    It names the searched places and the newest jobs of this machine.
+    """
     runs = runs_folder(project_root)
     found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
     newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]

@@ -1,4 +1,6 @@
-"""The packages that a job needs, with the supported versions of each package (the same ranges as in setup.cfg)."""
+"""The packages that a job needs, with the supported versions of each package (the same ranges as in
+setup.cfg).
+"""
 
 import platform
 import re
@@ -6,7 +8,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-OLDEST_PYTHON, NEWEST_PYTHON, TESTED_PYTHON = (3, 11), (3, 13), (3, 11)
+OLDEST_PYTHON = (3, 11)
+NEWEST_PYTHON = (3, 13)
+TESTED_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,20 @@ class Requirement:
         return f"{self.name}>={_dotted(self.least)},<{_dotted(self.below)}"
 
     def installed(self) -> str | None:
-        """Return the installed version, or None if the package is missing. The package is not imported."""
+        """Return the installed version, or None if the package is missing.
+
+        The package is not imported.
+        """
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError:
             return None
 
     def is_supported(self, version: str) -> bool:
-        """Return whether a version is in the range. A local suffix is ignored: 2.13.0+cpu counts as 2.13.0."""
+        """Return whether a version is in the range.
+
+        A local suffix is ignored: 2.13.0+cpu counts as 2.13.0.
+        """
         return self.least <= _numbers(version) < self.below
 
     def is_tested(self, version: str) -> bool:
@@ -59,8 +69,12 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, of the NVIDIA driver and of the required packages, without those not installed."""
-    driver = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", DRIVER_FILE.read_text() if DRIVER_FILE.exists() else "")
+    """Return the versions of Python, of the NVIDIA driver and of the required packages, without
+    those not installed.
+    """
+    driver = re.search(
+        r"\b([0-9]{3,}\.[0-9.]+)\b", DRIVER_FILE.read_text() if DRIVER_FILE.exists() else ""
+    )
     versions = {"python": platform.python_version(), "NVIDIA driver": driver and driver[1]}
     versions |= {requirement.name: requirement.installed() for requirement in REQUIREMENTS}
     return {name: version for name, version in versions.items() if version}

@@ -1,7 +1,7 @@
 """Retries with exponential backoff until a deadline, and a time limit for calls that may hang.
 
-The package tenacity is not used, because it cannot limit the number of tries by the kind of error, nor count the
-duration of the call itself towards the deadline.
+The package tenacity is not used, because it cannot limit the number of tries by the kind of error,
+nor count the duration of the call itself towards the deadline.
 """
 
 import random
@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield random pauses in seconds, without end. Their upper limit doubles until it reaches `longest_seconds`.
+    """Yield random pauses in seconds, without end.
+
+    Their upper limit doubles until it reaches `longest_seconds`.
 
     Randomness keeps processes that failed together from retrying together.
     """
@@ -36,34 +38,37 @@ def retry(
     pauses: Iterator[float] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call a function until it succeeds, and return its result. Stop at the deadline or if an error is not `curable`.
+    """Call a function until it succeeds, and return its result.
 
-    Args:
-        left: returns the seconds until the deadline. There is another try only if the next pause ends before the
-        deadline.
-        curable: takes an exception and the number of tries so far, and returns whether another try may help.
-        give_up: takes the last exception and the number of tries, and returns the exception to raise.
-        pauses: seconds to wait between tries; default: `backoff_pauses()`.
-        sleep: waits for a number of seconds.
+    Stop at the deadline or if an error is not `curable`.
+
+    Args: left: returns the seconds until the deadline. There is another try only if the next pause
+        ends before the deadline. curable: takes an exception and the number of tries so far, and
+        returns whether another try may help. give_up: takes the last exception and the number of
+        tries, and returns the exception to raise. pauses: seconds to wait between tries; default:
+        `backoff_pauses()`. sleep: waits for a number of seconds.
     """
     for tries, pause in enumerate(pauses or backoff_pauses(), start=1):
         try:
             return call()
         except Exception as error:
             if not curable(error, tries) or pause >= left():
-                if (final := give_up(error, tries)) is error:
+                final = give_up(error, tries)
+                if final is error:
                     raise
                 raise final from error
         sleep(pause)
     raise AssertionError("pauses never end")
 
 
-def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
+def call_within(
+    seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]
+) -> T:
     """Call a function with a time limit. Return its result, or raise its exception.
 
-    The call runs in a daemon thread, because name servers, sources of credentials, file systems and foreign libraries
-    can hang and cannot be interrupted. A call that never returns is abandoned, and does not keep the process from
-    exiting.
+    The call runs in a daemon thread, because name servers, sources of credentials, file systems and
+    foreign libraries can hang and cannot be interrupted. A call that never returns is abandoned,
+    and does not keep the process from exiting.
 
     Args:
         seconds: time limit. At 0 or less the function is not called.

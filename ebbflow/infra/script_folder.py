@@ -25,32 +25,50 @@ _SECRET = re.compile(
 
 
 class ScriptFolderError(InfraError, outcome=Outcome.CONFIG):
-    """Error: the folder of a script cannot be sent to other machines. The message names the file and the fix."""
+    """Error: the folder of a script cannot be sent to other machines.
+
+    The message names the file and the fix.
+    """
 
 
 def pack_script(config: RunConfig, store: Store) -> str:
-    """Put an archive of the script's folder into the store. Return the archive's hash, which is part of its key.
+    """Put an archive of the script's folder into the store.
 
-    In a git checkout, the archive contains only files that git does not ignore. Raises ScriptFolderError if a file may
-    be a secret or is too large.
+    Return the archive's hash, which is part of its key.
+
+    In a git checkout, the archive contains only files that git does not ignore. Raises
+    ScriptFolderError if a file may be a secret or is too large.
     """
     assert config.script is not None
-    folder, content = Path(config.script).parent, io.BytesIO()
+    folder = Path(config.script).parent
+    content = io.BytesIO()
     if not Path(config.script).is_file():
-        raise ScriptFolderError(f"script {config.script}: no such file; fix: give the path of a Python file")
+        raise ScriptFolderError(
+            f"script {config.script}: no such file; fix: give the path of a Python file"
+        )
     total = 0
     with tarfile.open(fileobj=content, mode="w") as archive:
         for path in _files(folder):
-            name, size = str(path.relative_to(folder)), path.stat().st_size
+            name = str(path.relative_to(folder))
+            size = path.stat().st_size
             fix = "move it out of the script's folder, or let git ignore it"
             if _SECRET.fullmatch(path.name):
-                raise ScriptFolderError(f"{path} looks like a secret, and the folder would be copied; fix: {fix}")
+                raise ScriptFolderError(
+                    f"{path} looks like a secret, and the folder would be copied; fix: {fix}"
+                )
             total += size
             if size > _LARGEST_FILE_BYTES or total > _LARGEST_FOLDER_BYTES:
-                what = f"{size / 2**20:.1f} MiB, limit 10 MiB" if size > _LARGEST_FILE_BYTES else "over 100 MiB in all"
-                raise ScriptFolderError(f"{path}: {what}; fix: {fix}, and read data from the store or another bucket")
+                if size > _LARGEST_FILE_BYTES:
+                    what = f"{size / 2**20:.1f} MiB, limit 10 MiB"
+                else:
+                    what = "over 100 MiB in all"
+                raise ScriptFolderError(
+                    f"{path}: {what}; fix: {fix}, and read data from the store or another bucket"
+                )
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = size, path.stat().st_mode & 0o777  # no times, so equal files have equal archives
+            # no times, so equal files have equal archives
+            entry.size = size
+            entry.mode = path.stat().st_mode & 0o777
             with path.open("rb") as file:
                 archive.addfile(entry, file)
     data = content.getvalue()
@@ -62,7 +80,8 @@ def pack_script(config: RunConfig, store: Store) -> str:
 def find_script(script: str, sha256: str | None, store: Store) -> Path:
     """Return the script's path on this machine. Raises ScriptFolderError.
 
-    If `sha256` is given, the script's folder is in the store as an archive, which the first call unpacks.
+    If `sha256` is given, the script's folder is in the store as an archive, which the first call
+    unpacks.
     """
     path = Path(script)
     if sha256 is None:
@@ -71,8 +90,13 @@ def find_script(script: str, sha256: str | None, store: Store) -> Path:
     if not folder.is_dir():
         data = store.get(script_key(sha256))
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise ScriptFolderError(f"{store.uri}/{script_key(sha256)} is damaged; fix: start the job again")
-        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh, tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            raise ScriptFolderError(
+                f"{store.uri}/{script_key(sha256)} is damaged; fix: start the job again"
+            )
+        with (
+            tempfile.TemporaryDirectory(dir=folder.parent) as fresh,
+            tarfile.open(fileobj=io.BytesIO(data)) as archive,
+        ):
             archive.extractall(fresh, filter="data")
             try:
                 os.rename(fresh, folder)
@@ -81,12 +105,23 @@ def find_script(script: str, sha256: str | None, store: Store) -> Path:
                 if not folder.is_dir():
                     raise
     if folder.stat().st_uid != os.getuid():
-        raise ScriptFolderError(f"{folder} belongs to another user; fix: delete it, or set TMPDIR to a folder of yours")
+        raise ScriptFolderError(
+            f"{folder} belongs to another user; fix: delete it, or set TMPDIR to a folder of yours"
+        )
     return folder / path.name
 
 
 def _files(folder: Path) -> list[Path]:
-    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     with contextlib.suppress(OSError):  # git is not installed
         listed = subprocess.run(command, capture_output=True, check=False)
         if listed.returncode == 0:
@@ -96,5 +131,9 @@ def _files(folder: Path) -> list[Path]:
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".") and not name.endswith(".pyc")]
+        found += [
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") and not name.endswith(".pyc")
+        ]
     return sorted(path for path in found if path.is_file())

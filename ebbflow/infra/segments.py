@@ -1,16 +1,20 @@
-"""Segments of the event log: write one with its checksums, and read and verify all segments of a job.
+"""Segments of the event log: write one with its checksums, and read and verify all segments of a
+job.
 
-A segment is an object with one event per line. Its last line is a seal with the checksums of the events:
+A segment is an object with one event per line. Its last line is a seal with the checksums of the
+events:
 
-    {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of the seal}
+    {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of
+    the seal}
 
-The seal names its own segment, which reveals copied, joined, emptied and truncated segments. Each writer numbers its
-segments, which reveals lost segments; `last` marks the writer's final segment. Segments of version 1 have no seal and
-are read without verification.
+The seal names its own segment, which reveals copied, joined, emptied and truncated segments. Each
+writer numbers its segments, which reveals lost segments; `last` marks the writer's final segment.
+Segments of version 1 have no seal and are read without verification.
 
-S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object from a listing for a while, although it
-can be read by its name. Two things help to find such an object: each writer's segments are numbered, so the next number
-can be requested; and the events of a generation show which processes must have written segments.
+S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object from a listing for a
+while, although it can be read by its name. Two things help to find such an object: each writer's
+segments are numbered, so the next number can be requested; and the events of a generation show
+which processes must have written segments.
 """
 
 import json
@@ -31,8 +35,11 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 
 _READERS = 16
-_FILES_TOGETHER, _MOST_HELD = 64, 512  # segments that are read in one guarded call, and held in memory at a time
-_PATIENCE_SECONDS = 2.0  # wait for writers without any listed segment; most were killed before they wrote
+# segments that are read in one guarded call, and held in memory at a time
+_FILES_TOGETHER = 64
+_MOST_HELD = 512
+# Wait for writers without any listed segment; most were killed before they wrote
+_PATIENCE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.25
 _NAME = re.compile(r"(events/\d+/.+)-(\d{6})\.(\w+)\.jsonl")
 _SEAL_VERSION = 2
@@ -43,7 +50,9 @@ _MOST_NODES = 100_000  # limit for a generation: a larger number is damage
 
 @dataclass(frozen=True)
 class Damage:
-    """A damage record: a part of the event log that is missing, unreadable or does not match its checksums."""
+    """A damage record: a part of the event log that is missing, unreadable or does not match its
+    checksums.
+    """
 
     segment: str  # key of the segment
     what: str  # description of the damage
@@ -83,17 +92,25 @@ class Unsealed:
 
     lines: list[Line]  # the event lines, without copies
     damage: list[Damage]  # everything that cannot be used
-    writers: set[tuple[str, str]]  # processes with segments, as (prefix of the key, random text in the key)
+    writers: set[
+        tuple[str, str]
+    ]  # processes with segments, as (prefix of the key, random text in the key)
     open_writers: set[tuple[str, str]]  # writers of sealed segments, none of them marked `last`
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the bytes of a segment: JSON lines of events, then the seal (a line with their checksums).
+    """Return the bytes of a segment: JSON lines of events, then the seal (a line with their
+    checksums).
 
     last: whether this is the writer's final segment.
     """
     encoded = [line.encode() for line in lines]
-    seal = {"seal": _SEAL_VERSION, "segment": key, "checksums": [_checksum(line) for line in encoded], "last": last}
+    seal = {
+        "seal": _SEAL_VERSION,
+        "segment": key,
+        "checksums": [_checksum(line) for line in encoded],
+        "last": last,
+    }
     body = json.dumps(seal, separators=(",", ":")).encode()
     sealed = body[:-1] + f',"checksum":"{_checksum(body)}"}}'.encode()
     return b"\n".join([*encoded, sealed]) + b"\n"
@@ -102,8 +119,8 @@ def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
 def unseal(segments: Segments, *, gaps: bool = True) -> Unsealed:
     """Verify the segments and return their event lines.
 
-    Args:
-        gaps: Whether a missing number between a writer's segments is damage. False if `segments` is a part of the log.
+    Args: gaps: Whether a missing number between a writer's segments is damage. False if `segments`
+        is a part of the log.
     """
     own: list[Line] = []
     foreign: list[Line] = []
@@ -120,9 +137,14 @@ def unseal(segments: Segments, *, gaps: bool = True) -> Unsealed:
     for writer, numbers in sorted(writers.items()):
         missing = sorted(set(range(max(numbers))) - numbers)
         for number in missing[:_MOST_MISSING] if gaps else ():
-            damage.append(Damage(_key_of(writer, number), "the segment is missing, and its events with it"))
+            damage.append(
+                Damage(_key_of(writer, number), "the segment is missing, and its events with it")
+            )
         if gaps and len(missing) > _MOST_MISSING:
-            rest = f"{len(missing) - _MOST_MISSING} more segments before it are missing, or its number is wrong"
+            rest = (
+                f"{len(missing) - _MOST_MISSING} more segments before it are missing, or its "
+                "number is wrong"
+            )
             damage.append(Damage(_key_of(writer, max(numbers)), rest))
         sealed = any(_key_of(writer, number) in last for number in numbers)
         if sealed and not last.get(_key_of(writer, max(numbers))):
@@ -131,7 +153,10 @@ def unseal(segments: Segments, *, gaps: bool = True) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Read every segment of a job. Unreadable segments become damage records. Raises StoreError if the store fails."""
+    """Read every segment of a job.
+
+    Unreadable segments become damage records. Raises StoreError if the store fails.
+    """
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
@@ -146,12 +171,19 @@ def read_segments(job_store: Store) -> Segments:
     planned = [writer for writer, by_plan in silent.items() if by_plan]
     if planned:
         text = ", ".join(sorted(planned)[:5])
-        print(f"events: WARNING: nothing is listed of {text}; figures may be too low", file=sys.stderr, flush=True)
+        print(
+            f"events: WARNING: nothing is listed of {text}; figures may be too low",
+            file=sys.stderr,
+            flush=True,
+        )
     return found
 
 
-def read_new_segments(job_store: Store, known: Segments, wanted: Callable[[str], bool]) -> Iterator[dict[str, bytes]]:
-    """Yield the contents of the wanted segments that are not in `known`, by key, and add their keys to `known`.
+def read_new_segments(
+    job_store: Store, known: Segments, wanted: Callable[[str], bool]
+) -> Iterator[dict[str, bytes]]:
+    """Yield the contents of the wanted segments that are not in `known`, by key, and add their keys
+    to `known`.
 
     Raises StoreError.
     """
@@ -172,13 +204,19 @@ def _key_of(writer: tuple[str, str], number: int) -> str:
 
 
 def _unseal_one(
-    key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
+    key: str,
+    content: bytes,
+    own: list[Line],
+    foreign: list[Line],
+    damage: list[Damage],
+    last: dict[str, bool],
 ) -> None:
     """Verify one segment. Add its lines to `own` and `foreign`, and its damage records to `damage`.
 
-    A seal is a line with the checksums of the lines before it. `own` gets the lines under the segment's own seal or a
-    damaged seal, and all lines of a segment without a seal. `foreign` gets the lines under another segment's seal, and
-    those after the last seal. `last` maps the segment's key to whether its seal marks it as the writer's last segment.
+    A seal is a line with the checksums of the lines before it. `own` gets the lines under the
+    segment's own seal or a damaged seal, and all lines of a segment without a seal. `foreign` gets
+    the lines under another segment's seal, and those after the last seal. `last` maps the segment's
+    key to whether its seal marks it as the writer's last segment.
     """
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
@@ -194,28 +232,45 @@ def _unseal_one(
         seals += 1
         seal = _read_seal(line)
         if seal is None:
-            damage.append(Damage(key, f"the seal is damaged; {_events(len(pending))} cannot be verified", number))
+            damage.append(
+                Damage(
+                    key, f"the seal is damaged; {_events(len(pending))} cannot be verified", number
+                )
+            )
             own += [Line(key, at, event, False) for at, event in pending]
         else:
             name, checksums, is_last = seal
             good, bad = _verify(pending, checksums)
-            damage += [Damage(key, f"the checksum does not match; {_hint(event)} is left out", at) for at, event in bad]
+            damage += [
+                Damage(key, f"the checksum does not match; {_hint(event)} is left out", at)
+                for at, event in bad
+            ]
             missing = len(checksums) - len(good) - len(bad)
             if missing > 0:
-                damage.append(Damage(key, f"{missing} of its {_events(len(checksums))} are missing"))
+                damage.append(
+                    Damage(key, f"{missing} of its {_events(len(checksums))} are missing")
+                )
             if name == key:
                 own += [Line(key, at, event, True) for at, event in good]
                 last[key] = is_last
             else:
-                damage.append(Damage(key, f"holds {_events(len(good))} of another segment, {name}", number))
+                damage.append(
+                    Damage(key, f"holds {_events(len(good))} of another segment, {name}", number)
+                )
                 foreign += [Line(key, at, event, True) for at, event in good]
         pending = []
     if seals and pending:
-        damage.append(Damage(key, f"{_events(len(pending))} after the seal cannot be verified", pending[0][0]))
+        damage.append(
+            Damage(key, f"{_events(len(pending))} after the seal cannot be verified", pending[0][0])
+        )
         foreign += [Line(key, at, event, False) for at, event in pending]
     else:
         own += [Line(key, at, event, False) for at, event in pending]
-    if seals and key not in last and not any(one.segment == key and "seal is damaged" in one.what for one in damage):
+    if (
+        seals
+        and key not in last
+        and not any(one.segment == key and "seal is damaged" in one.what for one in damage)
+    ):
         damage.append(Damage(key, "its own seal is missing"))
 
 
@@ -234,12 +289,17 @@ def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
         else:
             copies[line.segment, original] += 1
     for (segment, original), count in copies.items():
-        damage.append(Damage(segment, f"holds {_events(count)} that {original} has as well; counted once"))
+        damage.append(
+            Damage(segment, f"holds {_events(count)} that {original} has as well; counted once")
+        )
     return found
 
 
 def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
-    """Parse a seal into (segment, checksums, last). Return None if the seal does not match its own checksum."""
+    """Parse a seal into (segment, checksums, last).
+
+    Return None if the seal does not match its own checksum.
+    """
     body, mark, checksum = line.rpartition(b',"checksum":')
     if not mark or checksum != f'"{_checksum(body + b"}")}"}}'.encode():
         return None
@@ -253,9 +313,12 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in `checksums` (in any order) and the others."""
+    """Split numbered lines into those whose checksum is in `checksums` (in any order) and the
+    others.
+    """
     left = Counter(checksums)
-    good, bad = [], []
+    good = []
+    bad = []
     for number, line in pending:
         checksum = _checksum(line)
         fits = left[checksum] > 0
@@ -272,10 +335,21 @@ def _hint(line: bytes) -> str:
     name = re.search(rb'"name":"([a-z0-9_]{1,40})"', line)
     rank = re.search(rb'"rank":(-?\d{1,6})\b', line)
     step = re.search(rb'"step":(\d{1,12})\b', line)
-    parts = [f"rank {int(rank[1])}"] if rank and int(rank[1]) >= 0 else []
-    parts += [f"step {int(step[1])}"] if step else []
-    kind = f"an event that seems to be {name[1].decode()!r}" if name else "an event"
-    return f"{kind} ({', '.join(parts)})" if parts else kind
+    if rank and int(rank[1]) >= 0:
+        parts = [f"rank {int(rank[1])}"]
+    else:
+        parts = []
+    if step:
+        parts += [f"step {int(step[1])}"]
+    else:
+        parts += []
+    if name:
+        kind = f"an event that seems to be {name[1].decode()!r}"
+    else:
+        kind = "an event"
+    if parts:
+        return f"{kind} ({', '.join(parts)})"
+    return kind
 
 
 def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
@@ -284,15 +358,23 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
 
 
 def _read_unknown(
-    job_store: Store, pool: ThreadPoolExecutor, found: Segments, wanted: Callable[[str], bool] = lambda key: True
+    job_store: Store,
+    pool: ThreadPoolExecutor,
+    found: Segments,
+    wanted: Callable[[str], bool] = lambda key: True,
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the contents of the wanted segments that are not in `found`. Record unreadable segments in `found`."""
+    """Yield the contents of the wanted segments that are not in `found`.
+
+    Record unreadable segments in `found`.
+    """
     folder = job_store.local_path("events")
     if folder is None:
         listed = [meta.key for meta in job_store.list("events")]
     else:
         what = f"list {job_store.uri}/events"
-        listed, damage = HANG_GUARD.run(lambda: _list_folder(folder), job_store.request_seconds, what)
+        listed, damage = HANG_GUARD.run(
+            lambda: _list_folder(folder), job_store.request_seconds, what
+        )
         for one in damage:
             if one.segment not in found.unreadable and one.segment not in found.contents:
                 found.lose(one.segment, one.what)
@@ -302,16 +384,23 @@ def _read_unknown(
             return [_get(job_store, key) for key in keys]
         # One guard for several files: it starts a thread, which takes longer than the reading.
         return HANG_GUARD.run(
-            lambda: [_get(job_store, key) for key in keys], job_store.request_seconds, f"read {folder}"
+            lambda: [_get(job_store, key) for key in keys],
+            job_store.request_seconds,
+            f"read {folder}",
         )
 
     known = found.contents.keys() | found.unreadable
     keys = [key for key in listed if key not in known and wanted(key)]
     for start in range(0, len(keys), _MOST_HELD):
         window = keys[start : start + _MOST_HELD]
-        size = 1 if folder is None else max(1, min(_FILES_TOGETHER, len(window) // _READERS))
+        if folder is None:
+            size = 1
+        else:
+            size = max(1, min(_FILES_TOGETHER, len(window) // _READERS))
         parts = [window[at : at + size] for at in range(0, len(window), size)]
-        contents = dict(zip(window, (one for part in pool.map(read, parts) for one in part), strict=True))
+        contents = dict(
+            zip(window, (one for part in pool.map(read, parts) for one in part), strict=True)
+        )
         for key, content in contents.items():
             if isinstance(content, str):
                 found.lose(key, f"the segment cannot be read: {content}")
@@ -319,7 +408,10 @@ def _read_unknown(
 
 
 def _get(job_store: Store, key: str) -> bytes | str:
-    """Return an object's content, or a message that says why it is unreadable. Raises StoreError if the store fails."""
+    """Return an object's content, or a message that says why it is unreadable.
+
+    Raises StoreError if the store fails.
+    """
     try:
         return job_store.get(key)
     except StoreUnavailable:
@@ -331,7 +423,9 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and a damage record for each other entry, such as a pipe."""
+    """Return the keys of the segments in a folder, and a damage record for each other entry, such
+    as a pipe.
+    """
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):
@@ -349,8 +443,15 @@ def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
             if stat.S_ISREG(mode) and key.isascii():
                 keys.append(key)
             else:
-                kinds = {"a directory": stat.S_ISDIR, "a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
-                kind = next((kind for kind, test in kinds.items() if test(mode)), "a file of another kind or name")
+                kinds = {
+                    "a directory": stat.S_ISDIR,
+                    "a socket": stat.S_ISSOCK,
+                    "a pipe": stat.S_ISFIFO,
+                }
+                kind = next(
+                    (kind for kind, test in kinds.items() if test(mode)),
+                    "a file of another kind or name",
+                )
                 damage.append(Damage(key, f"not a segment but {kind}"))
     return sorted(keys), damage
 
@@ -363,14 +464,18 @@ def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Pa
     except OSError as error:
         damage.append(Damage(key, f"the folder cannot be read: {error.strerror}"))
         return []
-    return [(name.decode(errors="backslashreplace"), folder / os.fsdecode(name)) for name in sorted(names)]
+    return [
+        (name.decode(errors="backslashreplace"), folder / os.fsdecode(name))
+        for name in sorted(names)
+    ]
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
     """Read segments that the store's listing omits.
 
-    The omitted segments have numbers between two listed ones or, in a remote store, after the last listed one. At most
-    `_MOST_MISSING` missing segments per writer are requested. `unseal` reports all missing segments.
+    The omitted segments have numbers between two listed ones or, in a remote store, after the last
+    listed one. At most `_MOST_MISSING` missing segments per writer are requested. `unseal` reports
+    all missing segments.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -379,7 +484,10 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
     local = job_store.local_path("events") is not None
 
     def more(writer: tuple[str, str]) -> dict[str, bytes]:
-        known, answers, number, missing = numbers[writer], {}, 0, 0
+        known = numbers[writer]
+        answers = {}
+        number = 0
+        missing = 0
         highest = max(known)
         while not (local and number > highest):
             if number not in known:
@@ -410,7 +518,8 @@ def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
     expected: dict[int, set[str]] = defaultdict(set)
     for event in _gang_events(found.values()):
         try:
-            number, data = int(event["generation"]), event["data"]
+            number = int(event["generation"])
+            data = event["data"]
             folder = f"events/{number:06d}"
             if event["name"] == "generation_started":
                 nodes = range(min(int(data["nodes"]), _MOST_NODES))
@@ -432,7 +541,10 @@ def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
 
 
 def _gang_events(segments: Iterable[bytes]) -> Iterable[dict]:
-    names = tuple(f'"name":"{name}"'.encode() for name in ("generation_started", "node_started", "generation_ended"))
+    names = tuple(
+        f'"name":"{name}"'.encode()
+        for name in ("generation_started", "node_started", "generation_ended")
+    )
     for segment in segments:
         for line in segment.splitlines():
             if any(name in line for name in names):

@@ -1,35 +1,44 @@
-"""Budget, deadline and prices of a running job: computed by `cost`, passed on by the flow, used by `training`."""
+"""Budget, deadline and prices of a running job: computed by `cost`, passed on by the flow, used by
+`training`.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
 
-# Fractions of the budget that are reported when reached. At the last one a job stops, with the reserve unspent.
+# Fractions of the budget that are reported when reached. At the last one a job stops, with the
+# reserve unspent.
 BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
-# Time beyond the reserve that a move to a reservation needs: a save, and a placement (5 min) that finds it full or not.
+# Time beyond the reserve that a move to a reservation needs: a save, and a placement (5 min) that
+# finds it full or not.
 _MOVE_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback:
-    """Time and dollars that an attempt on Spot keeps in reserve, so that the job can still finish on demand."""
+    """Time and dollars that an attempt on Spot keeps in reserve, so that the job can still finish
+    on demand.
+    """
 
-    # time to wait for on-demand machines, start them, redo the work that an interruption now would lose, and save once
-    # more
+    # time to wait for on-demand machines, start them, redo the work that an interruption now would
+    # lose, and save once more
     seconds: float
-    # restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines after a failure
+    # restart_seconds, restart_usd: time and cost of a restart of the ranks on the same machines
+    # after a failure
     restart_seconds: float
     restart_usd: float
     step_seconds: float  # duration of a step on demand, including its share of the checkpoints
     usd: float  # cost of `seconds`, in which waiting for machines costs nothing
     step_usd: float  # cost of a step on demand
-    # begin_utc, end_utc: begin and end (Unix time) of the reservation that takes the place of on-demand machines
+    # begin_utc, end_utc: begin and end (Unix time) of the reservation that takes the place of
+    # on-demand machines
     begin_utc: float = 0.0
     end_utc: float | None = None
-    guards: bool = True  # whether deadline and budget are guarded; if not, only the move to a reservation remains
-    # move_utc, move_to, move_end_utc: begin (Unix time), id and end of a reservation in which the remaining steps cost
-    # less
+    # whether deadline and budget are guarded; if not, only the move to a reservation remains
+    guards: bool = True
+    # move_utc, move_to, move_end_utc: begin (Unix time), id and end of a reservation in which the
+    # remaining steps cost less
     move_utc: float | None = None
     move_to: str = ""
     move_end_utc: float | None = None
@@ -46,19 +55,26 @@ class Terms:
     budget_usd: float | None = None  # spending limit of the job; None: no limit
     spent_usd: float = 0.0  # cost of earlier attempts of the job
     reserve_usd: float = 0.0  # part of the budget reserved for the last save and the drain
-    reserve_seconds: float = 0.0  # time kept for the same before the deadline and the end of a reservation
+    # Time kept for the same before the deadline and the end of a reservation
+    reserve_seconds: float = 0.0
     deadline_utc: float | None = None  # Unix time by which the job must be done; None: no deadline
-    hazard_per_hour: float = 0.0  # expected interruptions of the planned pool (a gang in one pool is one hazard)
+    # Expected interruptions of the planned pool (a gang in one pool is one hazard)
+    hazard_per_hour: float = 0.0
     price_kind: str = "recorded"  # "live", "recorded" (on a date), "estimated" or "simulated"
-    last_notified_threshold: float = 0.0  # highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
+    # Highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
+    last_notified_threshold: float = 0.0
     step_seconds: float = 0.0  # expected duration of a step until one is measured; 0: unknown
-    fallback: Fallback | None = None  # reserve for finishing on demand; None if the attempt is not on Spot
-    end_utc: float | None = None  # Unix time at which the attempt's reservation ends; None: it has none, or no end
+    # Reserve for finishing on demand; None if the attempt is not on Spot
+    fallback: Fallback | None = None
+    # Unix time at which the attempt's reservation ends; None: it has none, or no end
+    end_utc: float | None = None
 
     @property
     def spendable_usd(self) -> float | None:
         """The budget minus the reserve, or None if there is no budget."""
-        return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
+        if self.budget_usd is None:
+            return None
+        return self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
         """Return the `BUDGET_THRESHOLDS` (shares of the budget) that `spent_usd` has reached.
@@ -72,18 +88,29 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Return why a gang must not start: only the reserve of the budget is left. Return "" if the gang may start."""
+        """Return why a gang must not start: only the reserve of the budget is left.
+
+        Return "" if the gang may start.
+        """
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
         return (
-            f"budget: ${self.spent_usd:.4f} of ${self.budget_usd:.4f} is spent and ${self.reserve_usd:.4f} is kept for "
-            "the last save, so that nothing is left to train with; fix: run the job again with a larger cost.budget_usd"
+            f"budget: ${self.spent_usd:.4f} of ${self.budget_usd:.4f} is spent and "
+            f"${self.reserve_usd:.4f} is kept for the last save, so that nothing is left to "
+            "train with; fix: run the job again with a larger cost.budget_usd"
         )
 
     def why_leave(
-        self, steps_left: int, *, spent_usd: float, now_utc: float, slowness: float = 1.0, restart: bool = False
+        self,
+        steps_left: int,
+        *,
+        spent_usd: float,
+        now_utc: float,
+        slowness: float = 1.0,
+        restart: bool = False,
     ) -> str:
-        """Return why the attempt must leave its machines now, to finish on others; "" if it may stay.
+        """Return why the attempt must leave its machines now, to finish on others; "" if it may
+        stay.
 
         Args:
             spent_usd: dollars spent so far, including this attempt.
@@ -94,23 +121,45 @@ class Terms:
             return f"leaves its reservation, which ends in {max(0.0, self.end_utc - now_utc):.0f} s"
         if self.fallback is None:
             return ""
-        reserve, work = self.fallback, steps_left * slowness
-        again = reserve.restart_seconds if restart else 0.0
+        reserve = self.fallback
+        work = steps_left * slowness
+        if restart:
+            again = reserve.restart_seconds
+        else:
+            again = 0.0
         seconds = reserve.seconds + work * reserve.step_seconds + again
         usd = reserve.usd + work * reserve.step_usd + (reserve.restart_usd if restart else 0.0)
-        deadline = math.inf if self.deadline_utc is None else self.deadline_utc
-        limit = deadline if reserve.end_utc is None else min(deadline, reserve.end_utc)
+        if self.deadline_utc is None:
+            deadline = math.inf
+        else:
+            deadline = self.deadline_utc
+        if reserve.end_utc is None:
+            limit = deadline
+        else:
+            limit = min(deadline, reserve.end_utc)
         needed = max(0.0, reserve.begin_utc - now_utc) + seconds
         if reserve.guards and now_utc + needed > limit:
             left = max(0.0, limit - now_utc) / 3600
             text = f"{left:.2f} h are left, and finishing on demand may take {needed / 3600:.2f} h"
             return f"leaves Spot for on-demand: {text}"
         if reserve.guards and self.budget_usd is not None and spent_usd + usd > self.budget_usd:
-            text = f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand may take ${usd:.4f}"
+            text = (
+                f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand "
+                f"may take ${usd:.4f}"
+            )
             return f"leaves Spot for on-demand: {text}"
-        end = deadline if reserve.move_end_utc is None else min(deadline, reserve.move_end_utc)
-        if reserve.move_utc is not None and reserve.move_utc <= now_utc <= end - seconds - _MOVE_SECONDS:
-            return f"leaves Spot for reservation {reserve.move_to}, which has begun and where the rest costs less"
+        if reserve.move_end_utc is None:
+            end = deadline
+        else:
+            end = min(deadline, reserve.move_end_utc)
+        if (
+            reserve.move_utc is not None
+            and reserve.move_utc <= now_utc <= end - seconds - _MOVE_SECONDS
+        ):
+            return (
+                f"leaves Spot for reservation {reserve.move_to}, which has begun and where the "
+                "rest costs less"
+            )
         return ""
 
     def to_json(self) -> dict:

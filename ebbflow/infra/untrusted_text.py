@@ -1,9 +1,10 @@
-"""Escape untrusted text before it reaches a terminal: exception messages, rank output, job names, keys, AWS messages.
+"""Escape untrusted text before it reaches a terminal: exception messages, rank output, job names,
+keys, AWS messages.
 
-A terminal executes control characters in its input: escape sequences move the cursor, erase lines, and set the window's
-title or the clipboard; a carriage return overwrites a line; bidirectional overrides reorder text. Each entry point
-calls `guard_terminal` first, so that all output of its process goes through `printable`. The raw logs of ranks keep
-their bytes.
+A terminal executes control characters in its input: escape sequences move the cursor, erase lines,
+and set the window's title or the clipboard; a carriage return overwrites a line; bidirectional
+overrides reorder text. Each entry point calls `guard_terminal` first, so that all output of its
+process goes through `printable`. The raw logs of ranks keep their bytes.
 """
 
 import re
@@ -14,23 +15,25 @@ from typing import Any
 
 from ebbflow.infra.program import REPLACE_UNPRINTABLE
 
-# C0 except tab and line feed, DEL, C1, marks and overrides of writing direction, line and paragraph separators,
-# annotations, lone surrogates, tags (invisible letters).
+# C0 except tab and line feed, DEL, C1, marks and overrides of writing direction, line and paragraph
+# separators, annotations, lone surrogates, tags (invisible letters).
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
 # "Select Graphic Rendition" (ECMA-48, 8.3.117).
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# Sequences in Metaflow's own lines: bold, visible foreground colours, their end, and "erase to the end of line".
+# Sequences in Metaflow's own lines: bold, visible foreground colours, their end, and "erase to the
+# end of line".
 _METAFLOWS = re.compile(r"(\x1b\[(?:0|1|22|3[1-7]|39|9[1-7])?m|\x1b\[K)")
 
 
 def printable(text: object) -> str:
-    """Return the text with each unsafe character replaced by a JSON escape, such as \\u001b for ESC.
+    """Return the text with each unsafe character replaced by a JSON escape, such as \\u001b for
+    ESC.
 
-    Tabs and line feeds stay; a carriage return before a line feed is removed. The function is idempotent, and does not
-    change the meaning of a JSON document.
+    Tabs and line feeds stay; a carriage return before a line feed is removed. The function is
+    idempotent, and does not change the meaning of a JSON document.
     """
     return _UNSAFE.sub(_escape, str(text).replace("\r\n", "\n"))
 
@@ -41,7 +44,9 @@ def one_line(text: object) -> str:
 
 
 def wrap_line(text: str, width: int, *, indent: str = "  ") -> list[str]:
-    """Wrap text to `width`, keeping its indentation. Products such as "2 × g5.xlarge" are not split.
+    """Wrap text to `width`, keeping its indentation.
+
+    Products such as "2 × g5.xlarge" are not split.
 
     indent: the prefix of every line after the first.
     """
@@ -52,14 +57,19 @@ def wrap_line(text: str, width: int, *, indent: str = "  ") -> list[str]:
 
 
 def strip_colours(text: str) -> str:
-    """Remove the escape sequences that set colours and styles. Text that such a sequence made invisible is kept."""
+    """Remove the escape sequences that set colours and styles.
+
+    Text that such a sequence made invisible is kept.
+    """
     return _COLOURS.sub("", text)
 
 
 def guard_terminal(*, keep_colours: bool = False) -> None:
-    """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr from now on.
+    """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr
+    from now on.
 
-    With `keep_colours`, Metaflow's own colours stay; use it in processes in which Metaflow writes to the terminal.
+    With `keep_colours`, Metaflow's own colours stay; use it in processes in which Metaflow writes
+    to the terminal.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -70,12 +80,13 @@ def guard_terminal(*, keep_colours: bool = False) -> None:
 class GuardedStream:
     """A text stream that escapes unsafe characters and writes the result to another stream.
 
-    Characters that the other stream cannot encode become similar ASCII or escapes, so that an ASCII terminal raises no
-    error.
+    Characters that the other stream cannot encode become similar ASCII or escapes, so that an ASCII
+    terminal raises no error.
     """
 
     def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
-        self._stream, self._keep_colours = stream, keep_colours
+        self._stream = stream
+        self._keep_colours = keep_colours
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):

@@ -1,7 +1,10 @@
-"""Adapters to other programs. Each module has the name of its library; all but `skypilot` need it installed.
+"""Adapters to other programs.
 
-`ebbflow run SCRIPT.py` calls `switch_on`, so that a script with one of these Trainers commits without a changed line.
-The trial before a plan does so too (`__main__`), and lets Lightning train with one rank on the CPU.
+Each module has the name of its library; all but `skypilot` need it installed.
+
+`ebbflow run SCRIPT.py` calls `switch_on`, so that a script with one of these Trainers commits
+without a changed line. The trial before a plan does so too (`__main__`), and lets Lightning train
+with one rank on the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-# module with the Trainer: (the adapter, the method that trains, the argument with the checkpoint to resume from)
+# module with the Trainer: (the adapter, the method that trains, the argument with the checkpoint to
+# resume from)
 _TRAINERS = {
     "transformers.trainer": ("transformers", "train", "resume_from_checkpoint"),
     "lightning.pytorch.trainer.trainer": ("lightning", "fit", "ckpt_path"),
@@ -25,7 +29,8 @@ _TRIAL = {"lightning": {"accelerator": "cpu", "devices": 1, "num_nodes": 1}}
 
 
 def switch_on(*, trial: bool = False) -> None:
-    """Make Trainers that this process imports later add a CommitCallback and resume from the newest commit.
+    """Make Trainers that this process imports later add a CommitCallback and resume from the newest
+    commit.
 
     Args:
         trial: whether this process is the only rank of a trial, without accelerators.
@@ -37,10 +42,12 @@ class _AfterImport(MetaPathFinder):
     """Finder that lets the other finders import a module, and changes its Trainer afterwards."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        self._left, self._settings = dict(_TRAINERS), settings
+        self._left = dict(_TRAINERS)
+        self._settings = settings
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if (known := self._left.pop(name, None)) is None:
+        known = self._left.pop(name, None)
+        if known is None:
             return None
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
@@ -48,7 +55,8 @@ class _AfterImport(MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                trainer, (library, method, _) = module.Trainer, known
+                trainer = module.Trainer
+                (library, method, _) = known
                 setattr(trainer, method, _committing(getattr(trainer, method), *known))
                 if settings := self._settings.get(library):
                     trainer.__init__ = _constructing(trainer.__init__, settings)
@@ -57,7 +65,9 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-def _constructing(original: Callable[..., None], settings: Mapping[str, Any]) -> Callable[..., None]:
+def _constructing(
+    original: Callable[..., None], settings: Mapping[str, Any]
+) -> Callable[..., None]:
     @functools.wraps(original)
     def construct(trainer: Any, *given: Any, **options: Any) -> None:
         original(trainer, *given, **{**options, **settings})
@@ -65,16 +75,27 @@ def _constructing(original: Callable[..., None], settings: Mapping[str, Any]) ->
     return construct
 
 
-def _committing(original: Callable[..., Any], library: str, method: str, argument: str) -> Callable[..., Any]:
+def _committing(
+    original: Callable[..., Any], library: str, method: str, argument: str
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(trainer: Any, *given: Any, **options: Any) -> Any:
         callback = importlib.import_module(f"ebbflow.integrations.{library}").CommitCallback
-        callbacks = trainer.callback_handler.callbacks if library == "transformers" else trainer.callbacks
+        if library == "transformers":
+            callbacks = trainer.callback_handler.callbacks
+        else:
+            callbacks = trainer.callbacks
         if not any(isinstance(one, callback) for one in callbacks):
-            loader = [options.get("train_dataloaders", given[1] if len(given) > 1 else None)] if method == "fit" else []
+            if method == "fit":
+                loader = [options.get("train_dataloaders", given[1] if len(given) > 1 else None)]
+            else:
+                loader = []
             callbacks.append(callback())
             if restored := callback.restore(trainer, *loader):
-                given = given[:0] if method == "train" else given
+                if method == "train":
+                    given = given[:0]
+                else:
+                    given = given
                 options[argument] = restored
         return original(trainer, *given, **options)
 

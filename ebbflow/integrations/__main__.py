@@ -1,4 +1,7 @@
-"""Run a script as the only rank of a trial: `python -m ebbflow.integrations SCRIPT.py ARGUMENTS`."""
+"""Run a script as the only rank of a trial:
+
+`python -m ebbflow.integrations SCRIPT.py ARGUMENTS`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Make commits from a DeepSpeed engine. `ebbflow.attach(engine)` uses this module by itself.
 
-DeepSpeed writes its own checkpoint for every commit, and the commit holds its files beside the state of the loop. Such
-a checkpoint fits only the number of ranks that wrote it.
+DeepSpeed writes its own checkpoint for every commit, and the commit holds its files beside the
+state of the loop. Such a checkpoint fits only the number of ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,57 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.weights.load import weights_sha256
 
-_FOLDER, _TAG = Path("ebbflow-checkpoints"), "engine"  # in the working folder, which all ranks must see
+# in the working folder, which all ranks must see
+_FOLDER = Path("ebbflow-checkpoints")
+_TAG = "engine"
 
 
 class Job(FolderJob):
     """The job of a script that trains with a DeepSpeed engine in a loop of its own."""
 
-    _kept_steps, _same_data = AttachedJob._kept_steps, AttachedJob._same_data
+    _kept_steps = AttachedJob._kept_steps
+    _same_data = AttachedJob._same_data
 
     def __init__(
-        self, spec: WorkerSpec, gang: Gang, model: nn.Module, optimizer: Any, states: dict[str, Stateful]
+        self,
+        spec: WorkerSpec,
+        gang: Gang,
+        model: nn.Module,
+        optimizer: Any,
+        states: dict[str, Stateful],
     ) -> None:
         if type(model).__name__ != "DeepSpeedEngine":
-            raise AttachError("attach: the model has a DeepSpeedEngine within; fix: pass the engine itself first")
+            raise AttachError(
+                "attach: the model has a DeepSpeedEngine within; fix: pass the engine itself first"
+            )
         self._engine: Any = model
         inner = getattr(self._engine, "basic_optimizer", None)
         if not isinstance(inner, Optimizer):
-            raise AttachError("attach: the engine has no torch optimizer; fix: deepspeed.initialize(optimizer=…)")
-        self.restored, self._into, self._pending = None, _FOLDER / spec.job, None
+            raise AttachError(
+                "attach: the engine has no torch optimizer; fix: deepspeed.initialize(optimizer=…)"
+            )
+        self.restored = None
+        self._into = _FOLDER / spec.job
+        self._pending = None
         AttachedJob.__init__(self, spec, gang, model, inner, states)
 
     def _capture(self, step: int) -> dict[str, Any]:
-        self._saver.further = FurtherState()  # the files of the last save, which are removed but still mapped
+        self._saver.further = (
+            FurtherState()
+        )  # the files of the last save, which are removed but still mapped
         self._remove(self._into)  # also what a killed attempt left
         self._folder = self._into / f"step-{step}"
         self._engine.save_checkpoint(str(self._folder), tag=_TAG)
         self._wait_for_all()
         extra = super()._capture(step)
         files = self._saver.further.shared
-        seen = zlib.crc32("\n".join(f"{name} {one.numel()}" for name, one in sorted(files.items())).encode())
+        seen = zlib.crc32(
+            "\n".join(f"{name} {one.numel()}" for name, one in sorted(files.items())).encode()
+        )
         if len({row for (row,) in self._gang.gather_numbers([float(seen)])}) > 1:
             raise AttachError(
-                f"{self._folder}: the ranks see different files; fix: start in a folder that all nodes share"
+                f"{self._folder}: the ranks see different files; fix: start in a folder that all "
+                "nodes share"
             )
         self._remove(self._into)  # mapped files remain readable
         extra |= AttachedJob._capture(self, step)
@@ -66,17 +85,22 @@ class Job(FolderJob):
         AttachedJob._restore(self)
 
     def _read_commit(self, place: Place) -> RestoreResult | None:
-        if (restored := super()._read_commit(place)) is None:
+        restored = super()._read_commit(place)
+        if restored is None:
             return None
         if restored.world_size != self._gang.world_size:
             raise AttachError(
-                f"{restored.key} has DeepSpeed's files of {restored.world_size} ranks, which fit no other number; "
-                f"fix: start {restored.world_size} ranks, or give this job another name"
+                f"{restored.key} has DeepSpeed's files of {restored.world_size} ranks, which fit "
+                f"no other number; fix: start {restored.world_size} ranks, or give this job "
+                "another name"
             )
         folder = self.restored
         assert folder is not None
         if self._engine.load_checkpoint(str(folder), tag=_TAG)[0] is None:
-            raise AttachError(f"{restored.key}: DeepSpeed has not loaded {folder}; fix: see its own messages above")
+            raise AttachError(
+                f"{restored.key}: DeepSpeed has not loaded {folder}; fix: see its own messages "
+                "above"
+            )
         self._remove(folder)
         return restored
 

@@ -1,7 +1,10 @@
-"""Make commits from a model in `FullyShardedDataParallel` (FSDP1). `ebbflow.attach` uses this module by itself.
+"""Make commits from a model in `FullyShardedDataParallel` (FSDP1).
 
-FSDP1 keeps the parameters of a module in one flat buffer, cut where a rank's share ends. torch's sharded state dict
-cuts each parameter along its first dimension instead. So a commit holds DTensors, which any number of ranks can read.
+`ebbflow.attach` uses this module by itself.
+
+FSDP1 keeps the parameters of a module in one flat buffer, cut where a rank's share ends. torch's
+sharded state dict cuts each parameter along its first dimension instead. So a commit holds
+DTensors, which any number of ranks can read.
 """
 
 from __future__ import annotations
@@ -37,7 +40,12 @@ class Job(AttachedJob):
     _by_library = True
 
     def __init__(
-        self, spec: WorkerSpec, gang: Gang, model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]
+        self,
+        spec: WorkerSpec,
+        gang: Gang,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        states: dict[str, Stateful],
     ) -> None:
         if optimizer is None or not isinstance(model, FullyShardedDataParallel):
             fix = "fix: attach(model, optimizer), with the outermost FullyShardedDataParallel"
@@ -48,7 +56,8 @@ class Job(AttachedJob):
     def _capture(self, step: int) -> dict[str, Any]:
         updated = self._updated
         captured = super()._capture(step)
-        self._updated = updated  # torch may have initialised the optimizer's state by a step without effect
+        # Torch may have initialised the optimizer's state by a step without effect
+        self._updated = updated
         return captured
 
     def _digest(self) -> str:
@@ -59,48 +68,86 @@ class _ShardedState:
     """State of model and optimizer, each tensor as a DTensor that is cut along its first dimension."""
 
     def __init__(self, model: FullyShardedDataParallel, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        strategies = {module.sharding_strategy for module in FullyShardedDataParallel.fsdp_modules(model)}
+        self._model = model
+        self._optimizer = optimizer
+        strategies = {
+            module.sharding_strategy for module in FullyShardedDataParallel.fsdp_modules(model)
+        }
         whole = ShardingStrategy.NO_SHARD in strategies
         if strategies & set(_HYBRID) or (whole and len(strategies) > 1):
-            fix = "fix: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD for all modules, or fully_shard (FSDP2)"
-            raise AttachError(f"attach: FSDP1 with {', '.join(sorted(one.name for one in strategies))}; {fix}")
+            fix = (
+                "fix: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD for all modules, or fully_shard (FSDP2)"
+            )
+            raise AttachError(
+                "attach: FSDP1 with "
+                f"{', '.join(sorted(strategy.name for strategy in strategies))}; {fix}"
+            )
         self._options = StateDictOptions(full_state_dict=whole)
         self._group: Any = model.process_group
         device: Any = model.compute_device
-        self._mesh = None if whole else DeviceMesh.from_group(self._group, device.type)
+        if whole:
+            self._mesh = None
+        else:
+            self._mesh = DeviceMesh.from_group(self._group, device.type)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer, options=self._options)
-        return {"model": tree_map(self._to_dtensor, model), "optimizer": tree_map(self._to_dtensor, optimizer)}
+        return {
+            "model": tree_map(self._to_dtensor, model),
+            "optimizer": tree_map(self._to_dtensor, optimizer),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        model, optimizer = (tree_map(self._from_dtensor, state[name]) for name in ("model", "optimizer"))
+        model, optimizer = (
+            tree_map(self._from_dtensor, state[name]) for name in ("model", "optimizer")
+        )
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=self._options
+            self._model,
+            self._optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=self._options,
         )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by their names without wrappers. Collective."""
-        buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in self._model.named_buffers()}
-        return {name: value for name, value in self.state_dict()["model"].items() if name not in buffers}
+        buffers = {
+            name.replace("_fsdp_wrapped_module.", "") for name, _ in self._model.named_buffers()
+        }
+        return {
+            name: value for name, value in self.state_dict()["model"].items() if name not in buffers
+        }
 
     def _to_dtensor(self, value: Any) -> Any:
         if not isinstance(value, ShardedTensor):
             return value
-        shards, size = value.local_shards(), value.size()
-        local = shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype)
+        shards = value.local_shards()
+        size = value.size()
+        if shards:
+            local = shards[0].tensor
+        else:
+            local = torch.empty((0, *size[1:]), dtype=value.dtype)
         stride = torch.empty(size, device="meta").stride()
         assert self._mesh is not None
-        return DTensor.from_local(local, self._mesh, [ShardPlacement(0)], run_check=False, shape=size, stride=stride)
+        return DTensor.from_local(
+            local, self._mesh, [ShardPlacement(0)], run_check=False, shape=size, stride=stride
+        )
 
     def _from_dtensor(self, value: Any) -> Any:
         if not isinstance(value, DTensor) or self._model._device_mesh is not None:
             return value
         rank = dist.get_rank(self._group)
-        local, rows = value.to_local(), -(-value.shape[0] // self._group.size())
-        shards = [Shard.from_tensor_and_offsets(local, [rank * rows, *[0] * (value.ndim - 1)], dist.get_rank())]
-        kept = shards if local.numel() else []
+        local = value.to_local()
+        rows = -(-value.shape[0] // self._group.size())
+        shards = [
+            Shard.from_tensor_and_offsets(
+                local, [rank * rows, *[0] * (value.ndim - 1)], dist.get_rank()
+            )
+        ]
+        if local.numel():
+            kept = shards
+        else:
+            kept = []
         return ShardedTensor._init_from_local_shards(kept, value.size(), process_group=self._group)
 
 

@@ -1,7 +1,9 @@
-"""torch's cache of compiled code, kept in the store, so that a start on another machine compiles less.
+"""torch's cache of compiled code, kept in the store, so that a start on another machine compiles
+less.
 
-The cache has Inductor's and autograd's graphs and, on a GPU, Triton's kernels. torch finds an entry by a hash of its
-graph, so entries that do not fit are not used. It is unpickled, so a forged one could run code.
+The cache has Inductor's and autograd's graphs and, on a GPU, Triton's kernels. torch finds an entry
+by a hash of its graph, so entries that do not fit are not used. It is unpickled, so a forged one
+could run code.
 """
 
 import hashlib
@@ -25,19 +27,34 @@ _MODEL = {"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
 def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[[int], object]:
     """Load the cache of this torch release, device and model, if the store has it.
 
-    Return a function to call before each step, which saves the cache in the background after the first step. A cache
-    that cannot be loaded or saved is reported and ends no job.
+    Return a function to call before each step, which saves the cache in the background after the
+    first step. A cache that cannot be loaded or saved is reported and ends no job.
     """
-    if not (config.parallel.compile and config.parallel.compile_cache) or config.checkpoint.signing_key_env:
+    if (
+        not (config.parallel.compile and config.parallel.compile_cache)
+        or config.checkpoint.signing_key_env
+    ):
         return lambda step: None
     on_gpu = gang.device.type == "cuda"
-    # Code for a CPU is cached as source for one width of vectors, and computes wrong values with another.
-    kind = torch.cuda.get_device_name(gang.device) if on_gpu else f"{platform.machine()} {pick_vec_isa()}"
+    # Code for a CPU is cached as source for one width of vectors, and computes wrong values with
+    # another.
+    if on_gpu:
+        kind = torch.cuda.get_device_name(gang.device)
+    else:
+        kind = f"{platform.machine()} {pick_vec_isa()}"
     instructions = torch.backends.cpu.get_cpu_capability()
     settings = config.model_dump(mode="json", include=_MODEL)
-    about = [torch.__version__, platform.python_version(), str(gang.device), kind, instructions, settings]
+    about = [
+        torch.__version__,
+        platform.python_version(),
+        str(gang.device),
+        kind,
+        instructions,
+        settings,
+    ]
     key = compile_cache_key(hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest())
-    loaded, steps = b"", []
+    loaded = b""
+    steps = []
 
     def report(what: str) -> None:
         print(f"rank {gang.rank}: compile cache {store.uri}/{key}: {what}", flush=True)
@@ -61,7 +78,9 @@ def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[
 
     def reach(step: int) -> None:
         steps.append(step)
-        if len(steps) == 2 and gang.rank == (gang.device.index or 0):  # one rank for each GPU of node 0, or rank 0
+        if len(steps) == 2 and gang.rank == (
+            gang.device.index or 0
+        ):  # one rank for each GPU of node 0, or rank 0
             threading.Thread(target=save, name="compile cache", daemon=True).start()
 
     return reach

@@ -3,9 +3,10 @@
     trainer = Trainer(..., callbacks=[CommitCallback()])
     trainer.fit(model, loader, ckpt_path=CommitCallback.restore(trainer, loader))
 
-A commit holds a checkpoint file of Lightning. On its own, Lightning restores no random states, and when it resumes in
-the middle of an epoch it reads the first samples of that epoch again. This callback makes the order of samples depend
-only on the seed and the epoch, skips the batches that were already read, and restores the random states.
+A commit holds a checkpoint file of Lightning. On its own, Lightning restores no random states, and
+when it resumes in the middle of an epoch it reads the first samples of that epoch again. This
+callback makes the order of samples depend only on the seed and the epoch, skips the batches that
+were already read, and restores the random states.
 """
 
 from __future__ import annotations
@@ -26,28 +27,45 @@ from ebbflow.training.errors import AttachError
 
 
 class CommitCallback(Callback):
-    """Callback that saves and commits whenever a commit is due. The arguments are those of `ebbflow.attach`."""
+    """Callback that saves and commits whenever a commit is due.
 
-    def __init__(self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None) -> None:
+    The arguments are those of `ebbflow.attach`.
+    """
+
+    def __init__(
+        self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None
+    ) -> None:
         self._wanted = {"store": store, "name": name, "config": config}
         self._job: FolderJob | None = None
         self._seed = torch.initial_seed()
-        self._epoch = self._read = self._skip = 0  # epochs read, batches of this epoch read, batches to skip
+        # Epochs read, batches of this epoch read, batches to skip
+        self._epoch = self._read = self._skip = 0
         self._global_step = 0
         self._last: Path | None = None
 
     @staticmethod
     def restore(trainer: Trainer, loader: Any = None) -> str | None:
-        """Restore the newest commit, and return the path of the checkpoint for `fit`; None if there is no commit.
+        """Restore the newest commit, and return the path of the checkpoint for `fit`; None if there
+        is no commit.
 
-        If the training loader is given, a resumed run reads the same samples as an uninterrupted one.
+        If the training loader is given, a resumed run reads the same samples as an uninterrupted
+        one.
         """
-        found = [one for one in getattr(trainer, "callbacks", []) if isinstance(one, CommitCallback)]
+        found = [
+            one for one in getattr(trainer, "callbacks", []) if isinstance(one, CommitCallback)
+        ]
         if len(found) != 1:
-            refuse(AttachError(f"the Trainer has {len(found)} CommitCallbacks; fix: callbacks=[CommitCallback()]"))
+            refuse(
+                AttachError(
+                    f"the Trainer has {len(found)} CommitCallbacks; fix: "
+                    "callbacks=[CommitCallback()]"
+                )
+            )
         job = found[0]._attach(trainer)
         found[0]._keep_order(loader)
-        return None if job.restored is None else str(job.restored)
+        if job.restored is None:
+            return None
+        return str(job.restored)
 
     def _keep_order(self, loader: Any) -> None:
         job = self._job
@@ -57,16 +75,22 @@ class CommitCallback(Callback):
             sources: list[BatchSource] = []
 
             def read(loader: DataLoader[Any]) -> Iterator[Any]:
-                if not sources or sources[-1].loader is not loader:  # Lightning may copy it for another sampler
+                if (
+                    not sources or sources[-1].loader is not loader
+                ):  # Lightning may copy it for another sampler
                     sources.append(BatchSource(loader, self._seed, job.say, iterate=iterate))
-                self._read, self._skip = self._skip, 0
+                self._read = self._skip
+                self._skip = 0
                 job.restore_random_states()
                 return sources[-1].epoch(self._epoch, self._read)
 
             loader.__class__ = type(type(loader).__name__, (type(loader),), {"__iter__": read})
         elif not hasattr(loader, "state_dict"):
             job.record_inexact_data()
-            job.say("samples of an epoch are read again after a resume; fix: CommitCallback.restore(trainer, loader)")
+            job.say(
+                "samples of an epoch are read again after a resume; fix: "
+                "CommitCallback.restore(trainer, loader)"
+            )
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir, "ebbflow-checkpoints")
@@ -74,7 +98,8 @@ class CommitCallback(Callback):
     def _attach(self, trainer: Trainer) -> FolderJob:
         if self._job is None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                trainer.strategy.setup_environment()  # joins the process group, which `fit` would do later
+                # joins the process group, which `fit` would do later
+                trainer.strategy.setup_environment()
             self._job = attach_folder(self._folder(trainer), **self._wanted)
         return self._job
 
@@ -82,18 +107,27 @@ class CommitCallback(Callback):
         return {"seed": self._seed, "epoch": self._epoch, "read": self._read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seed, self._epoch, self._skip = (state_dict[name] for name in ("seed", "epoch", "read"))
+        self._seed, self._epoch, self._skip = (
+            state_dict[name] for name in ("seed", "epoch", "read")
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         job = self._attach(trainer)
         if job.resumed and trainer.global_step == 0:
             fix = "fix: trainer.fit(..., ckpt_path=CommitCallback.restore(trainer))"
-            refuse(AttachError(f"job {job.name} is at step {job.step}, and the Trainer begins anew; {fix}"))
+            refuse(
+                AttachError(
+                    f"job {job.name} is at step {job.step}, and the Trainer begins anew; {fix}"
+                )
+            )
         self._global_step = trainer.global_step
         job.describe(pl_module, trainer.estimated_stepping_batches, divided=trainer.max_steps < 0)
-        job.watch_signals()  # Lightning ends at SIGTERM, some steps before the save that all ranks agree on
+        # Lightning ends at SIGTERM, some steps before the save that all ranks agree on
+        job.watch_signals()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._attach(trainer).begin_step()
 
     def on_train_batch_end(
@@ -101,29 +135,41 @@ class CommitCallback(Callback):
     ) -> None:
         job = self._attach(trainer)
         self._read += 1
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(outputs, dict):
+            loss = outputs.get("loss")
+        else:
+            loss = outputs
         if loss is not None:
             job.log(loss=loss)
-        updated, self._global_step = trainer.global_step != self._global_step, trainer.global_step
-        # The code of an epoch's end has not run after its last batch, and Lightning would not run it after a resume.
+        updated = trainer.global_step != self._global_step
+        self._global_step = trainer.global_step
+        # The code of an epoch's end has not run after its last batch, and Lightning would not run
+        # it after a resume.
         samples = (getattr(trainer.train_dataloader, "batch_size", None) or 1) * trainer.world_size
         if job.end_step(samples, updated=updated and not trainer.is_last_batch):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch, self._read = self._epoch + 1, 0
+        self._epoch = self._epoch + 1
+        self._read = 0
 
     def _save(self, trainer: Trainer) -> None:
         job = self._attach(trainer)
         path = self._folder(trainer) / f"step-{job.step}.ckpt"
         trainer.save_checkpoint(path)
-        former, self._last = self._last, path
+        former = self._last
+        self._last = path
         job.commit(path)
         if former is not None and trainer.is_global_zero:
             former.unlink(missing_ok=True)
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._attach(trainer).begin_evaluation()
 
@@ -133,6 +179,8 @@ class CommitCallback(Callback):
             self._save(trainer)
         job.complete()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         if self._job is not None:
             self._job.__exit__(type(exception), exception, None)

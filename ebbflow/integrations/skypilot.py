@@ -1,8 +1,10 @@
-"""`ebbflow export skypilot CONFIG`: export a job as a SkyPilot task, for people without AWS Batch or Kubernetes.
+"""`ebbflow export skypilot CONFIG`: export a job as a SkyPilot task, for people without AWS Batch
+or Kubernetes.
 
-The task is a managed job: SkyPilot starts the planned machine, and starts the task again after a preemption. On the
-machine `ebbflow supervise` continues the job from its last commit, and the agent handles notices, checkpoints and
-costs. The task is valid in SkyPilot's schema, but this export was never tested on a cloud.
+The task is a managed job: SkyPilot starts the planned machine, and starts the task again after a
+preemption. On the machine `ebbflow supervise` continues the job from its last commit, and the agent
+handles notices, checkpoints and costs. The task is valid in SkyPilot's schema, but this export was
+never tested on a cloud.
 """
 
 from __future__ import annotations
@@ -43,35 +45,55 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(
     str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     guard_terminal()
-    parser = argparse.ArgumentParser(prog="ebbflow export", description="Write a job for another launcher.")
-    parser.add_argument("launcher", choices=["skypilot"], help="a managed job of SkyPilot, printed as YAML")
+    parser = argparse.ArgumentParser(
+        prog="ebbflow export", description="Write a job for another launcher."
+    )
+    parser.add_argument(
+        "launcher", choices=["skypilot"], help="a managed job of SkyPilot, printed as YAML"
+    )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file below the project's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
-    parser.add_argument("--job", default="", metavar="NAME", help="name of the job (default: the file's name)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key; repeatable",
+    )
+    parser.add_argument(
+        "--job", default="", metavar="NAME", help="name of the job (default: the file's name)"
+    )
     options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:])
     return run_command(lambda: _export(options))
 
 
 def _export(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT).config
-    path, job = Path(arguments.config).resolve(), arguments.job or plain_name(Path(arguments.config).stem)
+    path = Path(arguments.config).resolve()
+    job = arguments.job or plain_name(Path(arguments.config).stem)
     check_job_name(job)
     if refusal := refusal_reason(config, path):
         print(refusal, file=sys.stderr)
         return Outcome.CONFIG.exit_code
     now = time.time()
-    plan = make_plan(config, now_utc=now, prices=open_prices(config, now, project_root=PROJECT_ROOT))
+    plan = make_plan(
+        config, now_utc=now, prices=open_prices(config, now, project_root=PROJECT_ROOT)
+    )
     if plan.refusal:
         print(f"{plan.refusal.message} ({plan.refusal.hint})", file=sys.stderr)
         return plan.refusal.outcome.exit_code
     task = make_task(config, plan, str(path.relative_to(PROJECT_ROOT)), job, arguments.set)
-    print(f"# From {PROJECT_ROOT}: sky jobs launch FILE. Never run on a cloud; the schema of SkyPilot accepts it.")
+    print(
+        f"# From {PROJECT_ROOT}: sky jobs launch FILE. Never run on a cloud; the schema of "
+        "SkyPilot accepts it."
+    )
     print(yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=1000), end="")
     return 0
 
@@ -84,11 +106,16 @@ def refusal_reason(config: RunConfig, path: Path) -> str | None:
         several = "agents of several nodes are started by Metaflow on Kubernetes or AWS Batch only"
         return f"cluster.nodes is {config.cluster.nodes}: {several}\n  fix: --set cluster.nodes=1"
     if not path.is_relative_to(PROJECT_ROOT):
-        return f"{path} is not below {PROJECT_ROOT}, which SkyPilot copies to the machine\n  fix: move the file there"
+        return (
+            f"{path} is not below {PROJECT_ROOT}, which SkyPilot copies to the machine\n  fix: "
+            "move the file there"
+        )
     return None
 
 
-def make_task(config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]) -> dict[str, Any]:
+def make_task(
+    config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]
+) -> dict[str, Any]:
     """Build the SkyPilot task for the best pool of the plan.
 
     Args:
@@ -112,10 +139,16 @@ def make_task(config: RunConfig, plan: Plan, path: str, job: str, overrides: lis
             "instance_type": chosen.instance_type,
             "use_spot": chosen.market == "spot",
             "disk_size": max(50, round(config.cost.volume_gib_per_node)),
-            "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [Outcome.INTERRUPTED.exit_code]},
+            "job_recovery": {
+                "max_restarts_on_errors": 0,
+                "recover_on_exit_codes": [Outcome.INTERRUPTED.exit_code],
+            },
         },
-        # For the user's own files. Commits are written through S3's interface, since a mounted bucket keeps no promise.
-        "file_mounts": {MOUNT: {"source": f"s3://{urlsplit(config.store).netloc}", "mode": "MOUNT"}},
+        # For the user's own files. Commits are written through S3's interface, since a mounted
+        # bucket keeps no promise.
+        "file_mounts": {
+            MOUNT: {"source": f"s3://{urlsplit(config.store).netloc}", "mode": "MOUNT"}
+        },
         "envs": {"METAFLOW_USER": "ebbflow"},
         "setup": _SETUP,
         "run": f"exec {shlex.join(words)}\n",

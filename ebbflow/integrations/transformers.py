@@ -1,9 +1,11 @@
-"""Make commits from the Trainer of Hugging Face transformers, and of libraries that extend it, such as TRL and PEFT.
+"""Make commits from the Trainer of Hugging Face transformers, and of libraries that extend it, such
+as TRL and PEFT.
 
     trainer = Trainer(..., callbacks=[CommitCallback()])
     trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))
 
-A commit holds the folder `checkpoint-<step>` that the Trainer writes. The Trainer resumes exactly from it.
+A commit holds the folder `checkpoint-<step>` that the Trainer writes. The Trainer resumes exactly
+from it.
 """
 
 from __future__ import annotations
@@ -20,71 +22,122 @@ from ebbflow.training.errors import AttachError
 
 
 class CommitCallback(TrainerCallback):
-    """Callback that makes a Trainer save when a commit is due, and commits every folder that the Trainer saves.
+    """Callback that makes a Trainer save when a commit is due, and commits every folder that the
+    Trainer saves.
 
-    The arguments are those of `ebbflow.attach`. The Trainer also saves when its own arguments say so.
+    The arguments are those of `ebbflow.attach`. The Trainer also saves when its own arguments say
+    so.
     """
 
-    def __init__(self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None) -> None:
+    def __init__(
+        self, *, store: str | None = None, name: str | None = None, config: str | Path | None = None
+    ) -> None:
         self._wanted = {"store": store, "name": name, "config": config}
         self._job: FolderJob | None = None
 
     @staticmethod
     def restore(trainer: Trainer) -> str | None:
-        """Restore the newest commit into the Trainer's output folder, and return its path for `train`.
+        """Restore the newest commit into the Trainer's output folder, and return its path for
+        `train`.
 
         The result is None if there is no commit.
         """
-        found = [one for one in trainer.callback_handler.callbacks if isinstance(one, CommitCallback)]
+        found = [
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, CommitCallback)
+        ]
         if len(found) != 1:
-            refuse(AttachError(f"the Trainer has {len(found)} CommitCallbacks; fix: callbacks=[CommitCallback()]"))
+            refuse(
+                AttachError(
+                    f"the Trainer has {len(found)} CommitCallbacks; fix: "
+                    "callbacks=[CommitCallback()]"
+                )
+            )
         restored = found[0]._attach(trainer.args).restored
-        return None if restored is None else str(restored)
+        if restored is None:
+            return None
+        return str(restored)
 
     def _attach(self, args: TrainingArguments) -> FolderJob:
         if args.save_only_model or args.ignore_data_skip:
-            name = "save_only_model" if args.save_only_model else "ignore_data_skip"
-            refuse(AttachError(f"TrainingArguments.{name} makes an exact resume impossible; fix: leave it out"))
+            if args.save_only_model:
+                name = "save_only_model"
+            else:
+                name = "ignore_data_skip"
+            refuse(
+                AttachError(
+                    f"TrainingArguments.{name} makes an exact resume impossible; fix: leave it out"
+                )
+            )
         if self._job is None:
             assert args.output_dir is not None
             self._job = attach_folder(args.output_dir, **self._wanted)
         return self._job
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         job = self._attach(args)
         job.describe(kwargs["model"], state.max_steps, divided=args.max_steps <= 0)
         if job.step != state.global_step:
             fix = "fix: trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))"
-            refuse(AttachError(f"job {job.name} is at step {job.step}, the Trainer at {state.global_step}; {fix}"))
+            refuse(
+                AttachError(
+                    f"job {job.name} is at step {job.step}, the Trainer at {state.global_step}; "
+                    f"{fix}"
+                )
+            )
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self._attach(args).begin_step()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         scheduler = kwargs.get("lr_scheduler")
-        rate = None if scheduler is None else float(scheduler.get_last_lr()[0])
+        if scheduler is None:
+            rate = None
+        else:
+            rate = float(scheduler.get_last_lr()[0])
         wanted = self._attach(args).end_step(samples, learning_rate=rate)
         control.should_save |= wanted or state.global_step >= state.max_steps
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         logs = kwargs.get("logs") or {}
         if self._job is not None and "loss" in logs:
             self._job.log_last_step(logs["loss"])
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         assert args.output_dir is not None
         self._attach(args).commit(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
-    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         if self._job is not None:
             self._job.begin_evaluation()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         metrics = kwargs.get("metrics") or {}
         if self._job is not None:
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            self._job.log(**{name: value for name, value in numbers.items() if math.isfinite(value)})
+            numbers = {
+                name: value for name, value in metrics.items() if isinstance(value, int | float)
+            }
+            self._job.log(
+                **{name: value for name, value in numbers.items() if math.isfinite(value)}
+            )
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         self._attach(args).complete()

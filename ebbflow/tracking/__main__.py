@@ -1,7 +1,7 @@
 """`ebbflow track`: send a job's metrics to trackers, and messages about the job to people.
 
-A launcher runs this command as a separate process (`ebbflow.infra.observe.tracking_process`). The process reads the
-event log, so it works alike for workloads, for scripts and for every attempt.
+A launcher runs this command as a separate process (`ebbflow.infra.observe.tracking_process`). The
+process reads the event log, so it works alike for workloads, for scripts and for every attempt.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class StepSeries:
             for event in events:
                 if event.step is not None and event.name in (COMMIT, RESTORE):
                     self._committed = max(self._committed, (event.generation, event.step))
-                elif event.step is not None and event.rank == 0 and event.name in (STEP, EVALUATION):
+                elif (
+                    event.step is not None and event.rank == 0 and event.name in (STEP, EVALUATION)
+                ):
                     self._add(event)
 
     def _add(self, event: Event) -> None:
@@ -88,7 +90,10 @@ class StepSeries:
         known, point = self._points.get(event.step, (-1, None))
         if event.generation < known:
             return  # a redone step has the values of its last execution
-        values = dict(point.values) if point is not None and known == event.generation else {}
+        if point is not None and known == event.generation:
+            values = dict(point.values)
+        else:
+            values = {}
         if event.name == STEP:
             found = {name: event.data.get(name) for name in _STEP_METRICS}
             found["step_seconds"] = sum((event.data.get("seconds") or {}).values())
@@ -99,7 +104,9 @@ class StepSeries:
         self._points[event.step] = event.generation, Point(event.step, event.t_wall, values)
 
     def after(self, step: int, *, live: bool, last: bool) -> list[Point]:
-        """Return the points of the steps after `step`, oldest first. The newest point also has the job's totals.
+        """Return the points of the steps after `step`, oldest first.
+
+        The newest point also has the job's totals.
 
         Args:
             live: Whether to return steps that no commit contains yet.
@@ -107,10 +114,18 @@ class StepSeries:
                 follow.
         """
         with self._lock:
-            end = self._newest if live else self._committed[1]
-            end = end if last else min(end, self._newest - 1)
-            points = [self._points[one][1] for one in sorted(self._points) if step < one <= end]
-            points = [one for one in points if one.values]
+            if live:
+                end = self._newest
+            else:
+                end = self._committed[1]
+            if last:
+                end = end
+            else:
+                end = min(end, self._newest - 1)
+            points = [
+                self._points[point][1] for point in sorted(self._points) if step < point <= end
+            ]
+            points = [point for point in points if point.values]
             if points:
                 points[-1] = points[-1]._replace(values=points[-1].values | self.totals)
             return points
@@ -118,12 +133,16 @@ class StepSeries:
     def forget(self, step: int) -> None:
         """Delete the points up to `step`, because every tracker has received them."""
         with self._lock:
-            for one in [one for one in self._points if one <= step]:
-                del self._points[one]
+            for point in [point for point in self._points if point <= step]:
+                del self._points[point]
 
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(one) for name, one in found.items() if isinstance(one, int | float) and math.isfinite(one)}
+    return {
+        name: float(one)
+        for name, one in found.items()
+        if isinstance(one, int | float) and math.isfinite(one)
+    }
 
 
 class News(NamedTuple):
@@ -138,29 +157,64 @@ def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
     """Yield all messages that follow from the events and the report of a job so far."""
     for event in events:
         if event.name == PREPARED:
-            step = max((one.step or 0 for one in events if one.name == COMMIT and one.t_wall < event.t_wall), default=0)
-            words = f"starts again after the commit of step {step:,}" if step else "starts"
-            yield News(f"start:{event.t_wall:.3f}", event.t_wall, f"{words}{_describe_capacity(report)}")
+            step = max(
+                (
+                    one.step or 0
+                    for one in events
+                    if one.name == COMMIT and one.t_wall < event.t_wall
+                ),
+                default=0,
+            )
+            if step:
+                words = f"starts again after the commit of step {step:,}"
+            else:
+                words = "starts"
+            yield News(
+                f"start:{event.t_wall:.3f}", event.t_wall, f"{words}{_describe_capacity(report)}"
+            )
         elif event.name == NOTICE and event.data.get("source"):
             left = event.data.get("seconds_left")
-            time_left = "" if left is None else f", {left:.0f} s left"
-            words = f"notice ({event.data['source']}, {event.data.get('action') or 'unknown'}) to node {event.node}"
+            if left is None:
+                time_left = ""
+            else:
+                time_left = f", {left:.0f} s left"
+            words = (
+                f"notice ({event.data['source']}, {event.data.get('action') or 'unknown'}) to "
+                f"node {event.node}"
+            )
             key = f"notice:{event.generation}:{event.node}:{event.data['source']}:{event.data.get('action')}"
-            yield News(key, event.t_wall, f"{words}{time_left}; response: {event.data.get('does') or 'unknown'}")
+            yield News(
+                key,
+                event.t_wall,
+                f"{words}{time_left}; response: {event.data.get('does') or 'unknown'}",
+            )
     for failure in report.events.get("failures") or []:
-        culprit = f" ({failure['culprit']})" if failure.get("culprit") else ""
+        if failure.get("culprit"):
+            culprit = f" ({failure['culprit']})"
+        else:
+            culprit = ""
         key = f"failure:{failure['generation']}:{failure['what']}"
-        yield News(key, failure["t_wall"], f"interruption: {str(failure['what']).replace('_', ' ')}{culprit}")
-    budget, spent = float(report.progress.get("budget_usd") or math.inf), float(report.total_usd)
+        yield News(
+            key,
+            failure["t_wall"],
+            f"interruption: {str(failure['what']).replace('_', ' ')}{culprit}",
+        )
+    budget = float(report.progress.get("budget_usd") or math.inf)
+    spent = float(report.total_usd)
     stopped = any(  # a job stops while the money for its last save is left
-        event.name == BUDGET and event.data["threshold"] >= 1 and event.data.get("budget_usd") == budget
+        event.name == BUDGET
+        and event.data["threshold"] >= 1
+        and event.data.get("budget_usd") == budget
         for event in events
     )
     for share in BUDGET_THRESHOLDS:
         if spent >= share * budget or (share == 1 and stopped):
             text = f"{share:.0%} of the budget {format_usd(budget)} is spent: {format_usd(spent)}"
             if spent < share * budget:
-                text = f"the job stops within its budget {format_usd(budget)}: {format_usd(spent)} is spent"
+                text = (
+                    f"the job stops within its budget {format_usd(budget)}: {format_usd(spent)} "
+                    "is spent"
+                )
             yield News(f"budget:{share}:{budget}", events[-1].t_wall, text)
 
 
@@ -169,19 +223,36 @@ def _describe_capacity(report: RunReport) -> str:
     if not chosen:
         return ""
     place = chosen.get("zone") or chosen.get("region") or ""
-    cost = f", about {format_usd(chosen['expected_usd'])} (estimated)" if chosen.get("expected_usd") else ""
+    if chosen.get("expected_usd"):
+        cost = f", about {format_usd(chosen['expected_usd'])} (estimated)"
+    else:
+        cost = ""
     market = str(chosen["market"]).replace("_", "-")
-    simulated = ", simulated" if (report.plan or {}).get("simulated") else ""
-    return f" on {chosen.get('nodes') or 1} × {chosen['instance_type']} {market} {place}".rstrip() + cost + simulated
+    if (report.plan or {}).get("simulated"):
+        simulated = ", simulated"
+    else:
+        simulated = ""
+    return (
+        f" on {chosen.get('nodes') or 1} × {chosen['instance_type']} {market} {place}".rstrip()
+        + cost
+        + simulated
+    )
 
 
 class _Sender(threading.Thread):
-    """Thread that calls `work` whenever it is woken. It prints the first of consecutive errors, and retries."""
+    """Thread that calls `work` whenever it is woken.
 
-    def __init__(self, name: str, work: Callable[[bool], None], tell: Callable[[str], None]) -> None:
+    It prints the first of consecutive errors, and retries.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[bool], None], tell: Callable[[str], None]
+    ) -> None:
         super().__init__(name=name, daemon=True)
-        self._work, self._tell = work, tell
-        self._woken, self._last = threading.Event(), False
+        self._work = work
+        self._tell = tell
+        self._woken = threading.Event()
+        self._last = False
         self.failed = ""  # the error since the last success
         self.abandoned = False
 
@@ -198,11 +269,18 @@ class _Sender(threading.Thread):
                 self._work(last)
                 if self.failed:
                     self._tell(f"{self.name}: works again")
-                self.failed, pauses = "", backoff_pauses(first_seconds=1.0, longest_seconds=30.0)
+                self.failed = ""
+                pauses = backoff_pauses(first_seconds=1.0, longest_seconds=30.0)
             except Exception as error:  # libraries raise many kinds of errors
                 if not self.failed:
-                    known = one_line(error) if isinstance(error, InfraError) else f"{type(error).__name__}: {error}"
-                    self._tell(f"{self.name}: {one_line(known)[:300]}; training goes on, and this is sent later")
+                    if isinstance(error, InfraError):
+                        known = one_line(error)
+                    else:
+                        known = f"{type(error).__name__}: {error}"
+                    self._tell(
+                        f"{self.name}: {one_line(known)[:300]}; training goes on, and this is "
+                        "sent later"
+                    )
                 self.failed = str(error) or type(error).__name__
                 time.sleep(min(next(pauses), 1.0 if self._last else 30.0))
                 self._woken.set()
@@ -212,22 +290,35 @@ class _Sender(threading.Thread):
 
 
 class Tracking:
-    """Trackers and notification channels of one job, and a record of what was sent to them (`trackers.json`)."""
+    """Trackers and notification channels of one job, and a record of what was sent to them
+    (`trackers.json`).
+    """
 
-    def __init__(self, store: Store, job: str, config: RunConfig, tell: Callable[[str], None]) -> None:
-        self._store, self._job, self.tell = store, job, tell
-        self._config, self._follower, self._series = config, MergingFollower(store), StepSeries()
-        self._lock, self._due = threading.Lock(), 0.0
+    def __init__(
+        self, store: Store, job: str, config: RunConfig, tell: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._job = job
+        self.tell = tell
+        self._config = config
+        self._follower = MergingFollower(store)
+        self._series = StepSeries()
+        self._lock = threading.Lock()
+        self._due = 0.0
         try:
             self._state = json.loads(store.get(TRACKED_KEY))
         except (ObjectNotFound, ValueError):
             self._state = {"schema": 1, "sent": {}, "told": {}}
-        self._heard, self._news, self._marks = time.monotonic(), list[News](), dict[str, int]()
+        self._heard = time.monotonic()
+        self._news = list[News]()
+        self._marks = dict[str, int]()
         self._report: RunReport | None = None
         self._senders: list[_Sender] = []
-        for one in config.trackers:
-            digest = hashlib.sha256(json.dumps(one.model_dump(exclude={"live", "key_env"})).encode()).hexdigest()[:8]
-            self._start(one.type, _TrackerFeed(self, one, f"{one.type}-{digest}").send)
+        for tracker in config.trackers:
+            digest = hashlib.sha256(
+                json.dumps(tracker.model_dump(exclude={"live", "key_env"})).encode()
+            ).hexdigest()[:8]
+            self._start(tracker.type, _TrackerFeed(self, tracker, f"{tracker.type}-{digest}").send)
         for name, send in open_channels(config.notifications).items():
             self._start(name, lambda last, name=name, send=send: self._notify(name, send))
 
@@ -242,8 +333,13 @@ class Tracking:
         if not configured:
             return None
         own = secret_values(dict(os.environ))
-        rows = [row for row in configured[-1].data["settings"] if row.get("value") not in (None, [], {})]
-        known = {str(row["key"]): redact(f"{row['key']}={row['value']}", own)[0].partition("=")[2] for row in rows}
+        rows = [
+            row for row in configured[-1].data["settings"] if row.get("value") not in (None, [], {})
+        ]
+        known = {
+            str(row["key"]): redact(f"{row['key']}={row['value']}", own)[0].partition("=")[2]
+            for row in rows
+        }
         number = hashlib.sha256(self._store.uri.encode()).hexdigest()[:8]
         return TrackedRun(
             id=f"{self._job}-{number}",
@@ -278,7 +374,8 @@ class Tracking:
         self._report = report = build_report(events, running=running)
         self._series.totals = _totals(report)
         news = list(list_news(events, report))
-        silent, at = time.monotonic() - self._heard, events[-1].t_wall
+        silent = time.monotonic() - self._heard
+        at = events[-1].t_wall
         if running and silent > 60 * self._config.notifications.silence_minutes:
             name = events[-1].name.replace("_", " ")
             text = f"no sign of the ranks for {silent / 60:.0f} minutes; the last event was {name}"
@@ -302,7 +399,9 @@ class Tracking:
         for sender in self._senders:
             sender.abandoned = True
         if late:
-            self.tell(f"not everything is sent to {', '.join(late)}; fix: ebbflow track {self._job}")
+            self.tell(
+                f"not everything is sent to {', '.join(late)}; fix: ebbflow track {self._job}"
+            )
         return not late
 
     def sent_to(self, name: str) -> int:
@@ -315,14 +414,19 @@ class Tracking:
                 self._series.forget(min(self._marks.values()))
             if self._state["sent"].get(name) != step:
                 self._state["sent"][name] = step
-                self._store.put(TRACKED_KEY, json.dumps(self._state, indent=1, sort_keys=True).encode())
+                self._store.put(
+                    TRACKED_KEY, json.dumps(self._state, indent=1, sort_keys=True).encode()
+                )
 
     def points_after(self, step: int, *, live: bool, last: bool) -> list[Point]:
         return self._series.after(step, live=live, last=last)
 
     def facts(self) -> dict[str, float | str]:
         """Return the job's totals and outcome, for the summary that a tracker shows."""
-        ended = None if self._report is None else self._report.outcome
+        if self._report is None:
+            ended = None
+        else:
+            ended = self._report.outcome
         return {**self._series.totals, **({} if ended is None else {"ebbflow/outcome": str(ended)})}
 
     def _notify(self, channel: str, send: Callable[[str], None]) -> None:
@@ -333,11 +437,16 @@ class Tracking:
                 send(f"ebbflow {self._job}: {one_line(one.text)}")
             with self._lock:
                 told.append(one.key)
-                self._store.put(TRACKED_KEY, json.dumps(self._state, indent=1, sort_keys=True).encode())
+                self._store.put(
+                    TRACKED_KEY, json.dumps(self._state, indent=1, sort_keys=True).encode()
+                )
 
 
 def _totals(report: RunReport) -> dict[str, float]:
-    priced = report.actual.get("price_kind") not in (None, "unpriced")  # else the cost is unknown, not zero
+    priced = report.actual.get("price_kind") not in (
+        None,
+        "unpriced",
+    )  # else the cost is unknown, not zero
     found = {
         "ebbflow/usd": float(report.total_usd) if priced else None,
         "ebbflow/goodput": report.actual.get("goodput"),
@@ -353,14 +462,20 @@ class _TrackerFeed:
     def __init__(self, tracking: Tracking, config: TrackerConfig, name: str) -> None:
         if config.folder is not None:
             config = config.model_copy(update={"folder": str(PROJECT_ROOT / config.folder)})
-        self._tracking, self._config, self._name = tracking, config, name
+        self._tracking = tracking
+        self._config = config
+        self._name = name
         self._tracker: Tracker | None = None
-        self._sent, self._told = 0, False
+        self._sent = 0
+        self._told = False
 
     def send(self, last: bool) -> None:
-        if (run := self._tracking.run) is None:
+        run = self._tracking.run
+        if run is None:
             return
-        tracker, self._tracker = self._tracker, None  # after an error it is opened again, and says what it has
+        # after an error it is opened again, and says what it has
+        tracker = self._tracker
+        self._tracker = None
         if tracker is None:
             tracker = make_tracker(self._config, run)
             self._sent = tracker.open(self._tracking.sent_to(self._name))
@@ -380,20 +495,33 @@ class _TrackerFeed:
 def main(arguments: Sequence[str] | None = None) -> int:
     guard_terminal()
     parser = argparse.ArgumentParser(
-        prog="ebbflow track", description="Send a job's metrics to trackers, as far as they lack them."
+        prog="ebbflow track",
+        description="Send a job's metrics to trackers, as far as they lack them.",
     )
-    parser.add_argument("job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI")
-    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
-    parser.add_argument("--config", default=None, metavar="FILE", help="take trackers from this file, not the job's")
-    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # the launcher, which runs the job
+    parser.add_argument(
+        "job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument(
+        "--config", default=None, metavar="FILE", help="take trackers from this file, not the job's"
+    )
+    parser.add_argument(
+        "--parent", type=int, default=0, help=argparse.SUPPRESS
+    )  # the launcher, which runs the job
     options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:])
     return run_command(lambda: _track(options))
 
 
 def _track(arguments: argparse.Namespace) -> int:
-    parent, ending = arguments.parent, threading.Event()
+    parent = arguments.parent
+    ending = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
-    place = f"{arguments.store}/{job_prefix(arguments.job)}" if parent else find_job_uri(arguments.job, arguments.store)
+    if parent:
+        place = f"{arguments.store}/{job_prefix(arguments.job)}"
+    else:
+        place = find_job_uri(arguments.job, arguments.store)
     store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
     if parent:
         config = RunConfig.model_validate_json(sys.stdin.read())
@@ -401,22 +529,34 @@ def _track(arguments: argparse.Namespace) -> int:
     else:
         config = _own_config(arguments, store)
         ending.set()
-    job = arguments.job if parent else Path(place).name
+    if parent:
+        job = arguments.job
+    else:
+        job = Path(place).name
     with _alone(store, wait_seconds=_LOCK_SECONDS if parent else 0.0):
         tracking = Tracking(store, job, config, _print_line)
         _follow(tracking, ending, parent)
         done = tracking.finish(_END_SECONDS)
     sys.stdout.flush()
-    os._exit(0 if done else Outcome.FAILED.exit_code)  # libraries wait for their servers as the interpreter ends
+    os._exit(
+        0 if done else Outcome.FAILED.exit_code
+    )  # libraries wait for their servers as the interpreter ends
 
 
 def _follow(tracking: Tracking, ending: threading.Event, parent: int) -> None:
     """Read the event log repeatedly until the launcher has ended, then once more."""
-    running = describe_parent(parent) if parent else None
-    problem, limit = "", math.inf
+    if parent:
+        running = describe_parent(parent)
+    else:
+        running = None
+    problem = ""
+    limit = math.inf
     while True:
         last = ending.is_set() or bool(parent and os.getppid() != parent)
-        limit = min(limit, time.monotonic() + _END_SECONDS) if last else limit
+        if last:
+            limit = min(limit, time.monotonic() + _END_SECONDS)
+        else:
+            limit = limit
         try:
             tracking.look(running=running, last=last)
             if last:
@@ -444,7 +584,9 @@ def _own_config(arguments: argparse.Namespace, store: Store) -> RunConfig:
     else:
         config = RunConfig.model_validate(json.loads(store.get("config.json"))["config"])
     if not config.trackers:
-        raise ReportError(f"job {arguments.job} has no trackers; fix: --config with a file that has trackers")
+        raise ReportError(
+            f"job {arguments.job} has no trackers; fix: --config with a file that has trackers"
+        )
     return config.model_copy(update={"notifications": NotificationsConfig()})
 
 
@@ -463,7 +605,9 @@ def _alone(store: Store, wait_seconds: float) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() >= limit:
-                    raise ReportError("another process sends this job's metrics; fix: wait until it ends") from error
+                    raise ReportError(
+                        "another process sends this job's metrics; fix: wait until it ends"
+                    ) from error
             time.sleep(_RETRY_SECONDS)
         yield
 

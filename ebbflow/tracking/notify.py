@@ -28,7 +28,10 @@ class NotificationError(InfraError):
 
 
 def open_channels(config: NotificationsConfig) -> dict[str, Callable[[str], None]]:
-    """Return the configured channels by name. Each is a function that delivers one line, or raises an exception."""
+    """Return the configured channels by name.
+
+    Each is a function that delivers one line, or raises an exception.
+    """
     channels: dict[str, Callable[[str], None]] = {}
     if config.webhook_env is not None:
         channels["webhook"] = lambda line: _post(config, line)
@@ -40,7 +43,8 @@ def open_channels(config: NotificationsConfig) -> dict[str, Callable[[str], None
 
 
 def _variable(name: str) -> str:
-    if not (value := os.environ.get(name)):
+    value = os.environ.get(name)
+    if not value:
         raise NotificationError(f"the environment variable {name} is not set")
     return value
 
@@ -56,7 +60,9 @@ def _post(config: NotificationsConfig, line: str) -> None:
         with urllib.request.urlopen(request, timeout=_SECONDS):
             return
     except urllib.error.HTTPError as error:
-        raise NotificationError(f"the server of {name} answered {error.code}") from None  # the cause has the URL
+        raise NotificationError(
+            f"the server of {name} answered {error.code}"
+        ) from None  # the cause has the URL
     except http.client.InvalidURL:
         raise NotificationError(f"the value of {name} is no URL") from None
     except (OSError, http.client.HTTPException) as error:
@@ -68,11 +74,14 @@ def _mail(config: NotificationsConfig, line: str) -> None:
     host, _, port = (config.smtp_server or "").partition(":")
     number = int(port or 25)
     message = EmailMessage()
-    message["Subject"], message["From"], message["To"] = line[:150], config.mail_from, ", ".join(config.mail_to)
+    message["Subject"] = line[:150]
+    message["From"] = config.mail_from
+    message["To"] = ", ".join(config.mail_to)
     message.set_content(f"{line}\n")
     try:
         with _connect(host, number) as server:
-            secure, stays_here = number == _SMTPS_PORT, _peer_is_here(server)
+            secure = number == _SMTPS_PORT
+            stays_here = _peer_is_here(server)
             server.ehlo_or_helo_if_needed()
             if not secure and not stays_here and server.has_extn("starttls"):
                 server.starttls(context=ssl.create_default_context())
@@ -80,15 +89,17 @@ def _mail(config: NotificationsConfig, line: str) -> None:
             if config.smtp_user is not None:
                 if not secure and not stays_here:
                     raise NotificationError(
-                        f"{host}:{number} offers no TLS, so the password of {config.smtp_user} was not sent; fix: a "
-                        f"server with STARTTLS or port {_SMTPS_PORT}, or no smtp_user"
+                        f"{host}:{number} offers no TLS, so the password of {config.smtp_user} "
+                        f"was not sent; fix: a server with STARTTLS or port {_SMTPS_PORT}, or no "
+                        "smtp_user"
                     )
                 server.login(config.smtp_user, _variable(config.smtp_password_env or ""))
             server.send_message(message)
     except ssl.SSLCertVerificationError as error:
         raise NotificationError(
-            f"the certificate of {host}:{number} is not trusted: {error.verify_message}; fix: the host name that it "
-            "was made for, or the environment variable SSL_CERT_FILE with the file of its authority"
+            f"the certificate of {host}:{number} is not trusted: {error.verify_message}; fix: "
+            "the host name that it was made for, or the environment variable SSL_CERT_FILE with "
+            "the file of its authority"
         ) from error
 
 
@@ -108,9 +119,13 @@ def _peer_is_here(server: smtplib.SMTP) -> bool:
 def _run(config: NotificationsConfig, line: str) -> None:
     try:
         subprocess.run(
-            [*config.command, line], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=_SECONDS, check=True,
-        )  # fmt: skip
+            [*config.command, line],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_SECONDS,
+            check=True,
+        )
     except subprocess.CalledProcessError as error:
         raise NotificationError(f"{config.command[0]} exited with {error.returncode}") from error
     except subprocess.TimeoutExpired as error:

@@ -1,8 +1,10 @@
-"""Profile some steps of each rank: a trace for Perfetto, and tables by kind of kernel and by collective.
+"""Profile some steps of each rank: a trace for Perfetto, and tables by kind of kernel and by
+collective.
 
 Also keep a snapshot of a GPU's memory when it runs out.
 
-Kernels are those of the GPU. Without a GPU, the operators of the CPU and the collectives of gloo are counted instead.
+Kernels are those of the GPU. Without a GPU, the operators of the CPU and the collectives of gloo
+are counted instead.
 """
 
 from __future__ import annotations
@@ -46,35 +48,62 @@ _CLASSES = {
     "elementwise": r"elementwise|triton|aten::(add|mul|sub|div|gelu|silu|sum|sqrt|where)",
 }
 _OTHER = "other"
-# Bytes of an element, as NCCL's records or C++ name its type. The float8 types, which are not named here, have one.
+# Bytes of an element, as NCCL's records or C++ name its type. The float8 types, which are not named
+# here, have one.
 _ITEM_BYTES = {"float": 4, "double": 8, "bfloat16": 2, "half": 2, "int": 4, "long": 8, "longint": 8}
-_COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "reduce", "send", "recv")
+_COLLECTIVES = (
+    "allreduce",
+    "allgather",
+    "reducescatter",
+    "alltoall",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
+)
 
 Span = Mapping[str, Any]
 
 
-def make_profiler(spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> StepProfiler | None:
+def make_profiler(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> StepProfiler | None:
     """Return the profiler of this rank, or None if no step is to be profiled."""
-    return None if config.training.profile_from is None else StepProfiler(spec, config, gang, reporter)
+    if config.training.profile_from is None:
+        return None
+    return StepProfiler(spec, config, gang, reporter)
 
 
 class StepProfiler:
-    """Profiler of one rank. It records the configured steps, and reports them after the last one."""
+    """Profiler of one rank.
+
+    It records the configured steps, and reports them after the last one.
+    """
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
-        training, store = config.training, _open_profiles(spec)
+        training = config.training
+        store = _open_profiles(spec)
         self._first = training.profile_from or 1
         self._last = self._first + training.profile_steps - 1
-        self._store, self._reporter, self._rank = store, reporter, gang.rank
+        self._store = store
+        self._reporter = reporter
+        self._rank = gang.rank
         self._on_gpu = False
-        self._ranks = None if config.parallel.mode == "hsdp" else gang.world_size  # gloo does not record its group
+        # gloo does not record its group
+        if config.parallel.mode == "hsdp":
+            self._ranks = None
+        else:
+            self._ranks = gang.world_size
         self._profile: profile | None = None
         self._steps: list[int] = []
         self._reached = 0
         reporter.on_close(self.close)  # if training ends before the last step
 
     def reach(self, step: int) -> None:
-        """Start the profile at its first step, and end it after its last. Call this before each step."""
+        """Start the profile at its first step, and end it after its last.
+
+        Call this before each step.
+        """
         self._reached = step
         if step > self._last:
             self._end()
@@ -84,7 +113,10 @@ class StepProfiler:
                 from torch.profiler import ProfilerActivity, profile
 
                 self._on_gpu = torch.cuda.is_initialized()
-                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+                activities = [
+                    ProfilerActivity.CPU,
+                    *([ProfilerActivity.CUDA] if self._on_gpu else []),
+                ]
                 self._profile = profile(activities=activities, record_shapes=not self._on_gpu)
                 self._profile.start()
             self._steps.append(step)
@@ -95,7 +127,10 @@ class StepProfiler:
             self._profile = None
         self._end()
         if self._reached < self._first and self._rank == 0:
-            fix = f"training reached step {self._reached} only, so nothing was profiled; fix: an earlier step"
+            fix = (
+                f"training reached step {self._reached} only, so nothing was profiled; fix: an "
+                "earlier step"
+            )
             self._reporter.emit(NOTICE, message=f"training.profile_from {self._first}: {fix}")
 
     def _end(self) -> None:
@@ -105,13 +140,16 @@ class StepProfiler:
         try:
             self._write(self._profile)
         except Exception as error:  # such as a full disk; a profile must not end the job
-            self._reporter.emit(NOTICE, message=f"the profile is lost: {type(error).__name__}: {error}")
+            self._reporter.emit(
+                NOTICE, message=f"the profile is lost: {type(error).__name__}: {error}"
+            )
         finally:
             self._profile = None
             over()
 
     def _write(self, found: profile) -> None:
-        first, last = self._steps[0], self._steps[-1]
+        first = self._steps[0]
+        last = self._steps[-1]
         if self._on_gpu:
             import torch
 
@@ -122,18 +160,25 @@ class StepProfiler:
             found.export_chrome_trace(str(path))
             content = path.read_bytes()
         spans = json.loads(gzip.decompress(content))["traceEvents"]
-        tables, trace = summarize_trace(spans, self._ranks), f"{self._store.uri}/{path.name}"
+        tables = summarize_trace(spans, self._ranks)
+        trace = f"{self._store.uri}/{path.name}"
         try:
             self._store.put(path.name, content)
         except StoreError as error:
             trace = f"lost: {error}"
-        lines = {"profile": f"steps {first} to {last} of each rank: {trace}", **format_lines(tables, last - first + 1)}
-        self._reporter.emit(PROFILE, step=last, first=first, last=last, trace=trace, lines=lines, **tables)
+        lines = {
+            "profile": f"steps {first} to {last} of each rank: {trace}",
+            **format_lines(tables, last - first + 1),
+        }
+        self._reporter.emit(
+            PROFILE, step=last, first=first, last=last, trace=trace, lines=lines, **tables
+        )
 
 
 @contextmanager
 def profile_script(spec: WorkerSpec) -> Iterator[None]:
-    """Profile the configured steps of a script in this context, unless it attaches: then its job profiles them.
+    """Profile the configured steps of a script in this context, unless it attaches: then its job
+    profiles them.
 
     A step of a script that does not attach ends when the optimizer that stepped first has stepped.
     """
@@ -149,9 +194,16 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
     from ebbflow.training.gang import Gang
     from ebbflow.training.reporter import Clock, Reporter
 
-    gang = Gang(rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    gang = Gang(
+        rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1"))
+    )
     origin = Origin(
-        job=spec.job, run=spec.run, attempt=spec.attempt, generation=spec.generation, node=spec.node, rank=gang.rank
+        job=spec.job,
+        run=spec.run,
+        attempt=spec.attempt,
+        generation=spec.generation,
+        node=spec.node,
+        rank=gang.rank,
     )
     counted: list[Any] = []  # the optimizer that stepped first, once for each step
 
@@ -161,7 +213,8 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
             profiler.reach(len(counted) + 1)
 
     with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
-        # The agent already gets this rank's heartbeats, and the time of a script that does not attach is not booked.
+        # The agent already gets this rank's heartbeats, and the time of a script that does not
+        # attach is not booked.
         reporter = Reporter(Clock(lambda *_, **__: None), log.emit)
         profiler = StepProfiler(spec, RunConfig.model_validate(spec.config), gang, reporter)
         hook = register_optimizer_step_post_hook(count)
@@ -173,11 +226,14 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
                 reporter.close()
 
 
-def record_memory(spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> Callable[[int], None]:
+def record_memory(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> Callable[[int], None]:
     """Record the allocations of this rank's GPU, the newest `guards.memory_history` of them.
 
-    Return a function that is called after an out-of-memory error with the step. It puts a snapshot for
-    pytorch.org/memory_viz into the store: what memory holds, and the recorded allocations with their Python stacks.
+    Return a function that is called after an out-of-memory error with the step. It puts a snapshot
+    for pytorch.org/memory_viz into the store: what memory holds, and the recorded allocations with
+    their Python stacks.
     """
     entries = config.guards.memory_history
     if gang.device.type != "cuda" or not entries:
@@ -196,7 +252,9 @@ def record_memory(spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Rep
                 torch.cuda.memory._dump_snapshot(str(path))
                 store.put(path.name, path.read_bytes())
             told = f"open {store.uri}/{path.name} in pytorch.org/memory_viz"
-        except Exception as error:  # such as a full disk; what to do about the memory is decided all the same
+        except (
+            Exception
+        ) as error:  # such as a full disk; what to do about the memory is decided all the same
             told = f"the snapshot is lost: {type(error).__name__}: {error}"
         finally:
             over()
@@ -213,10 +271,12 @@ def _open_profiles(spec: WorkerSpec) -> Store:
 
 
 def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:
-    """Return seconds by kernel class, a row for each kind of collective, and the share of its time that is overlapped.
+    """Return seconds by kernel class, a row for each kind of collective, and the share of its time
+    that is overlapped.
 
-    A row has the bytes of the whole buffers, and the bus bandwidth as nccl-tests defines it: it is comparable with the
-    speed of a link, whatever the number of ranks. While a rank waits for others in a collective, its time counts.
+    A row has the bytes of the whole buffers, and the bus bandwidth as nccl-tests defines it: it is
+    comparable with the speed of a link, whatever the number of ranks. While a rank waits for others
+    in a collective, its time counts.
 
     Args:
         events: the events of a Chrome trace; times in microseconds.
@@ -224,7 +284,9 @@ def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]
     """
     spans = [one for one in events if one.get("ph") == "X" and one.get("dur", 0) >= 0]
     kernels = [one for one in spans if one.get("cat") in _ON_GPU]
-    spoken = [one for one in spans if one["name"].startswith("gloo:")] or [one for one in kernels if _is_nccl(one)]
+    spoken = [one for one in spans if one["name"].startswith("gloo:")] or [
+        kernel for kernel in kernels if _is_nccl(kernel)
+    ]
     classes: dict[str, float] = defaultdict(float)
     work = kernels or [one for one in spans if one.get("cat") == "cpu_op"]
     for span, seconds in _own_seconds(work):
@@ -232,14 +294,24 @@ def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in spoken:
         name, size, group, count = _describe_collective(one, ranks)
-        facts = {"name": name, "group": group, "ranks": count, "calls": 0, "bytes": 0.0, "seconds": 0.0}
+        facts = {
+            "name": name,
+            "group": group,
+            "ranks": count,
+            "calls": 0,
+            "bytes": 0.0,
+            "seconds": 0.0,
+        }
         row = rows.setdefault((name, group, count), facts)
         row["calls"] += 1
         row["bytes"] += size
         row["seconds"] += one["dur"] / 1e6
     for row in rows.values():
         share = _bus_share(row["name"], row["ranks"])
-        row["bus_bytes_per_second"] = row["bytes"] * share / row["seconds"] if share and row["seconds"] else None
+        if share and row["seconds"]:
+            row["bus_bytes_per_second"] = row["bytes"] * share / row["seconds"]
+        else:
+            row["bus_bytes_per_second"] = None
     talking = _merge(spoken)
     others = [one for one in work if _class_of(one["name"]) != "communication"]
     whole = sum(end - start for start, end in talking)
@@ -253,7 +325,9 @@ def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]
 
 
 def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
-    """Return a line for each kind of kernel and each collective, with means per step, as reports show them."""
+    """Return a line for each kind of kernel and each collective, with means per step, as reports
+    show them.
+    """
     whole = sum(tables["classes"].values())
     lines = {
         f"· {name}": f"{1000 * seconds / steps:,.2f} ms per step, {100 * seconds / whole:.1f} %"
@@ -262,11 +336,16 @@ def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
     }
     for row in tables["collectives"]:
         speed = row["bus_bytes_per_second"]
-        told = f", {speed / 1e9:.2f} GB/s on the bus" if speed else ""
-        size, time = row["bytes"] / steps / 1e6, 1000 * row["seconds"] / steps
+        if speed:
+            told = f", {speed / 1e9:.2f} GB/s on the bus"
+        else:
+            told = ""
+        size = row["bytes"] / steps / 1e6
+        time = 1000 * row["seconds"] / steps
         name = f"· {row['name']}, {row['ranks'] or 'some'} ranks"
         lines[f"{name} ({row['group']})"] = f"{size:,.2f} MB in {time:,.2f} ms per step{told}"
-    if (share := tables["overlap_share"]) is not None:
+    share = tables["overlap_share"]
+    if share is not None:
         lines["· overlapped"] = f"{100 * share:.1f} % of the collectives' time"
     return lines
 
@@ -281,10 +360,14 @@ def _class_of(name: str) -> str:
 
 
 def _own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Yield each span with its seconds, without those of the spans inside it in the same thread or stream."""
+    """Yield each span with its seconds, without those of the spans inside it in the same thread or
+    stream.
+    """
     own: dict[int, float] = {}
     stack: list[Span] = []
-    ordered = sorted(spans, key=lambda one: (str(one["pid"]), str(one["tid"]), one["ts"], -one["dur"]))
+    ordered = sorted(
+        spans, key=lambda span: (str(span["pid"]), str(span["tid"]), span["ts"], -span["dur"])
+    )
     for one in ordered:
         own[id(one)] = one["dur"] / 1e6
         while stack and not _is_inside(one, stack[-1]):
@@ -301,7 +384,9 @@ def _is_inside(one: Span, outer: Span) -> bool:
 
 
 def _describe_collective(span: Span, ranks: int | None) -> tuple[str, float, str, int | None]:
-    """Return a collective's name, the bytes of its whole buffer, its group's name and its number of ranks."""
+    """Return a collective's name, the bytes of its whole buffer, its group's name and its number of
+    ranks.
+    """
     facts = span.get("args", {})
     plain = str(facts.get("Collective name", span["name"])).lower().replace("_", "")
     name = next((kind for kind in _COLLECTIVES if kind in plain), plain)
@@ -320,17 +405,27 @@ def _item_bytes(kind: str | None) -> int:
 
 
 def _bus_share(name: str, ranks: int | None) -> float | None:
-    """Return the bytes that a link carries per byte of the buffer (nccl-tests, PERFORMANCE.md); None if unknown."""
+    """Return the bytes that a link carries per byte of the buffer (nccl-tests, PERFORMANCE.md);
+    None if unknown.
+    """
     if not ranks:
         return None
-    shares = {"allreduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0, "reduce": 1.0, "send": 1.0, "recv": 1.0}
+    shares = {
+        "allreduce": 2 * (ranks - 1) / ranks,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+        "send": 1.0,
+        "recv": 1.0,
+    }
     return shares.get(name, (ranks - 1) / ranks)
 
 
 def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return the times, in seconds, in which at least one span is open."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted((one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in spans):
+    for start, end in sorted(
+        (span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6) for span in spans
+    ):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:

@@ -1,10 +1,13 @@
-"""Timeline of a job in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open: `ebbflow trace JOB`.
+"""Timeline of a job in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open:
+`ebbflow trace JOB`.
 
-Each node is a process and each rank a thread. A slice is an interval of one ledger class, so a step is split into its
-waits and its useful part. Commits, notices and failures are marks; loss and speed are counters.
+Each node is a process and each rank a thread. A slice is an interval of one ledger class, so a step
+is split into its waits and its useful part. Commits, notices and failures are marks; loss and speed
+are counters.
 
-`ebbflow trace JOB --otlp URL` sends the generations, the saves and the steps of the lowest rank as spans to an
-OpenTelemetry collector, in OTLP's JSON encoding over HTTP (opentelemetry.io/docs/specs/otlp), which needs no package.
+`ebbflow trace JOB --otlp URL` sends the generations, the saves and the steps of the lowest rank as
+spans to an OpenTelemetry collector, in OTLP's JSON encoding over HTTP
+(opentelemetry.io/docs/specs/otlp), which needs no package.
 """
 
 from __future__ import annotations
@@ -47,11 +50,16 @@ from ebbflow.infra.events import (
 from ebbflow.infra.process import run_command
 from ebbflow.infra.untrusted_text import guard_terminal, one_line
 
-_MARKS = frozenset({COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE})
-_BATCH, _POST_SECONDS = 1000, 20.0  # spans in a request, and its time limit
+_MARKS = frozenset(
+    {COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE}
+)
+# spans in a request, and its time limit
+_BATCH = 1000
+_POST_SECONDS = 20.0
 _GANG = -1  # the process that shows generations and nodes
 # The order in which a step spends its time; what is not named here comes between.
-_FIRST, _LAST = (LedgerClass.DATA_WAIT,), (LedgerClass.CHECKPOINT_STALL,)
+_FIRST = (LedgerClass.DATA_WAIT,)
+_LAST = (LedgerClass.CHECKPOINT_STALL,)
 
 
 def build_trace(events: Sequence[Event]) -> dict[str, Any]:
@@ -61,7 +69,11 @@ def build_trace(events: Sequence[Event]) -> dict[str, Any]:
     found = [*_names(ordered), *_spans(ordered, zero)]
     for event in ordered:
         found += _slices(event, zero)
-    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"job": ordered[0].job, "start_unix": zero}}
+    return {
+        "traceEvents": found,
+        "displayTimeUnit": "ms",
+        "otherData": {"job": ordered[0].job, "start_unix": zero},
+    }
 
 
 def _names(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
@@ -85,20 +97,36 @@ def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
     for event in events:
         last[event.generation, None] = last[event.generation, event.node] = event.t_wall
     kinds = {GENERATION_STARTED: GENERATION_ENDED, NODE_STARTED: NODE_ENDED}
-    ends = {(one.name, one.generation, one.node): one for one in events if one.name in kinds.values()}
+    ends = {
+        (one.name, one.generation, one.node): one for one in events if one.name in kinds.values()
+    }
     for event in events:
         if event.name not in kinds:
             continue
         gang = event.name == GENERATION_STARTED
         end = ends.get((kinds[event.name], event.generation, event.node))
-        until = end.t_wall if end is not None else last[event.generation, None if gang else event.node]
-        name = f"generation {event.generation}" if gang else f"node {event.node} of generation {event.generation}"
+        if end is not None:
+            until = end.t_wall
+        else:
+            until = last[event.generation, None if gang else event.node]
+        if gang:
+            name = f"generation {event.generation}"
+        else:
+            name = f"node {event.node} of generation {event.generation}"
         arguments = {**event.data, **({} if end is None else end.data)}
-        yield _slice(name, event.t_wall - zero, until - event.t_wall, _GANG, 0 if gang else event.node + 1, arguments)
+        yield _slice(
+            name,
+            event.t_wall - zero,
+            until - event.t_wall,
+            _GANG,
+            0 if gang else event.node + 1,
+            arguments,
+        )
 
 
 def _slices(event: Event, zero: float) -> Iterator[dict[str, Any]]:
-    at, data = event.t_wall - zero, event.data
+    at = event.t_wall - zero
+    data = event.data
     if event.name == PHASE:
         seconds = float(data["seconds"])
         yield _slice(str(data["class"]), at - seconds, seconds, event.node, event.rank, {})
@@ -112,16 +140,42 @@ def _slices(event: Event, zero: float) -> Iterator[dict[str, Any]]:
         if event.rank == 0:
             for name in ("loss", "learning_rate", "gradient_norm"):
                 if isinstance(data.get(name), int | float):
-                    yield {"ph": "C", "name": name, "pid": 0, "ts": _micros(at), "args": {name: data[name]}}
+                    yield {
+                        "ph": "C",
+                        "name": name,
+                        "pid": 0,
+                        "ts": _micros(at),
+                        "args": {name: data[name]},
+                    }
     elif event.name in _MARKS:
-        name = event.name.replace("_", " ") + (f" {event.step}" if isinstance(event.step, int) else "")
-        scope = "t" if event.rank >= 0 else "p"
-        mark = {"ph": "i", "name": name, "pid": event.node, "tid": max(event.rank, 0), "ts": _micros(at), "s": scope}
+        name = event.name.replace("_", " ") + (
+            f" {event.step}" if isinstance(event.step, int) else ""
+        )
+        if event.rank >= 0:
+            scope = "t"
+        else:
+            scope = "p"
+        mark = {
+            "ph": "i",
+            "name": name,
+            "pid": event.node,
+            "tid": max(event.rank, 0),
+            "ts": _micros(at),
+            "s": scope,
+        }
         yield {**mark, "args": data}
 
 
-def _slice(name: str, start: float, seconds: float, process: int, thread: int, more: dict[str, Any]) -> dict[str, Any]:
-    shown = {"ph": "X", "name": name.replace("_", " "), "pid": process, "tid": thread, "cat": "ebbflow"}
+def _slice(
+    name: str, start: float, seconds: float, process: int, thread: int, more: dict[str, Any]
+) -> dict[str, Any]:
+    shown = {
+        "ph": "X",
+        "name": name.replace("_", " "),
+        "pid": process,
+        "tid": thread,
+        "cat": "ebbflow",
+    }
     return {**shown, "ts": _micros(start), "dur": _micros(max(seconds, 0.0)), "args": more}
 
 
@@ -130,9 +184,11 @@ def _micros(seconds: float) -> int:
 
 
 def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and steps of each.
+    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and
+    steps of each.
 
-    Trace and span ids depend only on the job's name and the span, so sending a job twice creates no second span.
+    Trace and span ids depend only on the job's name and the span, so sending a job twice creates no
+    second span.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     job = ordered[0].job
@@ -146,7 +202,13 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
     outcome = next((event for event in reversed(ordered) if event.name == OUTCOME), None)
 
     def span(
-        name: str, key: str, parent: str, start: float, end: float, data: dict[str, Any], bad: bool = False
+        name: str,
+        key: str,
+        parent: str,
+        start: float,
+        end: float,
+        data: dict[str, Any],
+        bad: bool = False,
     ) -> dict:
         found = {
             "traceId": _identify(job, 32),
@@ -155,7 +217,9 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
             "kind": 1,
             "startTimeUnixNano": str(round(1e9 * start)),
             "endTimeUnixNano": str(round(1e9 * max(start, end))),
-            "attributes": [{"key": f"ebbflow.{key}", "value": _attribute(value)} for key, value in data.items()],
+            "attributes": [
+                {"key": f"ebbflow.{key}", "value": _attribute(value)} for key, value in data.items()
+            ],
             "status": {"code": 2 if bad else 0},
         }
         return found | ({"parentSpanId": _identify(f"{job} {parent}", 16)} if parent else {})
@@ -164,26 +228,58 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
     failed = outcome is not None and data["outcome"] == "failed"
     found = [span(f"job {job}", "job", "", ordered[0].t_wall, ordered[-1].t_wall, data, failed)]
     for event in ordered:
-        number, wall = event.generation, event.t_wall
+        number = event.generation
+        wall = event.t_wall
         generation = f"generation {number}"
         where = {"generation": number, "node": event.node, "rank": event.rank, "step": event.step}
         if event.name == GENERATION_STARTED:
             end = ends.get(number)
-            more = {} if end is None else {name: end.data.get(name) for name in ("reason", "culprit")}
-            until = last[number] if end is None else end.t_wall
+            if end is None:
+                more = {}
+            else:
+                more = {name: end.data.get(name) for name in ("reason", "culprit")}
+            if end is None:
+                until = last[number]
+            else:
+                until = end.t_wall
             bad = end is not None and end.data.get("reason") in [*EndReason]
-            found.append(span(generation, generation, "job", wall, until, {"generation": number, **more}, bad))
+            found.append(
+                span(
+                    generation, generation, "job", wall, until, {"generation": number, **more}, bad
+                )
+            )
         elif event.name in (COMMIT, COMMIT_FAILED):
             name = event.name.replace("_", " ")
             key = f"{generation} {name} {event.step} {event.rank}"
             start = wall - float(event.data.get("seconds") or 0.0)
-            found.append(span(name, key, generation, start, wall, {**event.data, **where}, event.name != COMMIT))
+            found.append(
+                span(
+                    name,
+                    key,
+                    generation,
+                    start,
+                    wall,
+                    {**event.data, **where},
+                    event.name != COMMIT,
+                )
+            )
         elif event.name == STEP and event.rank == lowest[number]:
-            seconds = {kind: float(value) for kind, value in (event.data.get("seconds") or {}).items()}
+            seconds = {
+                kind: float(value) for kind, value in (event.data.get("seconds") or {}).items()
+            }
             more = {f"{kind}_seconds": value for kind, value in seconds.items()}
             more |= {name: event.data.get(name) for name in ("loss", "tokens")}
             start = wall - sum(seconds.values())
-            found.append(span("step", f"{generation} step {event.step}", generation, start, wall, {**where, **more}))
+            found.append(
+                span(
+                    "step",
+                    f"{generation} step {event.step}",
+                    generation,
+                    start,
+                    wall,
+                    {**where, **more},
+                )
+            )
     return found
 
 
@@ -198,18 +294,28 @@ def _attribute(value: Any) -> dict[str, Any]:
         return {"intValue": str(value)}
     if isinstance(value, float) and math.isfinite(value):
         return {"doubleValue": value}
-    return {} if value is None else {"stringValue": str(value)}
+    if value is None:
+        return {}
+    return {"stringValue": str(value)}
 
 
 def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
-    """Post the spans in batches. Raises ReportError if the collector cannot be reached or rejects spans."""
+    """Post the spans in batches.
+
+    Raises ReportError if the collector cannot be reached or rejects spans.
+    """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ReportError(f"{url} is no address of a collector; for example http://localhost:4318")
-    address = url if parts.path.rstrip("/").endswith("/v1/traces") else f"{url.rstrip('/')}/v1/traces"
+    if parts.path.rstrip("/").endswith("/v1/traces"):
+        address = url
+    else:
+        address = f"{url.rstrip('/')}/v1/traces"
     words = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
     headers = {
-        name.strip(): value.strip() for name, _, value in (one.partition("=") for one in words.split(",")) if name
+        name.strip(): value.strip()
+        for name, _, value in (part.partition("=") for part in words.split(","))
+        if name
     }
     resource = {"service.name": "ebbflow", "ebbflow.job": job}
     named = [{"key": key, "value": _attribute(value)} for key, value in resource.items()]
@@ -218,18 +324,24 @@ def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
         body = {"resourceSpans": [{"resource": {"attributes": named}, "scopeSpans": [scope]}]}
         text = json.dumps(body, allow_nan=False).encode()
         try:
-            request = urllib.request.Request(address, text, {**headers, "Content-Type": "application/json"})
+            request = urllib.request.Request(
+                address, text, {**headers, "Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=_POST_SECONDS) as answer:
                 said = answer.read()
             refused = (json.loads(said or b"{}") or {}).get("partialSuccess") or {}
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-            after = f" after {start:,} of {len(spans):,} spans" if start else ""
+            if start:
+                after = f" after {start:,} of {len(spans):,} spans"
+            else:
+                after = ""
             raise ReportError(
                 f"{address}: {one_line(error)}{after}; fix: the URL of a collector's OTLP/HTTP port"
             ) from error
         if int(refused.get("rejectedSpans") or 0):
             raise ReportError(
-                f"{address} refused {refused['rejectedSpans']} spans: {one_line(refused.get('errorMessage'))}"
+                f"{address} refused {refused['rejectedSpans']} spans: "
+                f"{one_line(refused.get('errorMessage'))}"
             )
 
 
@@ -241,13 +353,27 @@ def main(words: Sequence[str]) -> int:
     """
     guard_terminal()
     parser = argparse.ArgumentParser(
-        prog="ebbflow trace", description="Write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP."
+        prog="ebbflow trace",
+        description="Write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP.",
     )
-    parser.add_argument("job", metavar="JOB", help="name of a job, 'latest', a folder or an s3:// URI")
-    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
-    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="default: JOB.trace.json; -: print it")
     parser.add_argument(
-        "--otlp", default=None, metavar="URL", help="send spans to this collector, such as http://localhost:4318"
+        "job", metavar="JOB", help="name of a job, 'latest', a folder or an s3:// URI"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="default: JOB.trace.json; -: print it",
+    )
+    parser.add_argument(
+        "--otlp",
+        default=None,
+        metavar="URL",
+        help="send spans to this collector, such as http://localhost:4318",
     )
     arguments = parser.parse_args(list(words)[1:])
     return run_command(lambda: _write(arguments))
@@ -271,5 +397,8 @@ def _write(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"{out} cannot be written: {error}", file=sys.stderr)
         return 1
-    print(f"{out}: {len(trace['traceEvents']):,} events, {len(text) / 1e6:.1f} MB; open it at https://ui.perfetto.dev")
+    print(
+        f"{out}: {len(trace['traceEvents']):,} events, {len(text) / 1e6:.1f} MB; open it at "
+        "https://ui.perfetto.dev"
+    )
     return 0

@@ -1,7 +1,7 @@
 """Trackers of experiments: W&B, MLflow, TensorBoard and JSON Lines behind one interface.
 
-A tracker is fed from the event log by one process (`ebbflow.tracking`), never by a rank. So it cannot slow training,
-and all attempts of a job are one run.
+A tracker is fed from the event log by one process (`ebbflow.tracking`), never by a rank. So it
+cannot slow training, and all attempts of a job are one run.
 """
 
 # The libraries are optional, and TensorBoard's classes are made by protobuf when they are imported.
@@ -22,7 +22,9 @@ from ebbflow.infra.config.schema import TrackerConfig
 from ebbflow.infra.errors import InfraError, Outcome
 
 _LONGEST_TEXT = 500  # characters of a setting; MLflow accepts 6,000
-_MLFLOW_METRICS, _MLFLOW_PARAMETERS = 1000, 100  # limits of one request
+# limits of one request
+_MLFLOW_METRICS = 1000
+_MLFLOW_PARAMETERS = 100
 
 
 class TrackerError(InfraError):
@@ -51,16 +53,25 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A destination of metrics. Each method may block, and may raise any exception if the destination fails."""
+    """A destination of metrics.
+
+    Each method may block, and may raise any exception if the destination fails.
+    """
 
     place: str  # where the user finds the run
 
     def open(self, sent: int) -> int:
-        """Open the run, and return its last step. `sent` is the last step that was sent to it, as far as is known."""
+        """Open the run, and return its last step.
+
+        `sent` is the last step that was sent to it, as far as is known.
+        """
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Write points, whose steps increase and follow the last step. They are durable when this returns."""
+        """Write points, whose steps increase and follow the last step.
+
+        They are durable when this returns.
+        """
         ...
 
     def conclude(self, facts: Mapping[str, float | str]) -> None:
@@ -72,13 +83,17 @@ class Tracker(Protocol):
 
 class _JsonLines:
     def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
-        self._run, self._path = run, Path(config.folder or run.folder) / "metrics.jsonl"
+        self._run = run
+        self._path = Path(config.folder or run.folder) / "metrics.jsonl"
         self.place = str(self._path)
 
     def open(self, sent: int) -> int:
-        """Cut the file at its first damaged line, which is the last line if a process was killed while writing."""
+        """Cut the file at its first damaged line, which is the last line if a process was killed
+        while writing.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        last, end = 0, 0
+        last = 0
+        end = 0
         with open(self._path, "ab+") as file:
             file.seek(0)
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -86,17 +101,26 @@ class _JsonLines:
                     step = int(json.loads(line)["step"])
                     if not line.endswith(b"\n"):
                         break
-                    last, end = step, end + len(line)
+                    last = step
+                    end = end + len(line)
             file.truncate(end)
         return last
 
     def log(self, points: Sequence[Point]) -> None:
-        lines = [json.dumps({"step": one.step, "time": round(one.t_wall, 3), **one.values}) for one in points]
+        lines = [
+            json.dumps({"step": point.step, "time": round(point.t_wall, 3), **point.values})
+            for point in points
+        ]
         with open(self._path, "a") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
     def conclude(self, facts: Mapping[str, float | str]) -> None:
-        known = {"run": self._run.id, "report": self._run.report, **facts, "settings": self._run.settings}
+        known = {
+            "run": self._run.id,
+            "report": self._run.report,
+            **facts,
+            "settings": self._run.settings,
+        }
         self._path.with_name("run.json").write_text(json.dumps(known, indent=1) + "\n")
 
     def close(self) -> None:
@@ -107,13 +131,17 @@ class _TensorBoard:
     def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.place = str(Path(config.folder) / run.id if config.folder else run.folder / "tensorboard")
-        self._run, self._make = run, EventFileWriter
+        self.place = str(
+            Path(config.folder) / run.id if config.folder else run.folder / "tensorboard"
+        )
+        self._run = run
+        self._make = EventFileWriter
 
     def open(self, sent: int) -> int:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer, self._last = self._make(self.place), sent
+        self._writer = self._make(self.place)
+        self._last = sent
         # Readers drop what an earlier file has from this step on.
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=sent + 1, session_log=start))
@@ -123,10 +151,14 @@ class _TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for one in points:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in one.values.items()]
-            self._writer.add_event(Event(wall_time=one.t_wall, step=one.step, summary=Summary(value=values)))
-            self._last = one.step
+        for point in points:
+            values = [
+                Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()
+            ]
+            self._writer.add_event(
+                Event(wall_time=point.t_wall, step=point.step, summary=Summary(value=values))
+            )
+            self._last = point.step
         self._writer.flush()
 
     def conclude(self, facts: Mapping[str, float | str]) -> None:
@@ -135,13 +167,17 @@ class _TensorBoard:
         from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.util.tensor_util import make_tensor_proto
 
-        text = "\n".join(f"- {name}: {value}" for name, value in {"report": self._run.report, **facts}.items())
+        text = "\n".join(
+            f"- {name}: {value}" for name, value in {"report": self._run.report, **facts}.items()
+        )
         value = Summary.Value(
             tag="ebbflow/report",
             metadata=create_summary_metadata("ebbflow/report", "totals of the job"),
             tensor=make_tensor_proto([text.encode()]),
         )
-        self._writer.add_event(Event(wall_time=time.time(), step=self._last, summary=Summary(value=[value])))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=self._last, summary=Summary(value=[value]))
+        )
         self._writer.flush()
 
     def close(self) -> None:
@@ -157,7 +193,9 @@ class _MLflow:
             os.environ["MLFLOW_TRACKING_TOKEN"] = token
         from mlflow.tracking import MlflowClient
 
-        self._client, self._run, self._project = MlflowClient(config.url), run, config.project
+        self._client = MlflowClient(config.url)
+        self._run = run
+        self._project = config.project
         self.place = config.url or os.environ.get("MLFLOW_TRACKING_URI") or "MLflow"
 
     def open(self, sent: int) -> int:
@@ -165,15 +203,22 @@ class _MLflow:
 
         client = self._client
         experiment = client.get_experiment_by_name(self._project)
-        number = client.create_experiment(self._project) if experiment is None else experiment.experiment_id
-        found = client.search_runs([number], filter_string=f"tags.`ebbflow.run` = '{self._run.id}'", max_results=1)
+        if experiment is None:
+            number = client.create_experiment(self._project)
+        else:
+            number = experiment.experiment_id
+        found = client.search_runs(
+            [number], filter_string=f"tags.`ebbflow.run` = '{self._run.id}'", max_results=1
+        )
         if found:
             self._id = found[0].info.run_id
             client.update_run(self._id, status="RUNNING")
             return int(found[0].data.tags.get("ebbflow.last_step", 0))
         tags = {"ebbflow.run": self._run.id, "ebbflow.report": self._run.report}
         self._id = client.create_run(number, tags=tags, run_name=self._run.name).info.run_id
-        settings = [Param(key, str(value)[:_LONGEST_TEXT]) for key, value in self._run.settings.items()]
+        settings = [
+            Param(key, str(value)[:_LONGEST_TEXT]) for key, value in self._run.settings.items()
+        ]
         for first in range(0, len(settings), _MLFLOW_PARAMETERS):
             client.log_batch(self._id, params=settings[first : first + _MLFLOW_PARAMETERS])
         return 0
@@ -183,8 +228,14 @@ class _MLflow:
 
         batch: list[Any] = []
         for number, one in enumerate(points, start=1):
-            batch += [Metric(name, value, int(1000 * one.t_wall), one.step) for name, value in one.values.items()]
-            following = len(points[number].values) if number < len(points) else _MLFLOW_METRICS
+            batch += [
+                Metric(name, value, int(1000 * one.t_wall), one.step)
+                for name, value in one.values.items()
+            ]
+            if number < len(points):
+                following = len(points[number].values)
+            else:
+                following = _MLFLOW_METRICS
             if len(batch) + following > _MLFLOW_METRICS:
                 tag = RunTag("ebbflow.last_step", str(one.step))
                 self._client.log_batch(self._id, metrics=batch, tags=[tag])
@@ -205,32 +256,51 @@ class _WandB:
     def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
         import wandb
 
-        self._run, self._config = run, config
+        self._run = run
+        self._config = config
         given: dict[str, Any] = {"api_key": _secret(config), "base_url": config.url}
         self._settings = wandb.Settings(
-            console="off", disable_git=True, save_code=False, silent=True, init_timeout=30, x_disable_stats=True,
-            x_disable_machine_info=True, x_save_requirements=False, program="ebbflow", host="ebbflow",
+            console="off",
+            disable_git=True,
+            save_code=False,
+            silent=True,
+            init_timeout=30,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            program="ebbflow",
+            host="ebbflow",
             **{name: value for name, value in given.items() if value},
-        )  # fmt: skip
+        )
         self.place = "W&B"
 
     def open(self, sent: int) -> int:
         import wandb
 
-        folder = Path(self._config.folder) if self._config.folder else self._run.folder
+        if self._config.folder:
+            folder = Path(self._config.folder)
+        else:
+            folder = self._run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb.init(
-            project=self._config.project, id=self._run.id, name=self._run.name, resume="allow", dir=folder,
-            notes=f"report: {self._run.report}", settings=self._settings,
-        )  # fmt: skip
+            project=self._config.project,
+            id=self._run.id,
+            name=self._run.name,
+            resume="allow",
+            dir=folder,
+            notes=f"report: {self._run.report}",
+            settings=self._settings,
+        )
         self._wandb.config.update(dict(self._run.settings), allow_val_change=True)
-        attempts = Path(self._wandb.dir).parents[1]  # `wandb sync` sends those that are not sent, oldest first
+        attempts = Path(self._wandb.dir).parents[
+            1
+        ]  # `wandb sync` sends those that are not sent, oldest first
         self.place = self._wandb.url or f"offline; send it with: wandb sync {attempts}"
         return max(sent, self._wandb.step - 1)
 
     def log(self, points: Sequence[Point]) -> None:
-        for one in points:
-            self._wandb.log(one.values, step=one.step, commit=True)
+        for point in points:
+            self._wandb.log(point.values, step=point.step, commit=True)
 
     def conclude(self, facts: Mapping[str, float | str]) -> None:
         self._wandb.summary.update({"ebbflow/report": self._run.report, **facts})
@@ -248,17 +318,25 @@ _KINDS = {
 
 
 def make_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
-    """Make the tracker of a configuration. Raises TrackerError if its package or its secret is missing."""
+    """Make the tracker of a configuration.
+
+    Raises TrackerError if its package or its secret is missing.
+    """
     kind, package = _KINDS[config.type]
     try:
         return kind(config, run)
     except ImportError as error:
-        fix = f"pip install {package}" + (" sqlalchemy alembic" if error.name in ("sqlalchemy", "alembic") else "")
+        fix = f"pip install {package}" + (
+            " sqlalchemy alembic" if error.name in ("sqlalchemy", "alembic") else ""
+        )
         raise TrackerError(f"{error.name or package} is not installed; fix: {fix}") from error
 
 
 def _secret(config: TrackerConfig) -> str | None:
-    """Return the value of the variable that `key_env` names, or None if it names none. Raises TrackerError if unset."""
+    """Return the value of the variable that `key_env` names, or None if it names none.
+
+    Raises TrackerError if unset.
+    """
     if config.key_env is None:
         return None
     if not os.environ.get(config.key_env):

@@ -1,4 +1,5 @@
 """Training: everything that runs on a rank, and the agents that start and watch the ranks.
 
-Importing this package does not import torch, so launchers, agents and uploaders start in milliseconds.
+Importing this package does not import torch, so launchers, agents and uploaders start in
+milliseconds.
 """

@@ -1,7 +1,7 @@
 """Entry point of `python -m ebbflow.training`.
 
-If the first argument is one of `_COMMANDS`, run that command. Otherwise train: `torchrun -m ebbflow.training CONFIG`
-trains without Metaflow.
+If the first argument is one of `_COMMANDS`, run that command. Otherwise train:
+`torchrun -m ebbflow.training CONFIG` trains without Metaflow.
 """
 
 import gc
@@ -25,8 +25,14 @@ _BENCHMARKS = {"soak": "soak", "bench": "training"}
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that the first argument names, or train. Modules of other commands are not imported."""
-    command = arguments[0] if arguments else ""
+    """Run the command that the first argument names, or train.
+
+    Modules of other commands are not imported.
+    """
+    if arguments:
+        command = arguments[0]
+    else:
+        command = ""
     if command in _COMMANDS or command in _BENCHMARKS:  # ranks keep the raw bytes in their logs
         guard_terminal()
     if command in _COMMANDS:

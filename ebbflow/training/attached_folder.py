@@ -1,7 +1,9 @@
-"""Job for frameworks that write their own checkpoints, such as Lightning: each commit contains the files of one folder.
+"""Job for frameworks that write their own checkpoints, such as Lightning: each commit contains the
+files of one folder.
 
-The framework trains, and writes a folder when the job asks for one. The files are stored as byte tensors in an ordinary
-commit, so they are staged, uploaded, verified and retained like any other tensors.
+The framework trains, and writes a folder when the job asks for one. The files are stored as byte
+tensors in an ordinary commit, so they are staged, uploaded, verified and retained like any other
+tensors.
 """
 
 from __future__ import annotations
@@ -32,21 +34,29 @@ _PREFIX = f"{SHARED_PREFIX}file."
 
 
 def attach_folder(
-    into: Path | str, *, store: str | None = None, name: str | None = None, config: str | Path | None = None
+    into: Path | str,
+    *,
+    store: str | None = None,
+    name: str | None = None,
+    config: str | Path | None = None,
 ) -> FolderJob:
-    """Attach this process to a job whose commits are folders, and restore the newest commit into the folder `into`.
+    """Attach this process to a job whose commits are folders, and restore the newest commit into
+    the folder `into`.
 
     Call it on every rank. The other arguments are those of `ebbflow.attach`.
     """
     try:
         folder = Path(into)
-        return open_attached(lambda spec, gang: FolderJob(spec, gang, folder), store=store, name=name, config=config)
+        return open_attached(
+            lambda spec, gang: FolderJob(spec, gang, folder), store=store, name=name, config=config
+        )
     except (TrainingError, InfraError) as error:
         refuse(error)
 
 
 class FolderJob(AttachedJob):
-    """A job driven by a framework, which calls `end_step` after each step and writes the folders that are committed.
+    """A job driven by a framework, which calls `end_step` after each step and writes the folders
+    that are committed.
 
     Attributes:
         restored: path of the restored folder or file; None if there was no commit.
@@ -54,20 +64,30 @@ class FolderJob(AttachedJob):
 
     def __init__(self, spec: WorkerSpec, gang: Gang, into: Path) -> None:
         self.restored: Path | None = None
-        self._into, self._folder = into, Path()
+        self._into = into
+        self._folder = Path()
         self._pending: StepSync | None = None
         super().__init__(spec, gang, nn.Module(), None, {})
 
-    _kept_steps, _by_library = 1, True
+    _kept_steps = 1
+    _by_library = True
     _same_data = "the library's own position"
 
     def describe(self, model: nn.Module, max_steps: float, *, divided: bool) -> None:
-        """Set what only the framework knows: model, number of steps, and whether more ranks take fewer steps."""
+        """Set what only the framework knows: model, number of steps, and whether more ranks take
+        fewer steps.
+        """
         self._divided = divided
-        self._model, self._max_steps = model, int(max_steps) if 0 < max_steps < sys.maxsize else 0
+        self._model = model
+        if 0 < max_steps < sys.maxsize:
+            self._max_steps = int(max_steps)
+        else:
+            self._max_steps = 0
 
     def record_inexact_data(self) -> None:
-        """Record that a resumed run may read samples that differ from those of an uninterrupted run."""
+        """Record that a resumed run may read samples that differ from those of an uninterrupted
+        run.
+        """
         self._same_data = ""
 
     @property
@@ -76,7 +96,9 @@ class FolderJob(AttachedJob):
         return self._saved_step == self.step
 
     def log_last_step(self, loss: float) -> None:
-        """Record the loss of the last step, which some frameworks provide only after the step has ended."""
+        """Record the loss of the last step, which some frameworks provide only after the step has
+        ended.
+        """
         if self._steps:
             self._steps[-1] = (*self._steps[-1][:3], loss)
 
@@ -91,11 +113,15 @@ class FolderJob(AttachedJob):
     def begin_evaluation(self) -> None:
         self._reporter.enter("evaluation", self.step)
 
-    def end_step(self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True) -> bool:
-        """Count a step. Return whether the framework must write a folder now (equal on all ranks). Collective.
+    def end_step(
+        self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True
+    ) -> bool:
+        """Count a step.
 
-        Args:
-            updated: whether the optimizer has applied all gradients; only then can the state be saved.
+        Return whether the framework must write a folder now (equal on all ranks). Collective.
+
+        Args: updated: whether the optimizer has applied all gradients; only then can the state be
+            saved.
         """
         self.step += 1
         self._samples += samples
@@ -119,7 +145,8 @@ class FolderJob(AttachedJob):
 
         If the job was asked to stop, exit afterwards (with code 75 after a notice or SIGTERM).
         """
-        sync, self._pending = self._pending, None
+        sync = self._pending
+        self._pending = None
         self._reporter.enter("checkpoint", self.step)
         self._folder = Path(folder)
         self._flush_steps()  # so that no commit is newer than the recorded steps
@@ -145,14 +172,22 @@ class FolderJob(AttachedJob):
 
     def _capture(self, step: int) -> dict[str, Any]:
         folder = self._folder
-        paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+        if folder.is_file():
+            paths = [folder]
+        else:
+            paths = sorted(path for path in folder.rglob("*") if path.is_file())
         if not paths:
-            raise AttachError(f"{folder}: rank {self._gang.rank} sees no files; fix: let all ranks write to one folder")
+            raise AttachError(
+                f"{folder}: rank {self._gang.rank} sees no files; fix: let all ranks write to "
+                "one folder"
+            )
         shared = {}
         for path in paths:
             if size := path.stat().st_size:
                 name = f"{_PREFIX}{path.relative_to(folder.parent)}"
-                shared[name] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+                shared[name] = torch.from_file(
+                    str(path), shared=False, size=size, dtype=torch.uint8
+                )
         self._saver.further = FurtherState({}, shared)
         self._saved_step = step
         empty = [str(path.relative_to(folder.parent)) for path in paths if not path.stat().st_size]
@@ -162,7 +197,10 @@ class FolderJob(AttachedJob):
         self._read_commit(lambda name, entry: None)
 
     def _read_commit(self, place: Place) -> RestoreResult | None:
-        """Write the files of the newest commit into the target folder, on one rank of each node. Collective."""
+        """Write the files of the newest commit into the target folder, on one rank of each node.
+
+        Collective.
+        """
         partial = self._into / ".ebbflow-restored"
         if self._writes:
             shutil.rmtree(partial, ignore_errors=True)
@@ -177,17 +215,22 @@ class FolderJob(AttachedJob):
             path.unlink(missing_ok=True)  # left by a damaged commit that was tried before
             return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
 
-        if (restored := super()._read_commit(place_file)) is None:
+        restored = super()._read_commit(place_file)
+        if restored is None:
             return None
-        if (known := restored.extra.get("folder")) is None:
-            raise AttachError(f"{restored.key} is no folder of a framework; fix: give this job another name")
+        known = restored.extra.get("folder")
+        if known is None:
+            raise AttachError(
+                f"{restored.key} is no folder of a framework; fix: give this job another name"
+            )
         self.restored = _inside(self._into, known["name"])
         self._resized = known.get("resized", "")
         if restored.world_size != self._gang.world_size:
             self._resized = describe_resize(restored.world_size, self._gang.world_size)
             self.say(f"{self._resized}; the rest of this epoch may have other samples")
         if self._resized:
-            self.record_inexact_data()  # frameworks skip batches, which had other samples from then on
+            # frameworks skip batches, which had other samples from then on
+            self.record_inexact_data()
         if self._writes:
             for name in known["empty"]:
                 path = _inside(partial, name)

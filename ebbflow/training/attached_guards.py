@@ -1,8 +1,8 @@
 """Guards, injected faults and the promise of an attached job: whether a resume is bit-exact.
 
-A script's optimizer has taken a step before the job sees its loss, so a bad step cannot be skipped: the job returns to
-a commit. Losses are checked at syncs (steps at which all ranks agree whether to save), before a save. Therefore no
-commit holds weights after a bad loss.
+A script's optimizer has taken a step before the job sees its loss, so a bad step cannot be skipped:
+the job returns to a commit. Losses are checked at syncs (steps at which all ranks agree whether to
+save), before a save. Therefore no commit holds weights after a bad loss.
 """
 
 import contextlib
@@ -40,43 +40,68 @@ from ebbflow.training.trainer_setup import make_rehearsal
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workloads.examine import PROBE_VARIABLE
 
-_UNEQUAL_SECONDS = 4.0  # in a step beyond the last one of another rank, which may be about to end by a break
+# In a step beyond the last one of another rank, which may be about to end by a break
+_UNEQUAL_SECONDS = 4.0
 _ALL_END = timedelta(seconds=3)  # for all ranks to learn that they end; each looks every second
 
 
 class ScriptGuards:
-    """Guards of an attached job against non-finite losses and loss spikes, its rehearsed fault, and its promise."""
+    """Guards of an attached job against non-finite losses and loss spikes, its rehearsed fault, and
+    its promise.
+    """
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
         rules = config.guards
-        changed: dict[str, Any] = {name: "rewind" for name in ("non_finite", "spike") if getattr(rules, name) == "skip"}
+        changed: dict[str, Any] = {
+            name: "rewind" for name in ("non_finite", "spike") if getattr(rules, name) == "skip"
+        }
         changed["memory_growth"] = "off"
         config = config.changed("guards", **changed)
-        self._gang, self._reporter, self._promised = gang, reporter, {}
+        self._gang = gang
+        self._reporter = reporter
+        self._promised = {}
         self._guards: Guards = make_guards(spec, config, gang, copies=1, emit=reporter.emit)
-        self._rehearsal = make_rehearsal(spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1)
-        self._probe = Probe(os.environ[PROBE_VARIABLE]) if os.environ.get(PROBE_VARIABLE) else None
+        self._rehearsal = make_rehearsal(
+            spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1
+        )
+        if os.environ.get(PROBE_VARIABLE):
+            self._probe = Probe(os.environ[PROBE_VARIABLE])
+        else:
+            self._probe = None
         self.numbers = self._guards.numbers
-        self._timed, self._own, self._slowest = False, 0.0, dict[str, Any]()
-        self.first_sample = self._guards.overrides.first_sample  # samples before it are skipped after a rewind
+        self._timed = False
+        self._own = 0.0
+        self._slowest = dict[str, Any]()
+        self.first_sample = (
+            self._guards.overrides.first_sample
+        )  # samples before it are skipped after a rewind
 
-    def judge(self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]) -> str:
-        """Judge the losses since the sync at `synced_step`; return why the job must stop, else "". Collective.
+    def judge(
+        self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]
+    ) -> str:
+        """Judge the losses since the sync at `synced_step`; return why the job must stop, else "".
 
-        Raises Rewind or TooManyRewinds if the job must go back to a commit of `synced_step` or earlier. `samples`
-        counts the samples read so far.
+        Collective.
+
+        Raises Rewind or TooManyRewinds if the job must go back to a commit of `synced_step` or
+        earlier. `samples` counts the samples read so far.
         """
         if not sync.non_finite and all(row.loss_sum == 0.0 for row in sync.rows):
             return ""  # no loss was logged
         before = Position(synced_step, samples - self._guards.config.training.batch_size)
         verdict = self._guards.judge(before, sync, settle)
-        return verdict.reason if verdict.action is Action.STOP else ""
+        if verdict.action is Action.STOP:
+            return verdict.reason
+        return ""
 
     def time_model(self, model: nn.Module) -> None:
         """Measure this rank's own time from now on: its waits for other ranks are not counted."""
-        if self._gang.alone or any(one.device.type != "cpu" for one in model.parameters()):
+        if self._gang.alone or any(
+            parameter.device.type != "cpu" for parameter in model.parameters()
+        ):
             return  # the host of a GPU does not wait
-        self._timed, clock = True, self._reporter.clock
+        self._timed = True
+        clock = self._reporter.clock
         time_waits(clock.exclude)
 
         def mark(module: nn.Module, _: Any, output: Any) -> None:
@@ -96,14 +121,22 @@ class ScriptGuards:
 
     def take_own(self) -> float:
         """Return the rank's own seconds since the last call."""
-        own, self._own = self._own, 0.0
+        own = self._own
+        self._own = 0.0
         return own
 
     def record_pace(self, step: int, sync: StepSync, usd_per_second: float) -> None:
-        """On rank 0, find the slowest rank since the last sync. The events of the steps until the next sync name it."""
+        """On rank 0, find the slowest rank since the last sync.
+
+        The events of the steps until the next sync name it.
+        """
         if self._timed and self._gang.rank == 0:
             rank, ratio, seconds = find_slowest(sync.own_seconds)
-            self._slowest = {"slowest_rank": rank, "slowest_ratio": ratio, "slowest_seconds": seconds}
+            self._slowest = {
+                "slowest_rank": rank,
+                "slowest_ratio": ratio,
+                "slowest_seconds": seconds,
+            }
             self._guards.record_pace(step, sync, usd_per_second)
 
     def probe(self, step: int, model: nn.Module, **facts: Any) -> None:
@@ -112,17 +145,24 @@ class ScriptGuards:
 
     def rehearse(self, step: int, max_steps: int, limits: Limits) -> None:
         if self._rehearsal is not None:
-            self._rehearsal.inject(step, max_steps=max_steps, gang=self._gang, reporter=self._reporter, limits=limits)
+            self._rehearsal.inject(
+                step, max_steps=max_steps, gang=self._gang, reporter=self._reporter, limits=limits
+            )
 
     def spoil(self, loss: Any) -> Any:
-        """Return `loss`. If a rehearsed non-finite loss has fired since the last call, return NaN instead of `loss`."""
+        """Return `loss`.
+
+        If a rehearsed non-finite loss has fired since the last call, return NaN instead of `loss`.
+        """
         if self._rehearsal is None or not self._rehearsal.spoils_loss:
             return loss
         self._rehearsal.spoils_loss = False
         return math.nan
 
     def promise(self, step: int, model: nn.Module, **facts: Any) -> None:
-        """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal promise is on record."""
+        """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal
+        promise is on record.
+        """
         if self._gang.rank == 0 and (found := describe_promise(model, **facts)) != self._promised:
             self._promised = found
             self._reporter.emit(PROMISE, step=step, **found)
@@ -130,7 +170,9 @@ class ScriptGuards:
 
 def worst_loss(losses: list[float]) -> float:
     """Return the largest loss, NaN if a loss is not finite, or 0 if there are no losses."""
-    return max(losses, default=0.0) if all(map(math.isfinite, losses)) else math.nan
+    if all(map(math.isfinite, losses)):
+        return max(losses, default=0.0)
+    return math.nan
 
 
 def script_sha256(model: nn.Module) -> str:
@@ -142,37 +184,57 @@ def script_sha256(model: nn.Module) -> str:
 
 
 class Probe:
-    """Measurement of a script's second step. `ebbflow examine` requests it by setting EBBFLOW_PROBE to a path."""
+    """Measurement of a script's second step.
+
+    `ebbflow examine` requests it by setting EBBFLOW_PROBE to a path.
+    """
 
     def __init__(self, path: str) -> None:
-        self._path, self._counter = Path(path), FlopCounterMode(display=False)
+        self._path = Path(path)
+        self._counter = FlopCounterMode(display=False)
 
-    def end_step(self, step: int, model: nn.Module, *, samples: int, steps: int, divided: bool, loader: Any) -> None:
-        """Begin to count operations after step 1. After step 2, write the results to the probe's file and exit."""
+    def end_step(
+        self, step: int, model: nn.Module, *, samples: int, steps: int, divided: bool, loader: Any
+    ) -> None:
+        """Begin to count operations after step 1.
+
+        After step 2, write the results to the probe's file and exit.
+        """
         if step == 1:
             self._counter.__enter__()
             return
         divided = divided or isinstance(getattr(loader, "sampler", None), DistributedSampler)
-        parameters = sum(one.numel() for one in model.parameters())
-        found = {"parameters": parameters, "flops": float(self._counter.get_total_flops()), "samples": samples / step}
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        found = {
+            "parameters": parameters,
+            "flops": float(self._counter.get_total_flops()),
+            "samples": samples / step,
+        }
         self._path.write_text(json.dumps(found | {"steps": steps, "divided": divided}))
         os._exit(0)
 
 
 class LoopWatch:
-    """Thread that ends this rank if it is in a step that another rank does not take: their next collective would hang.
+    """Thread that ends this rank if it is in a step that another rank does not take: their next
+    collective would hang.
 
-    Each rank that leaves its loop records this in the process group's store. The thread reads the store every second.
-    The rank whose steps ended first is at fault, unless most ranks have left: then it is a rank that goes on.
+    Each rank that leaves its loop records this in the process group's store. The thread reads the
+    store every second. The rank whose steps ended first is at fault, unless most ranks have left:
+    then it is a rank that goes on.
 
     Args:
         step_begun: returns the number of the step in the loop, or 0 outside it.
     """
 
     def __init__(self, gang: Gang, generation: str, step_begun: Callable[[], int]) -> None:
-        self._rank, self._size, self._step_begun, self._store = gang.rank, gang.world_size, step_begun, None
+        self._rank = gang.rank
+        self._size = gang.world_size
+        self._step_begun = step_begun
+        self._store = None
         self._left_at = 0.0
-        with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # a store that cannot be cloned
+        with contextlib.suppress(
+            AttributeError, RuntimeError, ValueError
+        ):  # a store that cannot be cloned
             if not gang.alone:
                 store: Any = dist.distributed_c10d._get_default_store()
                 self._store = PrefixStore(f"ebbflow/{generation}", store.clone())
@@ -182,36 +244,64 @@ class LoopWatch:
         self._left_at = time.time()
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.compare_set("left", "", json.dumps([self._rank, step]))  # the first one counts
+                self._store.compare_set(
+                    "left", "", json.dumps([self._rank, step])
+                )  # the first one counts
                 self._store.add("leavers", 1)
 
     def _watch(self) -> None:
-        store, since = self._store, 0.0
+        store = self._store
+        since = 0.0
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
             while store is not None:
                 time.sleep(1.0)
                 if store.check(["verdict"]):
                     self._end_process(*json.loads(store.get("verdict")))
-                rank, left = json.loads(store.get("left")) if store.check(["left"]) else (0, sys.maxsize)
+                if store.check(["left"]):
+                    rank, left = json.loads(store.get("left"))
+                else:
+                    rank, left = (0, sys.maxsize)
                 step = self._step_begun()
-                since = (since or time.monotonic()) if step > left else 0.0
+                if step > left:
+                    since = since or time.monotonic()
+                else:
+                    since = 0.0
                 if since and time.monotonic() - since > _UNEQUAL_SECONDS:
                     leavers = store.add("leavers", 0)
-                    text = f"rank {rank} left its loop after step {left}, and rank {self._rank} is in step {step}; "
-                    text += "fix: equally many steps on all ranks, such as by DistributedSampler or drop_last=True"
-                    odd = self._rank if 2 * leavers > self._size else rank
-                    store.compare_set("verdict", "", json.dumps([text, odd]))  # of several verdicts, the first counts
+                    text = (
+                        f"rank {rank} left its loop after step {left}, and rank {self._rank} is "
+                        f"in step {step}; "
+                    )
+                    text += (
+                        "fix: equally many steps on all ranks, such as by DistributedSampler or "
+                        "drop_last=True"
+                    )
+                    if 2 * leavers > self._size:
+                        odd = self._rank
+                    else:
+                        odd = rank
+                    store.compare_set(
+                        "verdict", "", json.dumps([text, odd])
+                    )  # of several verdicts, the first counts
                     self._end_process(*json.loads(store.get("verdict")))
 
     def _end_process(self, text: str, odd: int) -> None:
-        """End this process when all ranks do: if one ended earlier, the others would report closed connections.
+        """End this process when all ranks do: if one ended earlier, the others would report closed
+        connections.
 
-        The error of the rank at fault has the time at which its steps became unequal, and so is the first failure.
+        The error of the rank at fault has the time at which its steps became unequal, and so is the
+        first failure.
         """
-        at = (self._left_at or time.time() - _UNEQUAL_SECONDS) if odd == self._rank else time.time()
-        record_exception(error := AttachError(text), one_line=True, at=at)
+        if odd == self._rank:
+            at = self._left_at or time.time() - _UNEQUAL_SECONDS
+        else:
+            at = time.time()
+        error = AttachError(text)
+        record_exception(error, one_line=True, at=at)
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # another rank is late, or the process with the store has ended
+            with contextlib.suppress(
+                RuntimeError
+            ):  # another rank is late, or the process with the store has ended
                 self._store.set(f"informed {self._rank}", "")
                 self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
         os._exit(error.outcome.exit_code)
@@ -221,25 +311,38 @@ def describe_resize(before: int, now: int) -> str:
     return f"a commit of {before} ranks was resumed on {now}, whose sums differ"
 
 
-EXACT, CLOSE, NOT_EXACT = "bit for bit", "within tolerance", "not exact"
+EXACT = "bit for bit"
+CLOSE = "within tolerance"
+NOT_EXACT = "not exact"
 
 
 def describe_promise(
-    model: nn.Module, *, has_optimizer: bool, source: BatchSource | None, same_data: str, resized: str, stray: str
+    model: nn.Module,
+    *,
+    has_optimizer: bool,
+    source: BatchSource | None,
+    same_data: str,
+    resized: str,
+    stray: str,
 ) -> dict[str, Any]:
-    """Return how exactly the job resumes, as data of the event `promise`: level, same_data and reasons.
+    """Return how exactly the job resumes, as data of the event `promise`: level, same_data and
+    reasons.
 
-    Args:
-        same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if there is a `source`.
-        resized: how the number of ranks has changed in this job; "" if it has not.
-        stray: the place of the script that draws batches whose position is not saved; "" if there is none.
+    Args: same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if
+        there is a `source`. resized: how the number of ranks has changed in this job; "" if it has
+        not. stray: the place of the script that draws batches whose position is not saved; "" if
+        there is none.
     """
-    lost, close = [], []
+    lost = []
+    close = []
     if source is not None:
         same_data = source.same_data
         if not same_data:
             kind = type(source.loader).__name__
-            lost.append(f"{kind} has no sampler and no state_dict: its batches are read again, and may be others")
+            lost.append(
+                f"{kind} has no sampler and no state_dict: its batches are read again, and may "
+                "be others"
+            )
     elif not same_data:
         lost.append("samples of an epoch are read again after a resume")
     if stray:
@@ -249,8 +352,16 @@ def describe_promise(
         lost.append("attach was given no optimizer, so that its state starts anew")
     if resized:
         close.append(resized)
-    device = next((one.device.type for one in model.parameters()), "cpu")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device != "cpu" and not torch.are_deterministic_algorithms_enabled():
-        close.append(f"{device} kernels may sum in another order; fix: torch.use_deterministic_algorithms(True)")
-    level = NOT_EXACT if lost else CLOSE if close else EXACT
+        close.append(
+            f"{device} kernels may sum in another order; fix: "
+            "torch.use_deterministic_algorithms(True)"
+        )
+    if lost:
+        level = NOT_EXACT
+    elif close:
+        level = CLOSE
+    else:
+        level = EXACT
     return {"level": level, "same_data": same_data, "reasons": lost + close}

@@ -1,6 +1,8 @@
-"""The state of a user's script besides model and optimizer, and the order in which the script reads its data.
+"""The state of a user's script besides model and optimizer, and the order in which the script reads
+its data.
 
-`split_state` separates a state dict into JSON, in which paths stand for tensors, and tensors; `join_state` joins them.
+`split_state` separates a state dict into JSON, in which paths stand for tensors, and tensors;
+`join_state` joins them.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
 def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to `tensors`.
+    """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to
+    `tensors`.
 
     Raises:
         AttachError: a value is neither a tensor nor plain data (numbers, texts, lists, dicts).
@@ -42,25 +45,44 @@ def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if state is None or isinstance(state, bool | int | str):
         return state
     if isinstance(state, float):
-        return state if math.isfinite(state) else {"float": str(state)}
+        if math.isfinite(state):
+            return state
+        return {"float": str(state)}
     if isinstance(state, bytes):
-        tensors[path] = torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.empty(0)
+        if state:
+            tensors[path] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        else:
+            tensors[path] = torch.empty(0)
         return {"bytes": path}
     if isinstance(state, list | tuple | set):
         kind = next(kind for kind in (list, tuple, set) if isinstance(state, kind)).__name__
-        return {kind: [split_state(value, f"{path}.{number}", tensors) for number, value in enumerate(state)]}
+        return {
+            kind: [
+                split_state(value, f"{path}.{number}", tensors)
+                for number, value in enumerate(state)
+            ]
+        }
     if isinstance(state, Mapping):
         kind = next((name for name, own in _MAPPINGS.items() if type(state) is own), "dict")
         items = enumerate(state.items())
-        return {kind: [[_key(key, path), split_state(value, f"{path}.{n}", tensors)] for n, (key, value) in items]}
+        return {
+            kind: [
+                [_key(key, path), split_state(value, f"{path}.{n}", tensors)]
+                for n, (key, value) in items
+            ]
+        }
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(state, numpy.generic | numpy.ndarray) and state.dtype.kind in "biuf":
+    if (
+        numpy is not None
+        and isinstance(state, numpy.generic | numpy.ndarray)
+        and state.dtype.kind in "biuf"
+    ):
         tensors[path] = torch.from_numpy(numpy.array(state))
         return {"number" if isinstance(state, numpy.generic) else "array": path}
     kind = f"{type(state).__module__}.{type(state).__qualname__}"
     raise AttachError(
-        f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return tensors, numbers, texts, "
-        "lists and dicts"
+        f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return "
+        "tensors, numbers, texts, lists and dicts"
     )
 
 
@@ -69,7 +91,10 @@ def _key(key: Any, path: str) -> Any:
         return key
     if isinstance(key, tuple):
         return {"tuple": [_key(part, path) for part in key]}
-    raise AttachError(f"{path}: the key {key!r} of a dict has type {type(key).__name__}; fix: use texts or integers")
+    raise AttachError(
+        f"{path}: the key {key!r} of a dict has type {type(key).__name__}; fix: use texts or "
+        "integers"
+    )
 
 
 def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -85,10 +110,16 @@ def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value].numpy().tobytes()
     if kind in ("number", "array"):
         array = tensors[value].numpy()
-        return array if kind == "array" else array[()]
+        if kind == "array":
+            return array
+        return array[()]
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]({join_state(key, {}): join_state(inner, tensors) for key, inner in value})
-    return {"list": list, "tuple": tuple, "set": set}[kind](join_state(inner, tensors) for inner in value)
+        return _MAPPINGS[kind](
+            {join_state(key, {}): join_state(inner, tensors) for key, inner in value}
+        )
+    return {"list": list, "tuple": tuple, "set": set}[kind](
+        join_state(inner, tensors) for inner in value
+    )
 
 
 def from_bytes(tensor: Tensor) -> Any:
@@ -96,7 +127,9 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that can differ between ranks, such as the running statistics of BatchNorm, by name."""
+    """Return the buffers that can differ between ranks, such as the running statistics of
+    BatchNorm, by name.
+    """
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
@@ -114,13 +147,16 @@ def derive_seed(*parts: object) -> int:
 def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed(seed % 2**32)
 
 
 @contextlib.contextmanager
 def random_numbers_of(seed: int) -> Iterator[None]:
-    """Seed the random generators with `seed` within the context, and restore their previous states afterwards."""
+    """Seed the random generators with `seed` within the context, and restore their previous states
+    afterwards.
+    """
     numpy = sys.modules.get("numpy")
     kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     seed_all(seed)
@@ -133,21 +169,31 @@ def random_numbers_of(seed: int) -> Iterator[None]:
             numpy.random.set_state(kept[2])
 
 
-_MOST_ITEMS, _MOST_OBJECTS = 64, 10_000  # of a list, and in all, in which random generators are looked for
+# of a list, and in all, in which random generators are looked for
+_MOST_ITEMS = 64
+_MOST_OBJECTS = 10_000
 
 
 def find_generators(dataset: Any) -> list[Any]:
-    """Return the random generators of a dataset: in its attributes, such as transforms, and as globals of its code."""
+    """Return the random generators of a dataset: in its attributes, such as transforms, and as
+    globals of its code.
+    """
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    common = [torch.default_generator, getattr(random, "_inst", None)]  # whose states are part of the commit
+    common = [
+        torch.default_generator,
+        getattr(random, "_inst", None),
+    ]  # whose states are part of the commit
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
         common.append(numpy.random.mtrand._rand)
-    found, seen = [], {id(one) for one in common}
+    found = []
+    seen = {id(one) for one in common}
 
     def search(one: Any, depth: int) -> None:
-        plain = one is None or isinstance(one, ModuleType | type | Tensor | str | bytes | int | float)
+        plain = one is None or isinstance(
+            one, ModuleType | type | Tensor | str | bytes | int | float
+        )
         if plain or id(one) in seen or depth == 0 or len(seen) > _MOST_OBJECTS:
             return
         seen.add(id(one))
@@ -155,7 +201,12 @@ def find_generators(dataset: Any) -> list[Any]:
             found.append(one)
             return
         is_mapping = isinstance(one, Mapping)
-        inner = one if isinstance(one, list | tuple) else one.values() if is_mapping else _names_of(one)
+        if isinstance(one, list | tuple):
+            inner = one
+        elif is_mapping:
+            inner = one.values()
+        else:
+            inner = _names_of(one)
         for each in itertools.islice(inner, _MOST_ITEMS):
             search(each, depth - 1)
 
@@ -168,7 +219,8 @@ def _names_of(one: Any) -> Iterator[Any]:
     yield from list(getattr(one, "__dict__", {}).values())
     for name in ("__getitem__", "__getitems__", "__call__"):
         method: Any = getattr(type(one), name, None)
-        if (code := getattr(method, "__code__", None)) is not None:
+        code = getattr(method, "__code__", None)
+        if code is not None:
             yield from (method.__globals__.get(other) for other in code.co_names)
 
 
@@ -188,9 +240,11 @@ class _SeededBatch(list):
 
 
 class _SeededDataset:
-    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no other batch.
+    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no
+    other batch.
 
-    Those of this process are part of the commit, so that only a worker process seeds more than the dataset's own.
+    Those of this process are part of the commit, so that only a worker process seeds more than the
+    dataset's own.
     """
 
     _own: list[Any] | None = None  # found in the process that loads the batches
@@ -205,11 +259,16 @@ class _SeededDataset:
         if isinstance(batch, _SeededBatch):
             if get_worker_info() is not None:
                 seed_all(batch.seed)
-            self._own = find_generators(self._dataset) if self._own is None else self._own
+            if self._own is None:
+                self._own = find_generators(self._dataset)
+            else:
+                self._own = self._own
             for one in self._own:
                 _seed_generator(one, batch.seed)
         whole = getattr(self._dataset, "__getitems__", None)
-        return whole(list(batch)) if whole else [self._dataset[index] for index in batch]
+        if whole:
+            return whole(list(batch))
+        return [self._dataset[index] for index in batch]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_dataset":  # not set yet, while a worker process unpickles this object
@@ -224,7 +283,10 @@ class _EpochOrder:
     """Batch sampler for one epoch of a loader, without the first `skip` batches."""
 
     def __init__(self, sampler: Any, seed: int, skip: int, *, seeded: bool) -> None:
-        self._sampler, self._seed, self._skip, self._seeds_batches = sampler, seed, skip, seeded
+        self._sampler = sampler
+        self._seed = seed
+        self._skip = skip
+        self._seeds_batches = seeded
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -232,9 +294,13 @@ class _EpochOrder:
     def __iter__(self) -> Iterator[Any]:
         with random_numbers_of(self._seed):
             order = iter(self._sampler)
-            first = list(itertools.islice(order, self._skip, self._skip + 1))  # a sampler shuffles when it is asked
+            first = list(
+                itertools.islice(order, self._skip, self._skip + 1)
+            )  # a sampler shuffles when it is asked
         batches = itertools.chain(first, order)
-        return self._seeded(batches) if self._seeds_batches else batches
+        if self._seeds_batches:
+            return self._seeded(batches)
+        return batches
 
     def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
         for number, indices in enumerate(batches, start=self._skip):
@@ -246,9 +312,9 @@ class _EpochOrder:
 class BatchSource:
     """Reader of a user's loader that can begin at any batch of any epoch.
 
-    The order of an epoch depends only on the seed and the epoch. Batches to skip are left out in the sampler, so that
-    the dataset does not load them. A loader or dataset with state_dict and load_state_dict is restored from its own
-    state instead.
+    The order of an epoch depends only on the seed and the epoch. Batches to skip are left out in
+    the sampler, so that the dataset does not load them. A loader or dataset with state_dict and
+    load_state_dict is restored from its own state instead.
 
     Args:
         seed: this rank's seed.
@@ -256,31 +322,50 @@ class BatchSource:
         iterate: makes an iterator of the loader; default: the loader's own `__iter__`.
     """
 
-    def __init__(self, loader: Any, seed: int, say: Callable[[str], None], iterate: _Iterate | None = None) -> None:
-        self.loader, self._seed, self._say = loader, seed, say
+    def __init__(
+        self, loader: Any, seed: int, say: Callable[[str], None], iterate: _Iterate | None = None
+    ) -> None:
+        self.loader = loader
+        self._seed = seed
+        self._say = say
         self._iterate: _Iterate = iterate or getattr(type(loader), "__iter__", iter)
         dataset = getattr(loader, "dataset", None)
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0
         self._stateful: Any = None
-        self._prepared = hasattr(loader, "skip_batches") and hasattr(loader, "base_dataloader")  # by accelerate
-        for one in () if self._prepared else (None if stock else loader, None if workers else dataset):
+        self._prepared = hasattr(loader, "skip_batches") and hasattr(
+            loader, "base_dataloader"
+        )  # by accelerate
+        for one in (
+            () if self._prepared else (None if stock else loader, None if workers else dataset)
+        ):
             if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
                 self._stateful = self._stateful or one
-        self._in_sampler = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
+        self._in_sampler = isinstance(loader, DataLoader) and not isinstance(
+            dataset, IterableDataset
+        )
         generator = getattr(loader, "generator", None)
-        self._generator_seed = None if generator is None else generator.initial_seed()
+        if generator is None:
+            self._generator_seed = None
+        else:
+            self._generator_seed = generator.initial_seed()
         self._pending_state: Any = None
         self._wrapped = False
         if not hasattr(loader, "__iter__"):
-            raise AttachError(f"job.batches: a {type(loader).__name__} cannot be iterated; fix: pass a DataLoader")
+            raise AttachError(
+                f"job.batches: a {type(loader).__name__} cannot be iterated; fix: pass a DataLoader"
+            )
 
     @property
     def same_data(self) -> str:
-        """How a resumed run gets the batches of an uninterrupted run: "sampler", "state_dict of …"; "" if unsure."""
+        """How a resumed run gets the batches of an uninterrupted run: "sampler", "state_dict of …";
+        "" if unsure.
+        """
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
-        return "sampler" if self._in_sampler else ""
+        if self._in_sampler:
+            return "sampler"
+        return ""
 
     @property
     def length(self) -> int | None:
@@ -291,7 +376,9 @@ class BatchSource:
             return None
 
     def state(self) -> Any:
-        return None if self._stateful is None else self._stateful.state_dict()
+        if self._stateful is None:
+            return None
+        return self._stateful.state_dict()
 
     def load(self, state: Any) -> None:
         self._pending_state = state
@@ -300,34 +387,47 @@ class BatchSource:
         """Return an iterator over the batches of `epoch`, without the first `skip` batches."""
         own = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
         for one in (self.loader, *own):
-            if callable(set_epoch := getattr(one, "set_epoch", None)):
+            set_epoch = getattr(one, "set_epoch", None)
+            if callable(set_epoch):
                 set_epoch(epoch)
                 break
         seed = derive_seed(self._seed, epoch)
         if self._stateful is not None:
-            first, state, self._pending_state = skip, self._pending_state, None
+            first = skip
+            state = self._pending_state
+            self._pending_state = None
             if state is not None:
                 self._stateful.load_state_dict(state)
             if state is not None or skip == 0:
                 return self._from_stream(seed, 0, first=first)
-        if (shared := getattr(self.loader, "synchronized_generator", None)) is not None:  # of accelerate
+        shared = getattr(self.loader, "synchronized_generator", None)
+        if shared is not None:  # of accelerate
             shared.manual_seed(seed)
-        if (generator := getattr(self.loader, "generator", None)) is not None:
+        generator = getattr(self.loader, "generator", None)
+        if generator is not None:
             generator.manual_seed(derive_seed(self._generator_seed, epoch))
         if not self._in_sampler or self._prepared or self._stateful is not None:
             if skip and not self._prepared:
-                self._say(f"reading {skip} batches of epoch {epoch} again to skip them: the loader has no state_dict")
+                self._say(
+                    f"reading {skip} batches of epoch {epoch} again to skip them: the loader has "
+                    "no state_dict"
+                )
             return self._from_stream(seed, skip)
         return self._from_sampler(seed, skip)
 
     def _from_stream(self, seed: int, skip: int, *, first: int = 0) -> Iterator[Any]:
         """Yield the batches of a loader without a sampler, beginning with the number `first`.
 
-        A batch's random numbers depend only on its number. None are drawn from the script's own, because a resumed run
-        starts the loader once more, and that draws one.
+        A batch's random numbers depend only on its number. None are drawn from the script's own,
+        because a resumed run starts the loader once more, and that draws one.
         """
-        loader = self.loader.base_dataloader if self._prepared else self.loader
-        if getattr(loader, "persistent_workers", False) is True:  # they would keep random states of earlier epochs
+        if self._prepared:
+            loader = self.loader.base_dataloader
+        else:
+            loader = self.loader
+        if (
+            getattr(loader, "persistent_workers", False) is True
+        ):  # they would keep random states of earlier epochs
             object.__setattr__(loader, "persistent_workers", False)
         with random_numbers_of(seed):  # the seed of the workers
             batches = iter(self._iterate(self.loader))
@@ -342,15 +442,22 @@ class BatchSource:
 
     def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
         loader = self.loader
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"  # a loader without automatic batches
-        needed = name == "batch_sampler" and (loader.num_workers > 0 or find_generators(loader.dataset))
+        # a loader without automatic batches
+        if loader.batch_sampler is None:
+            name = "sampler"
+        else:
+            name = "batch_sampler"
+        needed = name == "batch_sampler" and (
+            loader.num_workers > 0 or find_generators(loader.dataset)
+        )
         if needed and not self._wrapped:
             object.__setattr__(loader, "dataset", _SeededDataset(loader.dataset))
             self._wrapped = True
         sampler = getattr(loader, name)
         order = _EpochOrder(sampler, seed, skip, seeded=self._wrapped)
         object.__setattr__(loader, name, order)  # DataLoader refuses to change it in the usual way
-        if (workers := getattr(loader, "_iterator", None)) is not None:  # persistent ones keep the sampler
+        workers = getattr(loader, "_iterator", None)
+        if workers is not None:  # persistent ones keep the sampler
             workers._index_sampler = order
         try:
             with random_numbers_of(seed):  # the seed of the workers
@@ -360,25 +467,30 @@ class BatchSource:
 
 
 def change_iteration(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> None:
-    """Let each loop over `loader` call `iterate(loader)`. Raises AttachError for types such as list."""
+    """Let each loop over `loader` call `iterate(loader)`.
+
+    Raises AttachError for types such as list.
+    """
     try:
         changed = type(type(loader).__name__, (type(loader),), {"__iter__": iterate})
-        vars(object)["__class__"].__set__(loader, changed)  # accelerate's loaders refuse a plain assignment
+        vars(object)["__class__"].__set__(
+            loader, changed
+        )  # accelerate's loaders refuse a plain assignment
     except TypeError as error:
         raise AttachError(
-            f"job.epochs: the job cannot follow a loop over a {type(loader).__name__}; fix: loop over "
-            "job.batches(…) in it"
+            f"job.epochs: the job cannot follow a loop over a {type(loader).__name__}; fix: loop "
+            "over job.batches(…) in it"
         ) from error
 
 
 class StrayReads:
-    """Watch for a DataLoader from which the script draws batches itself, one after another in several steps.
+    """Watch for a DataLoader from which the script draws batches itself, one after another in
+    several steps.
 
     A commit does not have its position, so that a resumed script draws its first batches once more.
 
-    Args:
-        saved: objects that are saved with the job. Loaders among them and in their attributes are no strays.
-        say: prints a warning.
+    Args: saved: objects that are saved with the job. Loaders among them and in their attributes are
+        no strays. say: prints a warning.
 
     Attributes:
         step: number of the step in which the script's code runs; 0 while the job itself reads.
@@ -387,8 +499,10 @@ class StrayReads:
 
     def __init__(self, saved: Iterable[Any], say: Callable[[str], None]) -> None:
         held = [one for state in saved for one in (state, *getattr(state, "__dict__", {}).values())]
-        self._saved, self._say = [getattr(one, "dataset", one) for one in held], say
-        self.step, self.found = 0, ""
+        self._saved = [getattr(one, "dataset", one) for one in held]
+        self._say = say
+        self.step = 0
+        self.found = ""
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -406,31 +520,47 @@ class StrayReads:
             kind.__next__ = draw
 
     def _observe(self, batches: Any, caller: FrameType) -> None:
-        if self.found or not self.step or not torch.is_grad_enabled():  # without gradients: an evaluation
+        if (
+            self.found or not self.step or not torch.is_grad_enabled()
+        ):  # without gradients: an evaluation
             return
         first = vars(batches).setdefault("_ebbflow_first_step", self.step)
         if first != self.step and not any(batches._dataset is one for one in self._saved):
             self.found = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
             self._say(
-                f"{self.found} draws batches whose position is not saved, and begins anew after a resume; fix: "
-                "job.batches(loader, epochs=…), or one loader whose dataset has the samples of both"
+                f"{self.found} draws batches whose position is not saved, and begins anew after "
+                "a resume; fix: job.batches(loader, epochs=…), or one loader whose dataset has "
+                "the samples of both"
             )
 
 
 def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Apply `split_state` to each object's `state_dict()`. Return {name: JSON form}; add the tensors to `tensors`."""
-    return {name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", tensors) for name, one in states.items()}
+    """Apply `split_state` to each object's `state_dict()`.
+
+    Return {name: JSON form}; add the tensors to `tensors`.
+    """
+    return {
+        name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", tensors)
+        for name, one in states.items()
+    }
 
 
 def restore_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
-    """Copy the buffers of this rank from a commit. A buffer whose shape differs from the commit's keeps its values."""
+    """Copy the buffers of this rank from a commit.
+
+    A buffer whose shape differs from the commit's keeps its values.
+    """
     for name, buffer in own_buffers(model).items():
-        if (stored := own.get(name)) is not None and stored.shape == buffer.shape:
+        stored = own.get(name)
+        if stored is not None and stored.shape == buffer.shape:
             buffer.copy_(stored)
 
 
 def _is_trained(tensor: Tensor) -> bool | None:
-    return tensor.requires_grad if isinstance(tensor, nn.Parameter) else None  # None: a buffer
+    # None: a buffer
+    if isinstance(tensor, nn.Parameter):
+        return tensor.requires_grad
+    return None
 
 
 def find_frozen(model: nn.Module) -> list[str]:
@@ -439,7 +569,8 @@ def find_frozen(model: nn.Module) -> list[str]:
 
 
 def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[str], None]) -> None:
-    """Set requires_grad as in the commit, because a resumed script does not repeat the steps that changed it.
+    """Set requires_grad as in the commit, because a resumed script does not repeat the steps that
+    changed it.
 
     Args:
         frozen: names from `find_frozen`; None in commits of older versions.
@@ -457,8 +588,9 @@ def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[st
     trained = [name for name in changed if name not in names]
     if trained and isinstance(model, nn.parallel.DistributedDataParallel):
         raise AttachError(
-            f"requires_grad of {shown} is not as in the commit, and DDP ignores parameters that were frozen when it "
-            "was made; fix: freeze and unfreeze them before DDP, by the epoch or step of the job"
+            f"requires_grad of {shown} is not as in the commit, and DDP ignores parameters that "
+            "were frozen when it was made; fix: freeze and unfreeze them before DDP, by the "
+            "epoch or step of the job"
         )
     for name in changed:
         found[name].requires_grad_(name not in names)
@@ -466,9 +598,13 @@ def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[st
 
 
 def count_samples(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in a batch, or 1 for a batch without tensors."""
+    """Return the size of the first dimension of the first tensor in a batch, or 1 for a batch
+    without tensors.
+    """
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
+        if batch.ndim:
+            return batch.shape[0]
+        return 1
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, list | tuple) and batch:
@@ -477,7 +613,9 @@ def count_samples(batch: Any) -> int:
 
 
 def find_enumerate(frame: FrameType | None) -> str:
-    """Return file and line of a loop over `enumerate` among the innermost callers; "" if there is none."""
+    """Return file and line of a loop over `enumerate` among the innermost callers; "" if there is
+    none.
+    """
     for _ in range(4):  # the script's loop, or a progress bar's
         if frame is None:
             break

@@ -1,4 +1,7 @@
-"""Preflight checks of the data, the disk, the parallel mode, the workload and the weights. Imports no torch."""
+"""Preflight checks of the data, the disk, the parallel mode, the workload and the weights.
+
+Imports no torch.
+"""
 
 import glob
 import math
@@ -28,7 +31,10 @@ _READABLE_LOOKED_AT = 200
 
 
 def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
-    """Convert an error "MESSAGE; fix: FIX" to a finding. `fix` is the default fix; `more` is appended to MESSAGE."""
+    """Convert an error "MESSAGE; fix:
+
+    FIX" to a finding. `fix` is the default fix; `more` is appended to MESSAGE.
+    """
     message, _, own_fix = str(error).partition("; fix: ")
     return CheckFinding.failed(message + more, own_fix or fix)
 
@@ -37,15 +43,20 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
     """Check that the data is readable text, enough for one training batch and one held-out sample."""
     config = context.config
     if config.user_code is not None:
-        return CheckFinding.skipped(f"{config.user_code} brings data of its own; the check workload says more")
+        return CheckFinding.skipped(
+            f"{config.user_code} brings data of its own; the check workload says more"
+        )
     try:
         files = find_files(config.data, project_root=context.project_root)
     except DataError as error:
         return _failed(error, "set data.path to text", more=_instead(config, context.project_root))
-    closed = [str(file.path) for file in files[:_READABLE_LOOKED_AT] if not os.access(file.path, os.R_OK)]
+    closed = [
+        str(file.path) for file in files[:_READABLE_LOOKED_AT] if not os.access(file.path, os.R_OK)
+    ]
     if closed:
         return CheckFinding.failed(
-            f"{closed[0]} and perhaps more cannot be read", f"chmod u+r {closed[0]}, or move it away"
+            f"{closed[0]} and perhaps more cannot be read",
+            f"chmod u+r {closed[0]}, or move it away",
         )
     try:
         for file in files[:_READABLE_LOOKED_AT]:
@@ -57,27 +68,35 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
 
 
 def check_disk(context: PreflightContext) -> CheckFinding:
-    """Check that a local store has room for the commits that retention keeps, two more commits and the token shards."""
+    """Check that a local store has room for the commits that retention keeps, two more commits and
+    the token shards.
+    """
     folder = store_folder(context)
     if folder is None:
         return CheckFinding.skipped("the store is remote")
     config = context.config
     if config.user_code is not None:
-        return CheckFinding.skipped(f"what {config.user_code} needs is not known before its model is measured")
+        return CheckFinding.skipped(
+            f"what {config.user_code} needs is not known before its model is measured"
+        )
     try:
         text = _bytes(find_files(config.data, project_root=context.project_root))
     except DataError:
         return CheckFinding.skipped("there is no dataset to size the token shards by")
     there = nearest_existing(folder)
     needed, commits = commits_room(config)
-    needed, free = needed + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
+    needed = needed + text
+    free = shutil.disk_usage(there if there.is_dir() else there.parent).free
     kept = size_text(footprint.optimizer_bytes(config, footprint.causal_lm_shape(config.model)))
     arithmetic = (
-        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit ({kept} of it the "
-        f"optimizer's state) + {size_text(text)} tokens"
+        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit "
+        f"({kept} of it the optimizer's state) + {size_text(text)} tokens"
     )
     if free < needed:
-        fix = "set store to a larger disk, or checkpoint.keep_last, keep_every_steps, keep_best or max_total_gib"
+        fix = (
+            "set store to a larger disk, or checkpoint.keep_last, keep_every_steps, keep_best or "
+            "max_total_gib"
+        )
         return CheckFinding.failed(arithmetic, f"{fix} so that less is kept")
     return CheckFinding.passed(arithmetic)
 
@@ -85,47 +104,72 @@ def check_disk(context: PreflightContext) -> CheckFinding:
 def commits_room(config: RunConfig) -> tuple[int, str]:
     """Return the maximum bytes that a job's commits occupy, and the calculation as text.
 
-    The maximum includes the commits that retention keeps, one that is about to be deleted, and one being written.
+    The maximum includes the commits that retention keeps, one that is about to be deleted, and one
+    being written.
     """
-    checkpoint, steps = config.checkpoint, config.training.max_steps
+    checkpoint = config.checkpoint
+    steps = config.training.max_steps
     one = footprint.commit_bytes(config, footprint.causal_lm_shape(config.model))
-    every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
+    if checkpoint.keep_every_steps:
+        every = steps // checkpoint.keep_every_steps
+    else:
+        every = 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
     rules["best"] = checkpoint.keep_best.count
-    made = -(-steps // checkpoint.interval_steps) if checkpoint.interval == "steps" else steps  # and the last
+    # and the last
+    if checkpoint.interval == "steps":
+        made = -(-steps // checkpoint.interval_steps)
+    else:
+        made = steps
     kept = min(sum(rules.values()), made)
     words = " + ".join(f"{number} {rule}" for rule, number in rules.items() if number)
-    words = f"{kept} kept" + (f" ({words}, of {made:,} made)" if len(words.split(" + ")) > 1 else "")
+    words = f"{kept} kept" + (
+        f" ({words}, of {made:,} made)" if len(words.split(" + ")) > 1 else ""
+    )
     cap = checkpoint.max_total_gib
-    if cap is not None and max(cap * 2**30, one) < kept * one:  # the newest commit is kept in any case
+    if (
+        cap is not None and max(cap * 2**30, one) < kept * one
+    ):  # the newest commit is kept in any case
         kept = max(1, int(cap * 2**30 // one))
         words = f"{kept} kept by max_total_gib {cap:g}"
     return (kept + 2) * one, f"({words} + 1 not yet deleted + 1 under way) × {size_text(one)}"
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
-    """Check that the text is enough for one training batch and one held-out sample, counting one byte per token."""
-    length, batch = config.model.sequence_length, config.training.batch_size
+    """Check that the text is enough for one training batch and one held-out sample, counting one
+    byte per token.
+    """
+    length = config.model.sequence_length
+    batch = config.training.batch_size
     samples = max(0, train_bytes - 1) // length
     gang = footprint.local_gang(config)
-    most = "" if config.data.tokenizer == BYTES else "at most "
-    ranks = "" if gang is None else f" ({batch // gang.ranks} for each of {gang.ranks} ranks)"
+    if config.data.tokenizer == BYTES:
+        most = ""
+    else:
+        most = "at most "
+    if gang is None:
+        ranks = ""
+    else:
+        ranks = f" ({batch // gang.ranks} for each of {gang.ranks} ranks)"
     if samples < batch:
         return CheckFinding.failed(
-            f"{size_text(train_bytes)} of train text in {files} files make {most}{samples} samples of {length} + 1 "
-            f"tokens; one batch takes {batch}{ranks}",
+            f"{size_text(train_bytes)} of train text in {files} files make {most}{samples} "
+            f"samples of {length} + 1 tokens; one batch takes {batch}{ranks}",
             "add text, or lower training.batch_size or model.sequence_length",
         )
     if held_out_bytes < length + 1:
         return CheckFinding.failed(
-            f"{held_out_bytes} bytes of held-out text are less than one sample of {length} + 1 tokens",
+            f"{held_out_bytes} bytes of held-out text are less than one sample of {length} + 1 "
+            "tokens",
             "add text, or raise data.held_out_fraction",
         )
-    steps, epochs = config.training.max_steps, config.training.max_steps * batch / samples
+    steps = config.training.max_steps
+    epochs = config.training.max_steps * batch / samples
     return CheckFinding.passed(
-        f"{config.data.path or 'standard library'}: {files} files, {size_text(train_bytes)} to learn from and "
-        f"{size_text(held_out_bytes)} held out: {most}{samples} samples, a batch takes {batch}{ranks}; "
-        f"{steps} steps are {'at least ' if most else ''}{epochs:.2g} epochs"
+        f"{config.data.path or 'standard library'}: {files} files, {size_text(train_bytes)} to "
+        f"learn from and {size_text(held_out_bytes)} held out: {most}{samples} samples, a batch "
+        f"takes {batch}{ranks}; {steps} steps are {'at least ' if most else ''}{epochs:.2g} "
+        "epochs"
     )
 
 
@@ -144,8 +188,11 @@ def _bytes(files: list[SourceFile]) -> int:
 
 
 def check_parallel(context: PreflightContext) -> CheckFinding:
-    """Check that the ranks and this machine support the configured shard size, precision, DDP options and compiler."""
-    config, place = context.config, _place(context.config)
+    """Check that the ranks and this machine support the configured shard size, precision, DDP
+    options and compiler.
+    """
+    config = context.config
+    place = _place(context.config)
     found = find_unsupported_options(config, place)
     if found:
         return CheckFinding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
@@ -154,15 +201,21 @@ def check_parallel(context: PreflightContext) -> CheckFinding:
 
 def _place(config: RunConfig) -> RankLayout:
     gang = footprint.local_gang(config)
-    # If the plan will choose the number of ranks, checks that depend on it are made by the plan and by the ranks.
+    # If the plan will choose the number of ranks, checks that depend on it are made by the plan and
+    # by the ranks.
     tensor = config.parallel.tensor_size
     chosen = config.parallel.shard_size or 2 * tensor, tensor
-    ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else chosen
+    if gang:
+        ranks, ranks_per_node = (gang.ranks, gang.processes_per_node)
+    else:
+        ranks, ranks_per_node = chosen
     return RankLayout(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         gpu=bool(glob.glob("/dev/nvidia[0-9]*")),
-        parameters=footprint.causal_lm_shape(config.model).parameters if config.user_code is None else None,
+        parameters=footprint.causal_lm_shape(config.model).parameters
+        if config.user_code is None
+        else None,
     )
 
 
@@ -173,27 +226,45 @@ def _arrangement(config: RunConfig, place: RankLayout) -> str:
     shard = footprint.shard_ranks(config, place.ranks, place.ranks_per_node)
     copies = place.ranks // shard
     ranks = f"{place.ranks} {'rank' if place.ranks == 1 else 'ranks'}"
-    holding = "rank that holds" if shard == 1 else "ranks that hold"
-    return f"{mode}: {ranks} = {copies} {'copy' if copies == 1 else 'copies'} of the model × {shard} {holding} one"
+    if shard == 1:
+        holding = "rank that holds"
+    else:
+        holding = "ranks that hold"
+    return (
+        f"{mode}: {ranks} = {copies} {'copy' if copies == 1 else 'copies'} of the model × "
+        f"{shard} {holding} one"
+    )
 
 
 def _remarks(config: RunConfig) -> list[str]:
     found = []
-    if (tensor := config.parallel.tensor_size) > 1:
+    tensor = config.parallel.tensor_size
+    if tensor > 1:
         found.append(f"{tensor} consecutive ranks compute each layer together (never run on GPUs)")
     if config.parallel.recompute != "none":
         found.append(f"recompute {config.parallel.recompute}")
     if config.fsdp.compute_dtype == "float16":
-        found.append("float16 with loss scaling: steps that overflow are skipped; on a CPU it is very slow")
+        found.append(
+            "float16 with loss scaling: steps that overflow are skipped; on a CPU it is very slow"
+        )
     if config.parallel.compile:
         seconds = config.cluster.step_deadline_seconds
-        found.append(f"units are compiled in the first step, within cluster.step_deadline_seconds {seconds:g}")
+        found.append(
+            "units are compiled in the first step, within cluster.step_deadline_seconds "
+            f"{seconds:g}"
+        )
     if config.parallel.mode == "ddp" and config.ddp.gradient_compression == "powersgd":
-        found.append("powersgd is lossy, and begins anew behind every commit, so that a resumed run does the same")
+        found.append(
+            "powersgd is lossy, and begins anew behind every commit, so that a resumed run does "
+            "the same"
+        )
     if config.parallel.mode == "ddp" and config.ddp.static_graph:
         found.append("from three ranks on static_graph resumes to rounding, not bit for bit")
-        if (parts := config.training.gradient_accumulation_steps) > 1:
-            found.append(f"static_graph reduces gradients {parts} times per step, after each micro-batch")
+        parts = config.training.gradient_accumulation_steps
+        if parts > 1:
+            found.append(
+                f"static_graph reduces gradients {parts} times per step, after each micro-batch"
+            )
     return found
 
 
@@ -201,7 +272,9 @@ WORKLOAD_CHECK = "workload"
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
-    """Check in a child process that your workload can be built and its loss is a sum, or that your script compiles."""
+    """Check in a child process that your workload can be built and its loss is a sum, or that your
+    script compiles.
+    """
     config = context.config
     if config.script is not None:
         return _check_script(Path(config.script), sent_away=context.target not in (None, "local"))
@@ -218,21 +291,30 @@ def check_workload(context: PreflightContext) -> CheckFinding:
 def _check_script(path: Path, *, sent_away: bool) -> CheckFinding:
     if not path.is_file():
         if sent_away:
-            return CheckFinding.skipped("the script is in the archive that the launcher has put into the store")
+            return CheckFinding.skipped(
+                "the script is in the archive that the launcher has put into the store"
+            )
         return CheckFinding.failed(f"script {path}: no such file", "give the path of a Python file")
     try:
         text = path.read_bytes()
         compile(text, str(path), "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError) as error:
-        where = f"{path}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{path}: {error}"
+        if isinstance(error, SyntaxError):
+            where = f"{path}:{error.lineno}: {error.msg}"
+        else:
+            where = f"{path}: {error}"
         return CheckFinding.failed(where, "mend the script")
     if b"ebbflow" not in text:
-        return CheckFinding.passed(f"{path}: never imports ebbflow, so each attempt starts from the beginning")
+        return CheckFinding.passed(
+            f"{path}: never imports ebbflow, so each attempt starts from the beginning"
+        )
     return CheckFinding.passed(f"{path}: valid Python, and imports ebbflow")
 
 
 def check_tokenizer(context: PreflightContext) -> CheckFinding:
-    """Check that the tokenizer can be read, and that the model has an embedding row for each of its tokens."""
+    """Check that the tokenizer can be read, and that the model has an embedding row for each of its
+    tokens.
+    """
     config = context.config
     if config.user_code is not None:
         return CheckFinding.skipped(f"{config.user_code} brings data of its own")
@@ -241,30 +323,41 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
         check_vocabulary(config, tokenizer.vocab_size)
     except DataError as error:
         return _failed(error)
-    rows, separator = "as many as the model has", tokenizer.separator
+    rows = "as many as the model has"
+    separator = tokenizer.separator
     if unused := config.model.vocab_size - tokenizer.vocab_size:
         rows = f"model.vocab_size {config.model.vocab_size} leaves {unused} rows unused"
     found = f"{config.data.tokenizer}: {tokenizer.vocab_size} tokens, {rows}"
     if config.data.tokenizer != BYTES:
-        found += "; nothing stands between two files" if separator is None else f"; token {separator} between files"
+        if separator is None:
+            found += "; nothing stands between two files"
+        else:
+            found += f"; token {separator} between files"
     return CheckFinding.passed(found)
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """Check that `training.initial_weights` can be read and, for the built-in model, fits its settings and size."""
+    """Check that `training.initial_weights` can be read and, for the built-in model, fits its
+    settings and size.
+    """
     config = context.config
     path = config.training.initial_weights
     if path is None:
-        return CheckFinding.skipped("training.initial_weights is null: the job starts from its seed")
+        return CheckFinding.skipped(
+            "training.initial_weights is null: the job starts from its seed"
+        )
     try:
         if config.user_code is None:
             check_settings(config.model, path)
         found = find_weights(path, our_name if config.user_code is None else None)
     except WorkloadError as error:
         return _failed(error, "name a safetensors file, or a folder of them")
-    numbers, files = sum(math.prod(stored.shape) for stored in found.values()), len({s.file for s in found.values()})
+    numbers = sum(math.prod(stored.shape) for stored in found.values())
+    files = len({s.file for s in found.values()})
     arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
-    if config.user_code is None and numbers != (wanted := footprint.causal_lm_shape(config.model).parameters):
+    if config.user_code is None and numbers != (
+        wanted := footprint.causal_lm_shape(config.model).parameters
+    ):
         fix = "the model section that these weights are of"
         return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
     return CheckFinding.passed(arithmetic)
@@ -276,16 +369,35 @@ def _check(
     run: Callable[[PreflightContext], CheckFinding],
     *symptoms: str,
     tier: Tier = "quick",
-    seconds: float = 30.0,  # a large tree on a cold disk; the standard library takes a tenth of a second
+    # a large tree on a cold disk; the standard library takes a tenth of a second
+    seconds: float = 30.0,
 ) -> Check:
-    return Check(id=id, title=title, severity="error", tier=tier, deadline_seconds=seconds, symptoms=symptoms, run=run)
+    return Check(
+        id=id,
+        title=title,
+        severity="error",
+        tier=tier,
+        deadline_seconds=seconds,
+        symptoms=symptoms,
+        run=run,
+    )
 
 
-_trial: dict = {"tier": "full", "seconds": EXAMINE_SECONDS + 10}  # it starts a process that imports torch
+_trial: dict = {
+    "tier": "full",
+    "seconds": EXAMINE_SECONDS + 10,
+}  # it starts a process that imports torch
 CHECKS: list[Check] = [
     _check("dataset", "there is text enough", check_dataset, "A07", "A08", "E09"),
     _check("disk", "disk holds commits and tokens", check_disk, "H10"),
-    _check("parallel", "the model can be spread over the ranks", check_parallel, "A06", "F06", seconds=10.0),
+    _check(
+        "parallel",
+        "the model can be spread over the ranks",
+        check_parallel,
+        "A06",
+        "F06",
+        seconds=10.0,
+    ),
     _check(WORKLOAD_CHECK, "own workload can be trained", check_workload, "A01", "D14", **_trial),
     _check("initial-weights", "initial weights can be read", check_initial_weights, "H02", "H04"),
     _check("tokenizer", "tokenizer fits the model", check_tokenizer, "A18", "E09"),

@@ -1,6 +1,9 @@
-"""Run the training loop. The `Trainer` does everything that concerns the model, prices or the store.
+"""Run the training loop.
 
-One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step → heartbeat
+The `Trainer` does everything that concerns the model, prices or the store.
+
+One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step →
+heartbeat
 """
 
 import torch
@@ -9,7 +12,12 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.training.gang import at_end_of_backward
 from ebbflow.training.guards.guards import Action, Judgement
 from ebbflow.training.limits import LoopResult, Stop
-from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate, skip_if_non_finite
+from ebbflow.training.optimizer import (
+    learning_rate,
+    scale_and_clip,
+    set_learning_rate,
+    skip_if_non_finite,
+)
 from ebbflow.training.step_sync import StepSync
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.workload import Batch, Loss
@@ -21,8 +29,11 @@ def train(trainer: Trainer) -> LoopResult:
     Returns:
         The result of the loop, equal on all ranks.
     """
-    training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
-    at, stop = trainer.start, trainer.stop_before_first_step()
+    training = trainer.config.training
+    optimizer = trainer.optimizer
+    spread = trainer.spread
+    at = trainer.start
+    stop = trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
         step = at.step + 1
         for reach in trainer.on_step:
@@ -56,8 +67,11 @@ def train(trainer: Trainer) -> LoopResult:
         trainer.rehearse_fault(step)
         last = step == training.max_steps or sync.stop is not Stop.NONE
         evaluated = not last and step % training.evaluation_interval_steps == 0
-        if (last or evaluated or sync.save_due or sync.renew) and (newer := trainer.read_step(sync)).rows:
-            sync, judgement = newer, trainer.judge(newer)
+        if (last or evaluated or sync.save_due or sync.renew) and (
+            newer := trainer.read_step(sync)
+        ).rows:
+            sync = newer
+            judgement = trainer.judge(newer)
             if judgement.action is Action.STOP:
                 return end_non_finite(trainer, sync, judgement)
             trainer.record_step(sync, judgement)
@@ -81,13 +95,16 @@ def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> Lo
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
-    """Run forward and backward on all micro-batches of `batch`. Return the sums of their losses and of their weights.
+    """Run forward and backward on all micro-batches of `batch`.
 
-    The gradients are sums too. The step sync computes the total weight of all ranks, by which the gradients are divided
-    later.
+    Return the sums of their losses and of their weights.
+
+    The gradients are sums too. The step sync computes the total weight of all ranks, by which the
+    gradients are divided later.
     """
     parts = batch.split(trainer.config.training.gradient_accumulation_steps)
-    sums, weight = torch.zeros((), device=trainer.gang.device), 0.0
+    sums = torch.zeros((), device=trainer.gang.device)
+    weight = 0.0
     with trainer.guards.catch_out_of_memory(step):
         for number, part in enumerate(parts, start=1):
             with trainer.spread.gradients(last=number == len(parts)):
@@ -95,7 +112,10 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
                 loss = trainer.workload.loss(trainer.spread.model, part)
                 trainer.enter("backward", step)
                 scale = trainer.guards.loss_scale
-                scaled = loss.sum if scale is None else loss.sum * scale.value
+                if scale is None:
+                    scaled = loss.sum
+                else:
+                    scaled = loss.sum * scale.value
                 at_end_of_backward(scaled, trainer.end_own)
                 scaled.backward()
             sums += loss.sum.detach()

@@ -5,7 +5,8 @@ import traceback
 from ebbflow.infra.errors import EbbflowError, Outcome
 from ebbflow.infra.events import EndReason
 
-# Limits for an exception's text and its traceback, in characters. A control message can have 16 MiB.
+# Limits for an exception's text and its traceback, in characters. A control message can have 16
+# MiB.
 LONGEST_MESSAGE = 32 * 1024
 LONGEST_TRACEBACK = 256 * 1024
 
@@ -13,15 +14,23 @@ LONGEST_TRACEBACK = 256 * 1024
 class TrainingError(EbbflowError):
     """Base class of the errors of training."""
 
-    curable: bool = True  # whether a new attempt may succeed. If False, the next start would fail in the same way
+    # whether a new attempt may succeed. If False, the next start would fail in the same way
+    curable: bool = True
     end_reason: EndReason = EndReason.RANK_FAILED  # the reason recorded for the end of the gang
 
     def __init_subclass__(
-        cls, *, outcome: Outcome | None = None, curable: bool | None = None, end_reason: EndReason | None = None
+        cls,
+        *,
+        outcome: Outcome | None = None,
+        curable: bool | None = None,
+        end_reason: EndReason | None = None,
     ) -> None:
         super().__init_subclass__(outcome=outcome)
         cls.end_reason = end_reason or cls.end_reason
-        cls.curable = cls.curable if curable is None else curable
+        if curable is None:
+            cls.curable = cls.curable
+        else:
+            cls.curable = curable
 
 
 class CheckpointError(TrainingError):
@@ -37,15 +46,17 @@ class NoRoom(CheckpointError, curable=False):
 
 
 class CorruptCommit(CheckpointError):
-    """The stored bytes of a commit differ from the saved ones: flipped, truncated, swapped or missing.
+    """The stored bytes of a commit differ from the saved ones: flipped, truncated, swapped or
+    missing.
 
-    `object_key` is the key of the damaged data object, or "" if another object is damaged; `chunk` is the number of its
-    damaged chunk.
+    `object_key` is the key of the damaged data object, or "" if another object is damaged; `chunk`
+    is the number of its damaged chunk.
     """
 
     def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
         super().__init__(message)
-        self.object_key, self.chunk = object_key, chunk
+        self.object_key = object_key
+        self.chunk = chunk
 
 
 class CorruptOverride(CorruptCommit, curable=False, end_reason=EndReason.STORE):
@@ -59,23 +70,36 @@ class UnreliableReader(CheckpointError, end_reason=EndReason.STORE):
     """This process read damaged bytes from a commit that another process or node read correctly."""
 
 
-class NothingToRestore(CheckpointError, outcome=Outcome.NO_RESTORE, curable=False, end_reason=EndReason.STORE):
-    """No commit of the job can be restored. A start from scratch would lose all commits, so a user must ask for it."""
+class NothingToRestore(
+    CheckpointError, outcome=Outcome.NO_RESTORE, curable=False, end_reason=EndReason.STORE
+):
+    """No commit of the job can be restored.
+
+    A start from scratch would lose all commits, so a user must ask for it.
+    """
 
 
 class RefusedCommit(CheckpointError):
-    """A commit has no valid signature, although the job's configuration requires one. Its data may be undamaged."""
+    """A commit has no valid signature, although the job's configuration requires one.
+
+    Its data may be undamaged.
+    """
 
 
 class NoSigningKey(CheckpointError, outcome=Outcome.CONFIG, curable=False):
-    """The environment variable with the signing key is missing, empty or too short. The message names it."""
+    """The environment variable with the signing key is missing, empty or too short.
+
+    The message names it.
+    """
 
 
 class MisplacedCommit(CorruptCommit):
     """A sound manifest is stored under the key of another step or generation."""
 
 
-class RolledBack(CheckpointError, outcome=Outcome.ROLLED_BACK, curable=False, end_reason=EndReason.STORE):
+class RolledBack(
+    CheckpointError, outcome=Outcome.ROLLED_BACK, curable=False, end_reason=EndReason.STORE
+):
     """The newest commit in the store is older than the newest commit in the job's event log."""
 
 
@@ -88,11 +112,17 @@ class DamagedLineage(CheckpointError, curable=False):
 
 
 class TwoLaunchers(DamagedLineage, curable=False):
-    """Two launchers opened the same generation of a job. The message names the records of both launchers."""
+    """Two launchers opened the same generation of a job.
+
+    The message names the records of both launchers.
+    """
 
 
 class GenerationSuperseded(CheckpointError, curable=False):
-    """The job has started a newer generation while this gang still runs. This gang's later commits would be useless."""
+    """The job has started a newer generation while this gang still runs.
+
+    This gang's later commits would be useless.
+    """
 
 
 class DataError(TrainingError, outcome=Outcome.CONFIG, curable=False):
@@ -104,7 +134,10 @@ class WorkloadError(TrainingError, outcome=Outcome.CONFIG, curable=False):
 
 
 class ParallelError(TrainingError, outcome=Outcome.CONFIG, curable=False):
-    """This gang or machine does not support the parallel mode. The message has the key, the reason and the fix."""
+    """This gang or machine does not support the parallel mode.
+
+    The message has the key, the reason and the fix.
+    """
 
 
 class RendezvousError(TrainingError):
@@ -119,12 +152,18 @@ class RankNotStarted(TrainingError, end_reason=EndReason.ROLL_CALL):
     """A node could not start its ranks because it ran out of disk space or processes."""
 
 
-class DeviceUnavailable(TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL):
+class DeviceUnavailable(
+    TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
+):
     """The ranks cannot use GPUs that this machine should have."""
 
 
-class NodesDiffer(TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL):
-    """A node has other versions or settings than node 0, so that its ranks would not compute the same."""
+class NodesDiffer(
+    TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
+):
+    """A node has other versions or settings than node 0, so that its ranks would not compute the
+    same.
+    """
 
 
 class AgentFailure(TrainingError, end_reason=EndReason.AGENT_FAILED):
@@ -132,23 +171,36 @@ class AgentFailure(TrainingError, end_reason=EndReason.AGENT_FAILED):
 
 
 class StartAnew(TrainingError):
-    """Raised to end a gang and start its ranks again with an override, a guard's instruction to the next start."""
+    """Raised to end a gang and start its ranks again with an override, a guard's instruction to the
+    next start.
+    """
 
 
 class Rewind(StartAnew, end_reason=EndReason.REWIND):
-    """Raised to end a gang after steps went wrong. The next start restores an older commit and skips samples."""
+    """Raised to end a gang after steps went wrong.
+
+    The next start restores an older commit and skips samples.
+    """
 
 
 class MicroBatchTooLarge(StartAnew, end_reason=EndReason.SPLIT):
-    """Raised to end a gang whose micro-batch does not fit into memory. The next start uses smaller micro-batches."""
+    """Raised to end a gang whose micro-batch does not fit into memory.
+
+    The next start uses smaller micro-batches.
+    """
 
 
 class MemoryGrowth(StartAnew, end_reason=EndReason.RENEWAL):
-    """Raised to end a gang, after a save, before a rank runs out of memory. New processes continue the job."""
+    """Raised to end a gang, after a save, before a rank runs out of memory.
+
+    New processes continue the job.
+    """
 
 
 class BatchCannotBeSplit(TrainingError, outcome=Outcome.CONFIG, curable=False):
-    """A batch does not fit into memory and cannot be split, for example because each micro-batch is one sample."""
+    """A batch does not fit into memory and cannot be split, for example because each micro-batch is
+    one sample.
+    """
 
 
 class TooManyRewinds(TrainingError, curable=False):
@@ -158,11 +210,17 @@ class TooManyRewinds(TrainingError, curable=False):
 class GangError(TrainingError):
     """A gang ended before its work was done. The message names the culprit.
 
-    `user_code` is True if an exception in the user's code ended it, and not the loss of a process or machine.
+    `user_code` is True if an exception in the user's code ended it, and not the loss of a process
+    or machine.
     """
 
     def __init__(
-        self, culprit: str, *, user_code: bool = False, curable: bool = True, outcome: Outcome = Outcome.FAILED
+        self,
+        culprit: str,
+        *,
+        user_code: bool = False,
+        curable: bool = True,
+        outcome: Outcome = Outcome.FAILED,
     ) -> None:
         super().__init__(culprit)
         self.user_code = user_code
@@ -173,13 +231,18 @@ class GangError(TrainingError):
 def error_class(name: str) -> type[TrainingError]:
     """Return this module's exception class of the given name, or GangError if there is none."""
     found = globals().get(name)
-    return found if isinstance(found, type) and issubclass(found, TrainingError) else GangError
+    if isinstance(found, type) and issubclass(found, TrainingError):
+        return found
+    return GangError
 
 
 def describe_exception(error: BaseException) -> str:
     """Return `error` as "Type: text", truncated. This works even if its `__str__` raises."""
     if isinstance(error, SystemExit):
-        return f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was done"
+        return (
+            f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was "
+            "done"
+        )
     return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
 
 
@@ -194,9 +257,13 @@ def describe_traceback(error: BaseException) -> str:
 
 
 def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """Return `text` as valid UTF-8. If it is longer than `limit` characters, replace its middle by a note."""
+    """Return `text` as valid UTF-8.
+
+    If it is longer than `limit` characters, replace its middle by a note.
+    """
     if len(text) > limit:
-        first, last = limit * 3 // 4, limit // 4
+        first = limit * 3 // 4
+        last = limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -22,7 +22,13 @@ from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.transport import is_loopback
 from ebbflow.training.network_probe import Link, probe_links, summarize_links, time_all_reduce
-from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSockets, connect_peers, find_addresses
+from ebbflow.training.peer_sockets import (
+    LARGEST_ROW_BYTES,
+    MOST_RANKS,
+    PeerSockets,
+    connect_peers,
+    find_addresses,
+)
 
 _SIGN_SECONDS = 5.0  # between two signs of life of a rank that works while others wait
 _SIGNS = "signs of life"  # key of their number
@@ -34,13 +40,18 @@ class Gang:
 
     rank: int = 0  # the number of this rank, from 0 to `world_size` - 1
     world_size: int = 1  # the number of ranks
-    ranks_per_node: int = 1  # the number of ranks on each node. Consecutive ranks share a node, as with torchrun
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # the device of this rank's model
-    store: Store | None = None  # for messages outside collectives; None without torchrun's environment
+    # The number of ranks on each node. Consecutive ranks share a node, as with torchrun
+    ranks_per_node: int = 1
+    device: torch.device = field(
+        default_factory=lambda: torch.device("cpu")
+    )  # the device of this rank's model
+    # For messages outside collectives; None without torchrun's environment
+    store: Store | None = None
     peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
     group: dist.ProcessGroup | None = None  # for the exchanges; None for the default one
     collective_seconds: float | None = None  # the timeout of each collective; None: torch's default
-    network: dict[str, Any] | None = None  # what the probe of the network found (`training.network_probe`)
+    # What the probe of the network found (`training.network_probe`)
+    network: dict[str, Any] | None = None
     device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
 
     @property
@@ -52,7 +63,9 @@ class Gang:
         if self.alone:
             return row[None]
         if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
-            own = row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()  # numpy has no bfloat16
+            own = (
+                row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )  # numpy has no bfloat16
             rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
         else:
             rows = row.new_empty(self.world_size * row.numel())
@@ -60,7 +73,10 @@ class Gang:
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        """Gather each rank's numbers as 64-bit floats; return one tuple per rank, in rank order. Collective."""
+        """Gather each rank's numbers as 64-bit floats; return one tuple per rank, in rank order.
+
+        Collective.
+        """
         layout = struct.Struct(f"{len(numbers)}d")
         rows = layout.pack(*numbers)
         if self.peers is not None and layout.size <= LARGEST_ROW_BYTES:
@@ -71,7 +87,9 @@ class Gang:
         return list(layout.iter_unpack(rows))
 
     def announce(self, alive: Callable[[], object]) -> Callable[[], object]:
-        """Return a function for work before `await_ranks`: it calls `alive`, and tells the ranks that wait there."""
+        """Return a function for work before `await_ranks`: it calls `alive`, and tells the ranks
+        that wait there.
+        """
         last = 0.0
 
         def announce() -> None:
@@ -85,25 +103,32 @@ class Gang:
         return announce
 
     def await_ranks(self, stage: str, seconds: float, alive: Callable[[], object]) -> None:
-        """Wait until all ranks have come to the end of `stage`, work that takes longer the more bytes a rank reads.
+        """Wait until all ranks have come to the end of `stage`, work that takes longer the more
+        bytes a rank reads.
 
-        A collective would end at the deadline of a step, so the ranks meet in the key-value store. Raises
-        RendezvousError if no working rank has given a sign of life (`announce`) for `seconds`. `alive` is called about
-        each second, since the agent takes a silent rank for a hung one. Each stage of a generation needs a name of its
-        own. Collective.
+        A collective would end at the deadline of a step, so the ranks meet in the key-value store.
+        Raises RendezvousError if no working rank has given a sign of life (`announce`) for
+        `seconds`. `alive` is called about each second, since the agent takes a silent rank for a
+        hung one. Each stage of a generation needs a name of its own. Collective.
         """
         if self.alone or self.store is None:
             return
-        keys, pause = [f"{stage}/{number}" for number in range(self.world_size)], 0.01
-        signs, heard = -1, time.monotonic()
+        keys = [f"{stage}/{number}" for number in range(self.world_size)]
+        pause = 0.01
+        signs = -1
+        heard = time.monotonic()
         try:
             self.store.set(keys[self.rank], "")
             while not self.store.check(keys):
                 alive()
-                if (now := self.store.add(_SIGNS, 0)) != signs:
-                    signs, heard = now, time.monotonic()
+                now = self.store.add(_SIGNS, 0)
+                if now != signs:
+                    signs = now
+                    heard = time.monotonic()
                 if time.monotonic() - heard > seconds:
-                    where = f"to the end of {stage}, and none gave a sign of life for {seconds:.0f} s"
+                    where = (
+                        f"to the end of {stage}, and none gave a sign of life for {seconds:.0f} s"
+                    )
                     raise _missing_ranks(self.store, keys, self.rank, where)
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
@@ -120,23 +145,27 @@ def connect(
     promised_gpus: int = 0,
     kept: Path | None = None,
 ) -> Gang:
-    """Join the gang that torchrun's environment variables describe. If they are not set, return a gang of one rank.
+    """Join the gang that torchrun's environment variables describe.
 
-    Args:
-        start_seconds: deadline for all ranks to join.
-        collective_seconds: timeout of each collective.
-        generation: prefix of this gang's keys in the key-value store.
-        promised_gpus: number of GPUs that each node should have; 0 if unknown.
-        kept: folder that outlives this start. A mark in it makes later starts skip the network probe.
+    If they are not set, return a gang of one rank.
 
-    Raises:
-        RendezvousError: ranks are missing, or nodes cannot reach each other; the message names them.
-        DeviceUnavailable: the ranks cannot use the configured device.
+    Args: start_seconds: deadline for all ranks to join. collective_seconds: timeout of each
+        collective. generation: prefix of this gang's keys in the key-value store. promised_gpus:
+        number of GPUs that each node should have; 0 if unknown. kept: folder that outlives this
+        start. A mark in it makes later starts skip the network probe.
+
+    Raises: RendezvousError: ranks are missing, or nodes cannot reach each other; the message names
+        them. DeviceUnavailable: the ranks cannot use the configured device.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
-    seen, store, peers, links = [own_gpus], None, None, None
-    per_node, began = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), time.monotonic()
+    seen = [own_gpus]
+    store = None
+    peers = None
+    links = None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    began = time.monotonic()
     if "MASTER_ADDR" in os.environ:
         store = PrefixStore(generation, _open_store(os.environ, rank, world_size, start_seconds))
         seen = _roll_call(store, rank, world_size, start_seconds, own_gpus)
@@ -148,7 +177,9 @@ def connect(
     if store is not None:
         store.set_timeout(timedelta(seconds=start_seconds))
         _stay_on_loopback(os.environ["MASTER_ADDR"], os.environ)
-        links = _probe(store, rank, world_size // per_node, per_node, generation, kept, start_seconds)
+        links = _probe(
+            store, rank, world_size // per_node, per_node, generation, kept, start_seconds
+        )
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),
@@ -169,7 +200,9 @@ def connect(
     network = None
     if links is not None:
         speed = time_all_reduce(device, world_size)
-        network = summarize_links(links, nodes=world_size // per_node, seconds=time.monotonic() - began)
+        network = summarize_links(
+            links, nodes=world_size // per_node, seconds=time.monotonic() - began
+        )
         network["all_reduce_bytes_per_second"] = speed
     return Gang(
         rank=rank,
@@ -185,35 +218,54 @@ def connect(
 
 
 def _probe(
-    store: Store, rank: int, nodes: int, per_node: int, name: str, kept: Path | None, start_seconds: float
+    store: Store,
+    rank: int,
+    nodes: int,
+    per_node: int,
+    name: str,
+    kept: Path | None,
+    start_seconds: float,
 ) -> list[Link] | None:
-    """Probe the network between several machines (`probe_links`), unless an earlier start of this attempt did."""
+    """Probe the network between several machines (`probe_links`), unless an earlier start of this
+    attempt did.
+    """
     main = os.environ["MASTER_ADDR"]
     if nodes < 2 or is_loopback(main):
         return None
-    mark = None if kept is None else kept / "network-probed"
+    if kept is None:
+        mark = None
+    else:
+        mark = kept / "network-probed"
     if rank == 0:
         store.set("probe", "no" if mark is not None and mark.exists() else "yes")
     if store.get("probe") != b"yes":
         return None
     address, _ = find_addresses(main, int(os.environ["MASTER_PORT"]), start_seconds)
-    links = probe_links(store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0)
+    links = probe_links(
+        store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0
+    )
     if rank == 0:
         store.set("probed", "no" if links is None else "yes")
         with contextlib.suppress(OSError):
             if mark is not None and links is not None:
                 mark.touch()
-    return links or [] if store.get("probed") == b"yes" else None  # all ranks time the all-reduce, or none
+    # all ranks time the all-reduce, or none
+    if store.get("probed") == b"yes":
+        return links or []
+    return None
 
 
 def leave(code: int) -> NoReturn:
     """Exit at once with `code`, without the interpreter's clean-up.
 
-    The clean-up would destroy the process group. That can block on a dead peer, and torch 2.13 aborts in about one of
-    ten such exits, even after an orderly end ("terminate called without an active exception").
+    The clean-up would destroy the process group. That can block on a dead peer, and torch 2.13
+    aborts in about one of ten such exits, even after an orderly end ("terminate called without an
+    active exception").
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed it
+        with contextlib.suppress(
+            AttributeError, OSError, ValueError
+        ):  # the user's code may have closed it
             stream.flush()
     os._exit(code)
 
@@ -221,9 +273,11 @@ def leave(code: int) -> NoReturn:
 def time_waits(exclude: Callable[[float], object]) -> None:
     """Call `exclude` with the seconds of each wait for a collective in this thread.
 
-    Waits in C++ are not seen: those of DDP, which waits at the end of the backward pass (`at_end_of_backward`).
+    Waits in C++ are not seen: those of DDP, which waits at the end of the backward pass
+    (`at_end_of_backward`).
     """
-    original, thread = dist.Work.wait, threading.get_ident()
+    original = dist.Work.wait
+    thread = threading.get_ident()
 
     def wait(work: dist.Work, *limits: Any, **options: Any) -> Any:
         began = time.monotonic()
@@ -237,7 +291,9 @@ def time_waits(exclude: Callable[[float], object]) -> None:
 
 
 def at_end_of_backward(loss: Tensor, call: Callable[[], object]) -> None:
-    """Call `call` when this rank has computed its gradients, before DDP waits for those of the other ranks."""
+    """Call `call` when this rank has computed its gradients, before DDP waits for those of the
+    other ranks.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     loss.register_hook(lambda _: engine.queue_callback(call))
 
@@ -248,9 +304,15 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> Store:
-    """Connect to the gang's key-value store. Torchrun's agent serves it if there is one, otherwise rank 0 does."""
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+def _open_store(
+    environment: Mapping[str, str], rank: int, world_size: int, seconds: float
+) -> Store:
+    """Connect to the gang's key-value store.
+
+    Torchrun's agent serves it if there is one, otherwise rank 0 does.
+    """
+    host = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not kept_by_agent
     try:
@@ -265,18 +327,23 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
             master_listen_fd=_loopback_listener(host, port) if is_master else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        keeper = "torchrun's agent" if kept_by_agent else "rank 0"
+        if kept_by_agent:
+            keeper = "torchrun's agent"
+        else:
+            keeper = "rank 0"
         raise RendezvousError(
-            f"rank {rank}: {keeper} did not answer at {host}:{port} within {seconds:g} s, so rank 0 counts as missing "
-            f"({' '.join(str(error).split())[:200]}); fix: look at its log, and at firewalls between the nodes"
+            f"rank {rank}: {keeper} did not answer at {host}:{port} within {seconds:g} s, so "
+            f"rank 0 counts as missing ({' '.join(str(error).split())[:200]}); fix: look at its "
+            "log, and at firewalls between the nodes"
         ) from error
 
 
 def _loopback_listener(host: str, port: int) -> int | None:
     """Return the descriptor of a listening loopback socket for the key-value store, or None.
 
-    By default torch's server listens on every interface, so any process that can reach it may read and write keys.
-    Return None if the ranks are on several machines, or if the port is taken, which torch then reports.
+    By default torch's server listens on every interface, so any process that can reach it may read
+    and write keys. Return None if the ranks are on several machines, or if the port is taken, which
+    torch then reports.
     """
     if not is_loopback(host):
         return None
@@ -288,14 +355,18 @@ def _loopback_listener(host: str, port: int) -> int | None:
 
 
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
-    """Make gloo and NCCL use the loopback interface if all ranks are on this machine and the user set no interface."""
+    """Make gloo and NCCL use the loopback interface if all ranks are on this machine and the user
+    set no interface.
+    """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(variable, name)
 
 
-def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus) -> list[VisibleGpus]:
+def _roll_call(
+    store: Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus
+) -> list[VisibleGpus]:
     keys = [f"joined/{number}" for number in range(world_size)]
     store.set(keys[rank], own_gpus.to_json())
     try:
@@ -320,6 +391,6 @@ def _missing_ranks(store: Store, keys: Sequence[str], rank: int, where: str) -> 
 
 def _lost_store(rank: int) -> RendezvousError:
     return RendezvousError(
-        f"rank {rank}: the key-value store does not answer, so the process that serves it (torchrun's agent or rank 0) "
-        "has ended; fix: look at its log first"
+        f"rank {rank}: the key-value store does not answer, so the process that serves it "
+        "(torchrun's agent or rank 0) has ended; fix: look at its log first"
     )

@@ -1,4 +1,6 @@
-"""Positions in a job, the limits that stop a job before its last step, and the result of the training loop."""
+"""Positions in a job, the limits that stop a job before its last step, and the result of the
+training loop.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """The conditions that stop a job early: budget, deadline, SIGTERM and requests of the agent (`control`)."""
+    """The conditions that stop a job early: budget, deadline, SIGTERM and requests of the agent
+    (`control`).
+    """
 
     def __init__(
         self,
@@ -63,18 +67,33 @@ class Limits:
         stop_seconds: float = math.inf,
         control: OrderRecord | None = None,
     ) -> None:
-        self.terms, self._control = terms, control
-        self._stop_seconds, self._elapsed_seconds = stop_seconds, elapsed_seconds
-        self._killed_at = math.inf  # on the clock of time.monotonic(); infinite until a drain is requested
-        self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
-        self._asked, self._why_left, self._saves_answered = False, "", 0
-        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds between calls of `stop`
+        self.terms = terms
+        self._control = control
+        self._stop_seconds = stop_seconds
+        self._elapsed_seconds = elapsed_seconds
+        self._killed_at = (
+            math.inf
+        )  # on the clock of time.monotonic(); infinite until a drain is requested
+        if terms:
+            self.usd_per_second = terms.usd_per_rank_second * world_size
+        else:
+            self.usd_per_second = 0.0
+        self._asked = False
+        self._why_left = ""
+        self._saves_answered = 0
+        self._steps: deque[float] = deque(
+            maxlen=_STEPS_REMEMBERED
+        )  # seconds between calls of `stop`
         self._looked_at: float | None = None
-        self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
+        self._told = {
+            share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold
+        }
 
     def watch_signals(self) -> None:
         """Install a SIGTERM handler that requests a drain. Call this in the main thread."""
-        signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
+        signal.signal(
+            signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS)
+        )
 
     def request_drain(self, seconds: float) -> None:
         """Request a stop after this step, with at most `seconds` left for a last save."""
@@ -94,7 +113,10 @@ class Limits:
             time.sleep(_LOOK_SECONDS)
 
     def save_wanted(self) -> bool:
-        asked = 0 if self._control is None else self._control.saves
+        if self._control is None:
+            asked = 0
+        else:
+            asked = self._control.saves
         wanted = asked > self._saves_answered
         self._saves_answered = asked
         return wanted
@@ -105,15 +127,20 @@ class Limits:
 
     @property
     def spent_usd(self) -> float:
-        """US dollars that the job has cost at the planned price: all ended attempts, plus this one so far."""
+        """US dollars that the job has cost at the planned price: all ended attempts, plus this one
+        so far.
+        """
         if self.terms is None:
             return 0.0
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self, steps_left: int = 0) -> Stop:
-        """Return the reason to stop now, or NONE. `steps_left` is the number of steps after this one.
+        """Return the reason to stop now, or NONE.
 
-        Call this exactly once per step: the time between two calls is taken as the duration of a step.
+        `steps_left` is the number of steps after this one.
+
+        Call this exactly once per step: the time between two calls is taken as the duration of a
+        step.
         """
         now = self._elapsed_seconds()
         if self._looked_at is not None:
@@ -127,31 +154,47 @@ class Limits:
         if steps_left > 0 and (why := self._why_leave(terms, steps_left)):
             self._why_left = why
             return Stop.INTERRUPTED
-        if terms.spendable_usd is not None and self.spent_usd + self.next_step_usd >= terms.spendable_usd:
+        if (
+            terms.spendable_usd is not None
+            and self.spent_usd + self.next_step_usd >= terms.spendable_usd
+        ):
             return Stop.BUDGET
-        if terms.deadline_utc is not None and time.time() >= terms.deadline_utc - terms.reserve_seconds:
+        if (
+            terms.deadline_utc is not None
+            and time.time() >= terms.deadline_utc - terms.reserve_seconds
+        ):
             return Stop.DEADLINE
         return Stop.NONE
 
     def _why_leave(self, terms: Terms, steps_left: int) -> str:
         enough = len(self._steps) == self._steps.maxlen and terms.step_seconds > 0
-        slowness = max(1.0, median(self._steps) / terms.step_seconds) if enough else 1.0
-        return terms.why_leave(steps_left, spent_usd=self.spent_usd, now_utc=time.time(), slowness=slowness)
+        if enough:
+            slowness = max(1.0, median(self._steps) / terms.step_seconds)
+        else:
+            slowness = 1.0
+        return terms.why_leave(
+            steps_left, spent_usd=self.spent_usd, now_utc=time.time(), slowness=slowness
+        )
 
     @property
     def next_step_usd(self) -> float:
-        """Upper estimate of the next step's cost in US dollars, from the longest recent step including its save.
+        """Upper estimate of the next step's cost in US dollars, from the longest recent step
+        including its save.
 
         Before the first measurement, it is based on the plan's step time.
         """
-        expected = self.terms.step_seconds if self.terms else 0.0
+        if self.terms:
+            expected = self.terms.step_seconds
+        else:
+            expected = 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
-        """Return the budget thresholds that were reached since the last call, each as the data of a `budget` event.
+        """Return the budget thresholds that were reached since the last call, each as the data of a
+        `budget` event.
 
-        If `stop` is BUDGET, all thresholds count as reached, because the unspent remainder is reserved for the last
-        save.
+        If `stop` is BUDGET, all thresholds count as reached, because the unspent remainder is
+        reserved for the last save.
         """
         terms = self.terms
         if terms is None or terms.budget_usd is None:
@@ -162,23 +205,34 @@ class Limits:
             reached.discard(BUDGET_THRESHOLDS[-1])  # reported once all ranks agree to stop
         fresh = sorted(reached - self._told)
         self._told |= reached
-        known = {"spent_usd": spent, "budget_usd": terms.budget_usd, "reserve_usd": terms.reserve_usd}
+        known = {
+            "spent_usd": spent,
+            "budget_usd": terms.budget_usd,
+            "reserve_usd": terms.reserve_usd,
+        }
         return [{"threshold": share, **known} for share in fresh]
 
     def describe(self, stop: Stop) -> str:
         terms = self.terms
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (
-                f"budget: ${self.spent_usd:.4f} spent of ${terms.budget_usd:.4f}, of which ${terms.reserve_usd:.4f} "
-                f"is kept for the last save (a step costs up to ${self.next_step_usd:.4f}); fix: run the job again "
-                "with a larger cost.budget_usd"
+                f"budget: ${self.spent_usd:.4f} spent of ${terms.budget_usd:.4f}, of which "
+                f"${terms.reserve_usd:.4f} is kept for the last save (a step costs up to "
+                f"${self.next_step_usd:.4f}); fix: run the job again with a larger "
+                "cost.budget_usd"
             )
         if stop is Stop.DEADLINE and terms and terms.deadline_utc is not None:
             over = time.time() - terms.deadline_utc
-            return f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later cost.deadline_hours"
+            return (
+                f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later "
+                "cost.deadline_hours"
+            )
         if stop is not Stop.INTERRUPTED:
             return ""
         if self._why_left and not self._asked:
             return self._why_left
-        cause = self._control.cause if self._control is not None else ""
+        if self._control is not None:
+            cause = self._control.cause
+        else:
+            cause = ""
         return f"asked to leave ({cause or 'SIGTERM'})"

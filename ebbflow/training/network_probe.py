@@ -1,10 +1,10 @@
 """Probe of the network between the nodes of a gang, before the process group connects them.
 
-Rank 0 decides whether to probe: once per attempt, and not if all nodes are on one machine. One rank of each node then
-connects to every other node, on a port of the gang's range, and measures round trip, clock offset (as NTP does, from
-the fastest of several exchanges) and the path's MTU. Then it measures the bandwidth to the next node while all nodes
-send. After the process group has connected, all ranks time an all-reduce. The probe takes at most 60 s, usually under 3
-s.
+Rank 0 decides whether to probe: once per attempt, and not if all nodes are on one machine. One rank
+of each node then connects to every other node, on a port of the gang's range, and measures round
+trip, clock offset (as NTP does, from the fastest of several exchanges) and the path's MTU. Then it
+measures the bandwidth to the next node while all nodes send. After the process group has connected,
+all ranks time an all-reduce. The probe takes at most 60 s, usually under 3 s.
 """
 
 import contextlib
@@ -29,17 +29,27 @@ from ebbflow.training.launch.transport import control_ports
 from ebbflow.training.peer_sockets import open_listener
 
 LIMIT_SECONDS = 60.0
-_CONNECT_SECONDS, _TRIES, _CALLERS, _EXCHANGES = 5.0, 2, 16, 8
-_SEND_SECONDS, _MOST_CHUNKS, _CHUNK = 1.0, 256, bytes(2**20)
-_REDUCED_NUMBERS, _REDUCTIONS = 2**20, 3
-_CLOCK, _DATA = b"c", b"d"
+_CONNECT_SECONDS = 5.0
+_TRIES = 2
+_CALLERS = 16
+_EXCHANGES = 8
+_SEND_SECONDS = 1.0
+_MOST_CHUNKS = 256
+_CHUNK = bytes(2**20)
+_REDUCED_NUMBERS = 2**20
+_REDUCTIONS = 3
+_CLOCK = b"c"
+_DATA = b"d"
 _IP_MTU = 14  # <linux/in.h>
 _PROBLEMS = (dist.DistError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True)
 class Link:
-    """Measurements of one direction between two nodes, in seconds, bytes, or bytes per second. None means unknown."""
+    """Measurements of one direction between two nodes, in seconds, bytes, or bytes per second.
+
+    None means unknown.
+    """
 
     source: int
     target: int
@@ -50,18 +60,20 @@ class Link:
     error: str = ""
 
 
-def probe_links(store: Store, node: int, nodes: int, *, address: str, name: str, lead: bool) -> list[Link] | None:
-    """Measure the links between all nodes and return them, or None if a node did not report in time. Collective.
+def probe_links(
+    store: Store, node: int, nodes: int, *, address: str, name: str, lead: bool
+) -> list[Link] | None:
+    """Measure the links between all nodes and return them, or None if a node did not report in
+    time. Collective.
 
-    Args:
-        store: key-value store of the gang.
-        address: address at which other nodes reach this one.
-        name: text that is the same on all nodes of this start; ports and a token are derived from it.
-        lead: whether this rank measures for its node.
+    Args: store: key-value store of the gang. address: address at which other nodes reach this one.
+        name: text that is the same on all nodes of this start; ports and a token are derived from
+        it. lead: whether this rank measures for its node.
 
     Raises RendezvousError if a node cannot reach another one.
     """
-    until, store = time.monotonic() + LIMIT_SECONDS, PrefixStore("probe", store)
+    until = time.monotonic() + LIMIT_SECONDS
+    store = PrefixStore("probe", store)
 
     def collect(kind: str) -> list[Any]:
         keys = [f"{kind}/{number}" for number in range(nodes)]
@@ -72,30 +84,44 @@ def probe_links(store: Store, node: int, nodes: int, *, address: str, name: str,
         if lead:
             token = hashlib.sha256(name.encode()).digest()
             listener = stack.enter_context(_listen(control_ports(f"{name}/probe", 0)))
-            threading.Thread(target=_serve, args=(listener, token), name="network probe", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(listener, token), name="network probe", daemon=True
+            ).start()
             store.set(f"at/{node}", json.dumps([address, listener.getsockname()[1]]))
             links = _measure(node, [(host, port) for host, port in collect("at")], token)
-            store.set(f"links/{node}", json.dumps([asdict(one) for one in links]))
+            store.set(f"links/{node}", json.dumps([asdict(link) for link in links]))
         links = [Link(**one) for found in collect("links") for one in found]
-        if not (broken := [one for one in links if one.error]):
+        broken = [link for link in links if link.error]
+        if not broken:
             return links
-        shown = [f"node {one.source} cannot reach node {one.target}: {one.error}" for one in broken[:4]]
-        shown += [f"{len(broken) - 4} more pairs"] if len(broken) > 4 else []
+        shown = [
+            f"node {one.source} cannot reach node {one.target}: {one.error}" for one in broken[:4]
+        ]
+        if len(broken) > 4:
+            shown += [f"{len(broken) - 4} more pairs"]
+        else:
+            shown += []
         fix = "let the nodes talk to each other on all TCP ports (security group, NetworkPolicy)"
         raise RendezvousError(f"{'; '.join(shown)}; fix: {fix}")
     return None
 
 
 def time_all_reduce(device: torch.device, world_size: int) -> float:
-    """Return the bytes per second that each rank sends in an all-reduce of 4 MiB (median of 3). Collective."""
-    numbers, seconds = torch.zeros(_REDUCED_NUMBERS, device=device), []
+    """Return the bytes per second that each rank sends in an all-reduce of 4 MiB (median of 3).
+
+    Collective.
+    """
+    numbers = torch.zeros(_REDUCED_NUMBERS, device=device)
+    seconds = []
     for _ in range(_REDUCTIONS + 1):  # the first one makes connections
         began = time.perf_counter()
         dist.all_reduce(numbers)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return 2 * (world_size - 1) / world_size * numbers.nbytes / sorted(seconds[1:])[_REDUCTIONS // 2]
+    return (
+        2 * (world_size - 1) / world_size * numbers.nbytes / sorted(seconds[1:])[_REDUCTIONS // 2]
+    )
 
 
 def summarize_links(links: Sequence[Link], *, nodes: int, seconds: float) -> dict[str, Any]:
@@ -103,7 +129,8 @@ def summarize_links(links: Sequence[Link], *, nodes: int, seconds: float) -> dic
     where: dict[str, str] = {}
 
     def worst(key: str, pick: Callable[..., Link]) -> Any:
-        if not (known := [one for one in links if getattr(one, key) is not None]):
+        known = [one for one in links if getattr(one, key) is not None]
+        if not known:
             return None
         one = pick(known, key=lambda link: abs(getattr(link, key)))
         where[key] = f"node {one.source} → node {one.target}"
@@ -141,7 +168,9 @@ def _serve(listener: socket.socket, token: bytes) -> None:
     with contextlib.suppress(OSError):  # closed: the probe is over
         while True:
             peer, _ = listener.accept()
-            threading.Thread(target=_answer, args=(peer, token), name="network probe", daemon=True).start()
+            threading.Thread(
+                target=_answer, args=(peer, token), name="network probe", daemon=True
+            ).start()
 
 
 def _answer(peer: socket.socket, token: bytes) -> None:
@@ -157,7 +186,8 @@ def _answer(peer: socket.socket, token: bytes) -> None:
 def _receive(peer: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        if not (more := peer.recv(size - len(data))):
+        more = peer.recv(size - len(data))
+        if not more:
             raise ConnectionError("connection closed")
         data += more
     return bytes(data)
@@ -166,7 +196,9 @@ def _receive(peer: socket.socket, size: int) -> bytes:
 def _measure(node: int, at: Sequence[tuple[str, int]], token: bytes) -> list[Link]:
     others = [(node + step) % len(at) for step in range(1, len(at))]
     with ThreadPoolExecutor(_CALLERS) as pool:
-        links = list(pool.map(lambda target: _exchange(Link(node, target), at[target], token), others))
+        links = list(
+            pool.map(lambda target: _exchange(Link(node, target), at[target], token), others)
+        )
     with contextlib.suppress(OSError):  # it answered a moment ago: its bandwidth stays unknown
         if not links[0].error:
             links[0] = replace(links[0], bandwidth=_bandwidth(at[others[0]], token))
@@ -174,27 +206,39 @@ def _measure(node: int, at: Sequence[tuple[str, int]], token: bytes) -> list[Lin
 
 
 def _exchange(link: Link, address: tuple[str, int], token: bytes) -> Link:
-    """Return the link with round trip, clock offset (both directions assumed equally fast) and MTU, or `error`."""
+    """Return the link with round trip, clock offset (both directions assumed equally fast) and MTU,
+    or `error`.
+    """
     for _ in range(_TRIES):
         try:
             with _call(address, token) as peer:
-                mtu = peer.getsockopt(socket.IPPROTO_IP, _IP_MTU) if peer.family == socket.AF_INET else None
+                if peer.family == socket.AF_INET:
+                    mtu = peer.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+                else:
+                    mtu = None
                 pairs = []
                 for _ in range(_EXCHANGES):
-                    wall, began = time.time(), time.perf_counter()
+                    wall = time.time()
+                    began = time.perf_counter()
                     peer.sendall(_CLOCK)
                     there = struct.unpack("!d", _receive(peer, 8))[0]
                     trip = time.perf_counter() - began
                     pairs.append((trip, there - (wall + trip / 2)))
-            return replace(link, round_trip=min(pairs)[0], clock_offset=min(pairs)[1], mtu=mtu, error="")
+            return replace(
+                link, round_trip=min(pairs)[0], clock_offset=min(pairs)[1], mtu=mtu, error=""
+            )
         except OSError as error:
             link = replace(link, error=f"{address[0]}:{address[1]}: {error}")
     return link
 
 
 def _bandwidth(address: tuple[str, int], token: bytes) -> float:
-    """Send data up to a limit of time and bytes, and wait for all answers. Return the bytes per second."""
-    sent, began = 0, time.perf_counter()
+    """Send data up to a limit of time and bytes, and wait for all answers.
+
+    Return the bytes per second.
+    """
+    sent = 0
+    began = time.perf_counter()
     with _call(address, token) as peer:
         while sent < _MOST_CHUNKS and time.perf_counter() - began < _SEND_SECONDS:
             peer.sendall(_DATA + _CHUNK)

@@ -23,55 +23,79 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 def make_optimizer(
     module: nn.Module, training: TrainingConfig, *, muon_dtype: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
-    """Return a fused AdamW optimizer, or Muon, as `training.optimizer` says. Only matrices have weight decay.
+    """Return a fused AdamW optimizer, or Muon, as `training.optimizer` says.
 
-    Muon orthogonalises in `muon_dtype`. With bfloat16, equal steps of different world sizes differ by its rounding.
+    Only matrices have weight decay.
+
+    Muon orthogonalises in `muon_dtype`. With bfloat16, equal steps of different world sizes differ
+    by its rounding.
     """
     parameters = list(module.parameters())
-    hidden = hidden_matrices(module) if training.optimizer == "muon" else []
+    if training.optimizer == "muon":
+        hidden = hidden_matrices(module)
+    else:
+        hidden = []
     others = {id(p) for p in parameters} - {id(p) for p in hidden}
     matrices = [p for p in parameters if p.ndim >= 2 and id(p) in others]
     groups: list[dict[str, Any]] = [
-        {"params": hidden, "weight_decay": training.weight_decay, "muon_dtype": str(muon_dtype).partition(".")[2]},
+        {
+            "params": hidden,
+            "weight_decay": training.weight_decay,
+            "muon_dtype": str(muon_dtype).partition(".")[2],
+        },
         {"params": matrices, "weight_decay": training.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    kind = Muon if hidden else torch.optim.AdamW
+    if hidden:
+        kind = Muon
+    else:
+        kind = torch.optim.AdamW
     return kind(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices that Muon trains: weights of linear layers, without the last of them, the output layer.
+    """Return the matrices that Muon trains: weights of linear layers, without the last of them, the
+    output layer.
 
     A weight that is also an embedding table is not among them.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.Linear)]
     left_out = tables | {id(part.weight) for part in layers[-1:]}
-    return list({id(part.weight): part.weight for part in layers if id(part.weight) not in left_out}.values())
+    return list(
+        {
+            id(part.weight): part.weight for part in layers if id(part.weight) not in left_out
+        }.values()
+    )
 
 
 _MOMENTUM = 0.95
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients and number of iterations of Keller Jordan's Muon
+_NEWTON_SCHULZ = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # coefficients and number of iterations of Keller Jordan's Muon
 _NEWTON_SCHULZ_ITERATIONS = 5
 _ADAMW_RMS = 0.2
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the groups with "muon_dtype", whose parameters are matrices [n, m]; AdamW for the other groups.
+    """Muon for the groups with "muon_dtype", whose parameters are matrices [n, m]; AdamW for the
+    other groups.
 
     With gradient G, momentum M and weight decay λ, a step is
 
         M ← 0.95 · M + 0.05 · G
         W ← (1 - lr · λ) · W - lr · 0.2 · √max(n, m) · orthogonalise(0.95 · M + 0.05 · G)
 
-    Source: https://kellerjordan.github.io/posts/muon, with Nesterov momentum. The factor 0.2 · √max(n, m) gives updates
-    the RMS that AdamW's have, so that its learning rate and weight decay hold (Liu et al. 2025, Muon is Scalable for
-    LLM Training, section 2.2).
+    Source: https://kellerjordan.github.io/posts/muon, with Nesterov momentum. The factor 0.2 ·
+    √max(n, m) gives updates the RMS that AdamW's have, so that its learning rate and weight decay
+    hold (Liu et al. 2025, Muon is Scalable for LLM Training, section 2.2).
 
-    Of sharded matrices, one at a time is gathered. Each rank then computes the whole update, and applies its shard.
-    `torch.optim.Muon` knows no shards, has no `found_inf`, and always computes in bfloat16.
+    Of sharded matrices, one at a time is gathered. Each rank then computes the whole update, and
+    applies its shard. `torch.optim.Muon` knows no shards, has no `found_inf`, and always computes
+    in bfloat16.
     """
 
     @torch.no_grad()
@@ -84,18 +108,26 @@ class Muon(torch.optim.AdamW):
                     self._update(parameter, group)
         self.param_groups = [group for group in groups if "muon_dtype" not in group]
         try:
-            inspect.unwrap(torch.optim.AdamW.step)(self)  # the wrapper would call this optimizer's hooks again
+            inspect.unwrap(torch.optim.AdamW.step)(
+                self
+            )  # the wrapper would call this optimizer's hooks again
         finally:
             self.param_groups = groups
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, skip = self.state[parameter], getattr(self, "found_inf", None)
+        state = self.state[parameter]
+        skip = getattr(self, "found_inf", None)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum, weight, gradient = (_local(one) for one in (state["momentum_buffer"], parameter, parameter.grad))
+        momentum, weight, gradient = (
+            _local(one) for one in (state["momentum_buffer"], parameter, parameter.grad)
+        )
         mean = momentum.lerp(gradient, 1 - _MOMENTUM)
-        whole = _gather(gradient.lerp(mean, _MOMENTUM).to(getattr(torch, group["muon_dtype"])), parameter)
-        update, rate = orthogonalise(whole), group["lr"] * _ADAMW_RMS * math.sqrt(max(parameter.shape))
+        whole = _gather(
+            gradient.lerp(mean, _MOMENTUM).to(getattr(torch, group["muon_dtype"])), parameter
+        )
+        update = orthogonalise(whole)
+        rate = group["lr"] * _ADAMW_RMS * math.sqrt(max(parameter.shape))
         moved = parameter * (1 - group["lr"] * group["weight_decay"])
         for box in own_boxes(moved):
             box.local.sub_(update[box.slices].to(box.local), alpha=rate)
@@ -106,30 +138,42 @@ class Muon(torch.optim.AdamW):
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Return about U·Vᵀ of the singular value decomposition U·S·Vᵀ, by Newton-Schulz iterations.
 
-    The singular values of the result are between about 0.7 and 1.2, apart from those that were almost zero.
+    The singular values of the result are between about 0.7 and 1.2, apart from those that were
+    almost zero.
     """
     a, b, c = _NEWTON_SCHULZ
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    if matrix.shape[0] > matrix.shape[1]:
+        x = matrix.T
+    else:
+        x = matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(_NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    if matrix.shape[0] > matrix.shape[1]:
+        return x.T
+    return x
 
 
 def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return the whole matrix on the device that computes, which is not the shard's with CPU offload. Collective."""
+    """Return the whole matrix on the device that computes, which is not the shard's with CPU
+    offload. Collective.
+    """
     if not isinstance(parameter, DTensor):
         return shard
-    mesh, layout = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard.to(mesh.device_type), mesh, parameter.placements, **layout).full_tensor()
+    mesh = parameter.device_mesh
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(
+        shard.to(mesh.device_type), mesh, parameter.placements, **layout
+    ).full_tensor()
 
 
 _AVERAGED_STEPS = "ema_steps"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Update an average of each parameter after each optimizer step: average = decay · average + (1 - decay) · weight.
+    """Update an average of each parameter after each optimizer step: average = decay · average + (1
+    - decay) · weight.
 
     In step n the decay is at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
     """
@@ -137,9 +181,12 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     def update(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         for group in optimizer.param_groups:
             steps = group[_AVERAGED_STEPS] = group.get(_AVERAGED_STEPS, 0) + 1
-            averages, weights = [], []
+            averages = []
+            weights = []
             for parameter in group["params"]:
-                if parameter.grad is None:  # its state may be empty, which tells some optimizers to begin
+                if (
+                    parameter.grad is None
+                ):  # its state may be empty, which tells some optimizers to begin
                     continue
                 state = optimizer.state[parameter]
                 if AVERAGE not in state:
@@ -155,12 +202,16 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context in which parameters with an average hold the average. On exit, restore the weights exactly."""
+    """Return a context in which parameters with an average hold the average.
+
+    On exit, restore the weights exactly.
+    """
 
     def swap() -> None:
         for parameter, state in optimizer.state.items():
             if AVERAGE in state:
-                weight, average = _local(parameter.detach()), _local(state[AVERAGE])
+                weight = _local(parameter.detach())
+                average = _local(state[AVERAGE])
                 kept = weight.clone()
                 weight.copy_(average)
                 average.copy_(kept)
@@ -173,11 +224,15 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group, multiplied by the group's "lr_scale" if it has one."""
+    """Set the learning rate of every parameter group, multiplied by the group's "lr_scale" if it
+    has one.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
@@ -187,8 +242,8 @@ def scale_and_clip(
 ) -> None:
     """Scale all gradients by `scale` and clip them to the norm `limit`, in place and in one pass.
 
-    `norm` is the gradient norm after scaling and before clipping. `scale` and `norm` are either both numbers or both
-    tensors on the gradients' device.
+    `norm` is the gradient norm after scaling and before clipping. `scale` and `norm` are either
+    both numbers or both tensors on the gradients' device.
     """
     if limit is not None:
         ratio = limit / (norm + _CLIP_EPSILON)
@@ -199,7 +254,9 @@ def scale_and_clip(
 
 
 def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -> bool:
-    """Make the next optimizer step change nothing if `norm`, a tensor on the device, is not finite. No host sync.
+    """Make the next optimizer step change nothing if `norm`, a tensor on the device, is not finite.
+
+    No host sync.
 
     Return whether the optimizer can do this, as torch's fused optimizers can.
     """
@@ -215,11 +272,13 @@ _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, 
 def learning_rate(training: TrainingConfig, step: int) -> float:
     """Return the learning rate of a step, where steps count from 1 to `max_steps`.
 
-    Every schedule rises linearly to the peak until step `warmup_steps`. After that, "constant" stays at the peak. The
-    other schedules fall to `final_ratio` × peak at `max_steps`: "linear_warmup" linearly, "cosine" along half a cosine,
-    and "wsd" linearly over the last fifth of all steps.
+    Every schedule rises linearly to the peak until step `warmup_steps`. After that, "constant"
+    stays at the peak. The other schedules fall to `final_ratio` × peak at `max_steps`:
+    "linear_warmup" linearly, "cosine" along half a cosine, and "wsd" linearly over the last fifth
+    of all steps.
     """
-    scheduler, peak = training.scheduler, training.learning_rate
+    scheduler = training.scheduler
+    peak = training.learning_rate
     if step < scheduler.warmup_steps:
         return peak * step / scheduler.warmup_steps
     start = scheduler.warmup_steps

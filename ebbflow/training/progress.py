@@ -15,9 +15,25 @@ from typing import Any
 import torch
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PEAK, PHASE, RESTORE, STEP, LedgerClass
+from ebbflow.infra.events import (
+    COMMIT,
+    COMMIT_FAILED,
+    EVALUATION,
+    PEAK,
+    PHASE,
+    RESTORE,
+    STEP,
+    LedgerClass,
+)
 from ebbflow.infra.layout import parse_commit_key
-from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, MetricsServer, Pusher, PushGroup, delete_group
+from ebbflow.infra.metrics import (
+    NODE_METRICS,
+    MetricBoard,
+    MetricsServer,
+    Pusher,
+    PushGroup,
+    delete_group,
+)
 from ebbflow.infra.process import available_bytes
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch.gpus import GpuMonitor
@@ -32,13 +48,18 @@ _AGAIN_SECONDS = 0.05  # after a restart, which has an earlier measurement
 _SIZE = {"cpu": 1024, "cuda": 4096}
 
 
-def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
-    """Return the highest speed measured on this device so far. Other load on the machine makes a measurement too low.
+def peak_flops_per_second(
+    device: torch.device, dtype: torch.dtype, kept: Path | None = None
+) -> float:
+    """Return the highest speed measured on this device so far.
 
-    The file `kept` holds the highest measurement of earlier ranks; if this file exists, a restarted rank measures only
-    briefly.
+    Other load on the machine makes a measurement too low.
+
+    The file `kept` holds the highest measurement of earlier ranks; if this file exists, a restarted
+    rank measures only briefly.
     """
-    known, best = {"dtype": str(dtype), "device": str(device)}, 0.0
+    known = {"dtype": str(dtype), "device": str(device)}
+    best = 0.0
     if kept is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(kept.read_text())
@@ -51,7 +72,9 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path |
     return max(best, measured)
 
 
-def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
+def measure_flops_per_second(
+    device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS
+) -> float:
     """Return the speed of the fastest of several matrix products, in FLOP/s.
 
     All ranks of a machine should call this at the same time.
@@ -59,7 +82,8 @@ def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: 
     size = _SIZE.get(device.type, 1024)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(left, right)
-    best, end = float("inf"), time.monotonic() + seconds
+    best = float("inf")
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         start = time.monotonic()
         torch.mm(left, right)
@@ -100,13 +124,23 @@ class Progress:
         write: Callable[[str], None] = lambda line: print(line, flush=True),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_steps, self._peak, self._terms, self._unit = max_steps, peak_flops_per_second, terms, unit
-        self._write, self._now = write, now
-        self._since, self._silent_until = now(), 0.0
-        self._steps, self._tokens, self._flops = 0, 0.0, 0.0
+        self._max_steps = max_steps
+        self._peak = peak_flops_per_second
+        self._terms = terms
+        self._unit = unit
+        self._write = write
+        self._now = now
+        self._since = now()
+        self._silent_until = 0.0
+        self._steps = 0
+        self._tokens = 0.0
+        self._flops = 0.0
 
     def step(self, status: Status) -> None:
-        """Count a step. Print a line for the first and last step, and if the previous line is at least 10 s old."""
+        """Count a step.
+
+        Print a line for the first and last step, and if the previous line is at least 10 s old.
+        """
         self._steps += 1
         self._tokens += status.tokens
         self._flops += status.flops
@@ -114,8 +148,11 @@ class Progress:
         if now < self._silent_until and status.step < self._max_steps:
             return
         self._write(self._line(status, max(now - self._since, 1e-9)))
-        self._since, self._silent_until = now, now + _INTERVAL_SECONDS
-        self._steps, self._tokens, self._flops = 0, 0.0, 0.0
+        self._since = now
+        self._silent_until = now + _INTERVAL_SECONDS
+        self._steps = 0
+        self._tokens = 0.0
+        self._flops = 0.0
 
     def _line(self, status: Status, seconds: float) -> str:
         remaining = (self._max_steps - status.step) * seconds / self._steps
@@ -127,26 +164,44 @@ class Progress:
             self._mfu(seconds),
             f"ETA {_duration(remaining)}",
         ]
-        if (terms := self._terms) is not None:
-            limit = f" of ${terms.budget_usd:.2f}" if terms.budget_usd is not None else ""
+        terms = self._terms
+        if terms is not None:
+            if terms.budget_usd is not None:
+                limit = f" of ${terms.budget_usd:.2f}"
+            else:
+                limit = ""
             parts.append(f"${status.spent_usd:.4f}{limit} ({terms.price_kind} price)")
-        parts.append("no commit yet" if status.last_commit_step is None else f"commit {status.last_commit_step}")
+        parts.append(
+            "no commit yet"
+            if status.last_commit_step is None
+            else f"commit {status.last_commit_step}"
+        )
         if terms is not None and status.at_risk_usd is not None:
             parts.append(f"${status.at_risk_usd:.4f} at risk")
         return " · ".join(parts + [status.drag] * bool(status.drag))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the MFU as text. An MFU above 100 % is unknown, because the peak was measured on a busy machine."""
-        share = self._flops / seconds / self._peak if self._peak else None
+        """Return the MFU as text.
+
+        An MFU above 100 % is unknown, because the peak was measured on a busy machine.
+        """
+        if self._peak:
+            share = self._flops / seconds / self._peak
+        else:
+            share = None
         if share is None or share > 1.0:
-            return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
+            if share is None:
+                return "MFU unknown"
+            return "MFU unknown (faster than the peak measured on a busy machine)"
         return f"MFU {100 * share:.0f}% of measured peak"
 
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 Emit = Callable[..., Any]
@@ -157,12 +212,14 @@ _GPU_WAIT_SECONDS = 1.0
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
     """Yield a function that calls `emit` and also updates this node's metrics.
 
-    Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself. If the port or the
-    push gateway is unavailable, print a warning.
+    Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself.
+    If the port or the push gateway is unavailable, print a warning.
     """
     config = RunConfig.model_validate(spec.config)
     metrics = config.metrics
-    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (metrics.port is None and metrics.push_url is None):
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (
+        metrics.port is None and metrics.push_url is None
+    ):
         yield emit
         return
     node = NodeMetrics(spec, config, rank=rank, world_size=world_size)
@@ -171,8 +228,12 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
             _serve(node.board, metrics.port, _address(metrics.address), spec.node, ends)
         if metrics.push_url is not None:
             group = PushGroup(metrics.push_url, spec.job, spec.node)
-            pusher = Pusher(group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say)
-            if spec.agent_pid is None:  # otherwise the agent deletes the group, because it outlives this rank
+            pusher = Pusher(
+                group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say
+            )
+            if (
+                spec.agent_pid is None
+            ):  # otherwise the agent deletes the group, because it outlives this rank
                 ends.callback(delete_group, group, say=_say)
             ends.callback(pusher.close)
         yield node.watching(emit)
@@ -184,19 +245,34 @@ class NodeMetrics:
     def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
         constant = {"job": spec.job, "node": str(spec.node)}
         self.board = MetricBoard(NODE_METRICS, constant, before_page=self._look)
-        self._terms = Terms.from_json(spec.terms) if spec.terms else None
+        if spec.terms:
+            self._terms = Terms.from_json(spec.terms)
+        else:
+            self._terms = None
         started = process_start_monotonic()
-        self._limits = Limits(self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - started)
+        self._limits = Limits(
+            self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - started
+        )
         self._heartbeats: dict[int, Heartbeat] = {}
-        for one in range(rank, rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if spec.heartbeat_path else ():
+        for one in (
+            range(rank, rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            if spec.heartbeat_path
+            else ()
+        ):
             path = Path(spec.heartbeat_path or "").with_name(f"rank-{one}.heartbeat")
             if path.exists():
                 self._heartbeats[one] = Heartbeat(path)
         self._gpus = GpuMonitor(kernel_log=os.devnull)
         self._unshown: set[str] = set()
-        self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time of the event
-        board, terms = self.board, self._terms
-        figures = {"generation": spec.generation, "world_size": world_size, "max_steps": config.training.max_steps}
+        # US dollars, and the monotonic time of the event
+        self._at_risk: tuple[float, float] | None = None
+        board = self.board
+        terms = self._terms
+        figures = {
+            "generation": spec.generation,
+            "world_size": world_size,
+            "max_steps": config.training.max_steps,
+        }
         for name, value in {**figures, "start_time_seconds": _wall(started)}.items():
             board.set(f"ebbflow_{name}", value)
         for name in ("steps_total", "tokens_total", "commit_failures_total"):
@@ -212,9 +288,16 @@ class NodeMetrics:
             event = emit(name, step=step, **more)
             try:
                 self._show(name, step, more)
-            except (LookupError, TypeError, ValueError) as error:  # an event that lacks a field of a metric
+            except (
+                LookupError,
+                TypeError,
+                ValueError,
+            ) as error:  # an event that lacks a field of a metric
                 if name not in self._unshown:
-                    _say(f"metrics: WARNING: {name} events are not shown: {type(error).__name__}: {error}")
+                    _say(
+                        f"metrics: WARNING: {name} events are not shown: {type(error).__name__}: "
+                        f"{error}"
+                    )
                 self._unshown.add(name)
             return event
 
@@ -242,7 +325,8 @@ class NodeMetrics:
             board.set("ebbflow_peak_flops_per_second", data["flops_per_second"])
 
     def _show_step(self, step: int | None, data: dict[str, Any]) -> None:
-        board, seconds = self.board, data["seconds"]
+        board = self.board
+        seconds = data["seconds"]
         busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
         board.set("ebbflow_step", step)
         for figure in ("loss", "gradient_norm", "learning_rate"):
@@ -258,7 +342,8 @@ class NodeMetrics:
         if "slowest_rank" in data:
             board.set("ebbflow_slowest_rank", data["slowest_rank"])
             board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
-            rank, lost = str(data["slowest_rank"]), data.get("slowest_seconds", 0.0)
+            rank = str(data["slowest_rank"])
+            lost = data.get("slowest_seconds", 0.0)
             board.add("ebbflow_slowest_rank_seconds_total", lost, rank)
             if self._terms is not None:
                 usd = lost * self._limits.usd_per_second
@@ -269,43 +354,69 @@ class NodeMetrics:
     def _look(self) -> None:
         if self._terms is not None:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
-            self.board.set("ebbflow_usd_per_hour", 3600 * self._limits.usd_per_second, self._terms.price_kind)
+            self.board.set(
+                "ebbflow_usd_per_hour", 3600 * self._limits.usd_per_second, self._terms.price_kind
+            )
             if self._at_risk is not None:
                 usd, at = self._at_risk
                 since = (time.monotonic() - at) * self._limits.usd_per_second
                 self.board.set("ebbflow_at_risk_usd", usd + since, self._terms.price_kind)
         self.board.set("ebbflow_node_memory_available_bytes", available_bytes())
         if found := self._gpus.sample(wait_seconds=_GPU_WAIT_SECONDS):
-            for name in ("gpus", "gpu_memory_used_bytes", "gpu_memory_free_bytes", "gpu_celsius", "gpu_watts"):
+            for name in (
+                "gpus",
+                "gpu_memory_used_bytes",
+                "gpu_memory_free_bytes",
+                "gpu_celsius",
+                "gpu_watts",
+            ):
                 self.board.set(f"ebbflow_{name}", found.get(name))
             busy = found.get("gpu_busy_percent")
             self.board.set("ebbflow_gpu_busy_ratio", None if busy is None else busy / 100)
         for rank, heartbeat in self._heartbeats.items():
             beat = heartbeat.read()
             self.board.set("ebbflow_rank_step", beat.step, str(rank))
-            self.board.set("ebbflow_rank_heartbeat_timestamp_seconds", _wall(beat.t_mono), str(rank))
+            self.board.set(
+                "ebbflow_rank_heartbeat_timestamp_seconds", _wall(beat.t_mono), str(rank)
+            )
 
 
 def _address(configured: str | None) -> str:
     """Return the address on which to serve metrics: `configured` if it is set, else a default.
 
-    The default is "" (all interfaces) in a container and in a gang of several machines, otherwise loopback.
+    The default is "" (all interfaces) in a container and in a gang of several machines, otherwise
+    loopback.
     """
     if configured is not None:
         return configured
     contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))
-    return "127.0.0.1" if not contained and is_loopback(os.environ.get("MASTER_ADDR", "localhost")) else ""
+    if not contained and is_loopback(os.environ.get("MASTER_ADDR", "localhost")):
+        return "127.0.0.1"
+    return ""
 
 
-def _serve(board: MetricBoard, port: int, address: str, node: int, ends: contextlib.ExitStack) -> None:
+def _serve(
+    board: MetricBoard, port: int, address: str, node: int, ends: contextlib.ExitStack
+) -> None:
     try:
         server = MetricsServer(port, board.page, address=address)
     except OSError as error:
-        _say(f"metrics: WARNING: node {node} serves none, training goes on: metrics.port {port}: {error}")
+        _say(
+            f"metrics: WARNING: node {node} serves none, training goes on: metrics.port {port}: "
+            f"{error}"
+        )
         return
     ends.callback(server.close)
-    taken = f" (metrics.port {port} is taken)" if server.port != port else ""
-    host = os.uname().nodename if address in ("", "0.0.0.0", "::") else f"[{address}]" if ":" in address else address
+    if server.port != port:
+        taken = f" (metrics.port {port} is taken)"
+    else:
+        taken = ""
+    if address in ("", "0.0.0.0", "::"):
+        host = os.uname().nodename
+    elif ":" in address:
+        host = f"[{address}]"
+    else:
+        host = address
     _say(f"metrics: node {node} at http://{host}:{server.port}/metrics{taken}")
 
 

@@ -10,26 +10,37 @@ from ebbflow.infra.process import process_stat
 
 
 class Clock:
-    """Clock that assigns every second since the start of a rank's process to exactly one ledger class."""
+    """Clock that assigns every second since the start of a rank's process to exactly one ledger
+    class.
+    """
 
     def __init__(
-        self, emit: Callable[..., object], *, started: float | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        emit: Callable[..., object],
+        *,
+        started: float | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._emit, self._now = emit, now
+        self._emit = emit
+        self._now = now
         self._started = self._since = process_start_monotonic() if started is None else started
         self._current = LedgerClass.STARTUP
         self._booked: dict[LedgerClass, float] = {}
         self._own = False
-        self.own_seconds = 0.0  # without waiting for other ranks, from the last `take_own` to the last `enter`
+        # Without waiting for other ranks, from the last `take_own` to the last `enter`
+        self.own_seconds = 0.0
 
     @property
     def elapsed_seconds(self) -> float:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Assign the time from now on to `ledger_class`; `own` says that the rank does not wait for other ranks."""
+        """Assign the time from now on to `ledger_class`; `own` says that the rank does not wait for
+        other ranks.
+        """
         self._book()
-        self._current, self._own = ledger_class, own
+        self._current = ledger_class
+        self._own = own
 
     def booked_seconds(self, ledger_class: LedgerClass) -> float:
         self._book()
@@ -38,7 +49,8 @@ class Clock:
     def take(self) -> dict[str, float]:
         """Return the seconds spent in each ledger class since the last call."""
         self._book()
-        booked, self._booked = self._booked, {}
+        booked = self._booked
+        self._booked = {}
         return {str(name): seconds for name, seconds in booked.items()}
 
     def begin_own(self) -> None:
@@ -48,7 +60,10 @@ class Clock:
 
     def exclude(self, seconds: float) -> None:
         """Do not count the last `seconds` as the rank's own, because it waited for other ranks."""
-        self.own_seconds -= seconds if self._own else 0.0
+        if self._own:
+            self.own_seconds -= seconds
+        else:
+            self.own_seconds -= 0.0
 
     def end_own(self) -> None:
         """Count the time until the next `enter` as waiting for other ranks."""
@@ -56,13 +71,19 @@ class Clock:
         self._own = False
 
     def take_own(self) -> float:
-        """Return the seconds since the last call without waiting for other ranks, and call `end_own`."""
+        """Return the seconds since the last call without waiting for other ranks, and call
+        `end_own`.
+        """
         self.end_own()
-        own, self.own_seconds = self.own_seconds, 0.0
+        own = self.own_seconds
+        self.own_seconds = 0.0
         return own
 
     def emit_phases(self) -> None:
-        """Emit the seconds since the last call of `take` as `phase` events. Use this for time outside of steps."""
+        """Emit the seconds since the last call of `take` as `phase` events.
+
+        Use this for time outside of steps.
+        """
         for name, seconds in self.take().items():
             self._emit(PHASE, **{"class": name, "seconds": seconds})
 
@@ -76,8 +97,11 @@ class Clock:
 
 
 def process_start_monotonic() -> float:
-    """Return when this process started, on the monotonic clock, so that durations include the imports."""
-    if (stat := process_stat(os.getpid())) is None:
+    """Return when this process started, on the monotonic clock, so that durations include the
+    imports.
+    """
+    stat = process_stat(os.getpid())
+    if stat is None:
         return time.monotonic()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - max(age, 0.0)
@@ -99,18 +123,23 @@ _CLASS_OF_PHASE = {
 }
 
 
-# Phases in which a rank computes. The waits for other ranks within them are excluded (`gang.time_waits`).
+# Phases in which a rank computes. The waits for other ranks within them are excluded
+# (`gang.time_waits`).
 _OWN_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """Reporting interface of one rank: phases go to its agent, time goes to the ledger, and events to the event log."""
+    """Reporting interface of one rank: phases go to its agent, time goes to the ledger, and events
+    to the event log.
+    """
 
     clock: Clock  # assigns time to ledger classes
     emit: Callable[..., object]  # takes (name, step=, flush=, **data)
     beat: Callable[[int, str], None] = lambda step, phase: None  # writes a heartbeat
-    mark_trained: Callable[[int], None] = lambda step: None  # tells the agent the last completed step
+    mark_trained: Callable[[int], None] = lambda step: (
+        None
+    )  # tells the agent the last completed step
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 

@@ -15,7 +15,10 @@ _PERMANENT = (StoreForbidden, StoreMisconfigured)  # a full store is transient: 
 
 
 def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-    """Run `work` in a thread and call `meanwhile` every 10 ms until it ends. Return its result or raise its error."""
+    """Run `work` in a thread and call `meanwhile` every 10 ms until it ends.
+
+    Return its result or raise its error.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="retry") as pool:
         future = pool.submit(work)
         while not future.done():
@@ -33,7 +36,10 @@ def is_transient(error: Exception) -> bool:
 def retry_until_deadline(
     work: Callable[[], T], seconds: float, *, curable: Callable[[Exception], bool] = is_transient
 ) -> T:
-    """Call `work` and return its result. Retry curable errors for `seconds`, then raise the last one."""
+    """Call `work` and return its result.
+
+    Retry curable errors for `seconds`, then raise the last one.
+    """
     limit = time.monotonic() + seconds
     return retry(
         work,

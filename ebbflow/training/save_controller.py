@@ -1,10 +1,11 @@
 """Decisions about saves: when to save, when to skip a save, and how often.
 
-Rank 0 asks for a save, and the step sync distributes the request, so that all ranks save at the same step.
+Rank 0 asks for a save, and the step sync distributes the request, so that all ranks save at the
+same step.
 
-With `interval: auto`, the time between two saves is Daly's optimal interval. It depends on the cost of a save and on
-the hazard. The cost is measured: the stall, plus the slowdown of steps during the upload. The hazard is the plan's
-estimate, corrected by the interruptions of the job so far.
+With `interval: auto`, the time between two saves is Daly's optimal interval. It depends on the cost
+of a save and on the hazard. The cost is measured: the stall, plus the slowdown of steps during the
+upload. The hazard is the plan's estimate, corrected by the interruptions of the job so far.
 """
 
 import statistics
@@ -18,7 +19,12 @@ import torch
 
 from ebbflow.infra.config.schema import CheckpointConfig
 from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
-from ebbflow.infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
+from ebbflow.infra.reliability import (
+    GammaHazard,
+    PlannedHazard,
+    daly_interval_seconds,
+    expected_loss,
+)
 from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.parallel import Spread
@@ -42,11 +48,16 @@ class Choice:
     slow_down_seconds: float  # the time that one upload costs by slowing down steps
     upload_seconds: float  # the longest recent time until a save was durable
     hazard_per_hour: float  # expected interruptions per hour
-    predicted_loss: float  # the share of the time that is lost to saves and repeated steps, from 0 to 1
+    predicted_loss: (
+        float  # the share of the time that is lost to saves and repeated steps, from 0 to 1
+    )
 
 
 class SaveSchedule:
-    """Rank 0's rule for when to save. It uses the configuration, the hazard per hour and the measured cost of saves."""
+    """Rank 0's rule for when to save.
+
+    It uses the configuration, the hazard per hour and the measured cost of saves.
+    """
 
     def __init__(
         self,
@@ -55,7 +66,9 @@ class SaveSchedule:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._hazard, self._now = config, hazard, now
+        self._config = config
+        self._hazard = hazard
+        self._now = now
         self._began = self._saved_at = self._safe_at = now()
         self._asked_at: dict[int, float] = {}  # start of each save that is not durable yet, by step
         self._exposed_before = 0.0
@@ -78,7 +91,10 @@ class SaveSchedule:
         return since >= self.choice().seconds
 
     def record_step(self, seconds: float, *, busy: bool) -> None:
-        """Record the duration of a step, without its save. `busy` means that an upload was in progress."""
+        """Record the duration of a step, without its save.
+
+        `busy` means that an upload was in progress.
+        """
         self._steps += 1
         (self._busy if busy else self._quiet).append(seconds)
         self._busy_steps += busy
@@ -90,7 +106,10 @@ class SaveSchedule:
         self._stalls.append(stall_seconds)
 
     def committed(self, step: int, seconds: float) -> None:
-        """Record that the save of `step` was durable after `seconds`. A second call for the same step is ignored."""
+        """Record that the save of `step` was durable after `seconds`.
+
+        A second call for the same step is ignored.
+        """
         if step != self._committed_step:
             self._committed_step = step
             self._uploads.append(seconds)
@@ -108,12 +127,20 @@ class SaveSchedule:
 
     @property
     def seconds_at_risk(self) -> float:
-        """Seconds of training that an interruption now would lose: the time since the last commit was staged."""
+        """Seconds of training that an interruption now would lose: the time since the last commit
+        was staged.
+        """
         return self._now() - self._safe_at
 
     def choice(self) -> Choice:
-        """Return the optimal interval and the estimates behind it. Only the setting "auto" uses this interval."""
-        stall = statistics.median(self._stalls) if self._stalls else 0.0
+        """Return the optimal interval and the estimates behind it.
+
+        Only the setting "auto" uses this interval.
+        """
+        if self._stalls:
+            stall = statistics.median(self._stalls)
+        else:
+            stall = 0.0
         upload = max(self._uploads, default=0.0)
         slow_down = self._slow_down_seconds()
         hazard = self._hazard.seen(0, (self._now() - self._began) / 3600.0).per_hour
@@ -127,7 +154,9 @@ class SaveSchedule:
             slow_down_seconds=slow_down,
             upload_seconds=upload,
             hazard_per_hour=hazard,
-            predicted_loss=expected_loss(max(used, 1e-3), stall + slow_down, hazard, exposed_seconds=upload),
+            predicted_loss=expected_loss(
+                max(used, 1e-3), stall + slow_down, hazard, exposed_seconds=upload
+            ),
         )
 
     def _slow_down_seconds(self) -> float:
@@ -139,7 +168,9 @@ class SaveSchedule:
 
 
 def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
-    """Return the estimated hazard at the start of a generation, from the plan and the job's interruptions so far."""
+    """Return the estimated hazard at the start of a generation, from the plan and the job's
+    interruptions so far.
+    """
     return PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR)).seen(interruptions, 0.0)
 
 
@@ -158,11 +189,16 @@ class SaveController:
     limits: Limits
     reporter: Reporter
     extra: dict[str, Any]  # fields that every commit has, besides step, cursor and spent dollars
-    carried: Callable[[int], dict[str, Any]] = lambda step: {}  # returns further fields of the commit of a step
-    save_schedule: SaveSchedule | None = None  # the rule for when to save, on rank 0; None on other ranks
+    carried: Callable[[int], dict[str, Any]] = (
+        lambda step: {}
+    )  # returns further fields of the commit of a step
+    # The rule for when to save, on rank 0; None on other ranks
+    save_schedule: SaveSchedule | None = None
 
     def row_fields(self, step: int, *, owed: bool = False) -> dict[str, float]:
-        """Return this rank's fields of a `Row` about saves: its vote (`owed`: from earlier), and its last saves."""
+        """Return this rank's fields of a `Row` about saves: its vote (`owed`: from earlier), and
+        its last saves.
+        """
         saver = self.saver
         return {
             "save_due": self.due(step) or owed,
@@ -178,23 +214,36 @@ class SaveController:
         return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
     def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        limit = max(sync.save_limit_seconds, self.config.deadline_seconds)  # of the rank with the most bytes
+        limit = max(
+            sync.save_limit_seconds, self.config.deadline_seconds
+        )  # of the rank with the most bytes
         if sync.stop is Stop.INTERRUPTED:
             needed, left = sync.last_save
             self.saver.hurry()
             if needed > left:  # it would not be durable when the process is killed
-                self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit counts")
+                self._skip(
+                    at,
+                    f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit "
+                    "counts",
+                )
             else:
                 self.save(at, deadline_seconds=max(min(left, limit), 1.0))
         elif last or sync.renew:
             self.save(at, least_seconds=limit)
         elif sync.save_due and sync.saving and self.config.when_busy == "skip":
-            self._skip(at, f"the previous save is still in flight on rank {', '.join(map(str, sync.saving[:5]))}")
+            self._skip(
+                at,
+                "the previous save is still in flight on rank "
+                f"{', '.join(map(str, sync.saving[:5]))}",
+            )
         elif sync.save_due:
             self.save(at, least_seconds=limit)
 
     def save(self, at: Position, **limits: float) -> None:
-        """Copy the state into staging buffers; `limits` are those of `Checkpointer.save`. The upload is concurrent."""
+        """Copy the state into staging buffers; `limits` are those of `Checkpointer.save`.
+
+        The upload is concurrent.
+        """
         self.reporter.enter("checkpoint", at.step)
         extra = self.extra | self.carried(at.step)
         extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
@@ -208,7 +257,10 @@ class SaveController:
             self.reporter.emit(INTERVAL, step=at.step, **asdict(self.save_schedule.choice()))
 
     def finish(self) -> None:
-        """Wait until the newest save is a commit. After a drain request, lift the bandwidth limit."""
+        """Wait until the newest save is a commit.
+
+        After a drain request, lift the bandwidth limit.
+        """
         self.saver.before_step()
         over = self.reporter.enter_temporarily("store")
         limit = time.monotonic() + self.config.deadline_seconds
@@ -220,7 +272,10 @@ class SaveController:
         self.saver.wait()
 
     def describe_resume_point(self, at: Position) -> str:
-        """Describe the step from which a later attempt resumes. Call this when no save is in flight."""
+        """Describe the step from which a later attempt resumes.
+
+        Call this when no save is in flight.
+        """
         commit = self.saver.last_commit
         if commit is None:
             return "there is no commit to be resumed from"
@@ -234,13 +289,18 @@ class SaveController:
             print(f"step {at.step}: not saved: {reason}", flush=True)
 
     def record_step_time(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
-        """Record a step's duration in the save schedule, and return the fields about saves for the step's event."""
+        """Record a step's duration in the save schedule, and return the fields about saves for the
+        step's event.
+        """
         schedule = self.save_schedule
         if schedule is None:
             return {}
-        own_seconds = (seconds.get(str(name), 0.0) for name in (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT))
+        own_seconds = (
+            seconds.get(str(name), 0.0) for name in (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT)
+        )
         schedule.record_step(sum(own_seconds), busy=saving)
-        if (durable := self.saver.last_durable) is not None:
+        durable = self.saver.last_durable
+        if durable is not None:
             schedule.committed(*durable)
         return {"at_risk_usd": schedule.seconds_at_risk * self.limits.usd_per_second}
 
@@ -251,4 +311,6 @@ class SaveController:
         With a bandwidth cap it is unknown, because the cap does not apply to the last save.
         """
         capped = self.config.upload_mib_per_second is not None
-        return 0.0 if capped else self.saver.expected_seconds or 0.0
+        if capped:
+            return 0.0
+        return self.saver.expected_seconds or 0.0

@@ -1,8 +1,8 @@
 """Implement `ebbflow run SCRIPT.py [options] [-- ARGUMENTS]`: run a script's ranks on this machine.
 
-A node's agent starts the ranks with torchrun's environment, watches them, and restarts them after a failure, without
-Metaflow. A script that calls `ebbflow.attach` continues from its last commit; any other script starts from the
-beginning.
+A node's agent starts the ranks with torchrun's environment, watches them, and restarts them after a
+failure, without Metaflow. A script that calls `ebbflow.attach` continues from its last commit; any
+other script starts from the beginning.
 """
 
 import argparse
@@ -41,11 +41,16 @@ _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is no
 
 
 def flow_options(words: list[str]) -> list[str] | None:
-    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None if neither is given.
+    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None if neither is
+    given.
 
-    The flow adds preflight, plan, attempts on other machines and the report; without the flow, a node's agent suffices.
+    The flow adds preflight, plan, attempts on other machines and the report; without the flow, a
+    node's agent suffices.
     """
-    own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    if "--" in words:
+        own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])
+    else:
+        own, arguments = (words, [])
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("script")
     parser.add_argument("--nodes", default=None)
@@ -54,28 +59,54 @@ def flow_options(words: list[str]) -> list[str] | None:
     known, rest = parser.parse_known_args(own)
     if known.nodes is None and not known.backends:
         return None
-    given = {"script": json.dumps(os.path.abspath(known.script)), "script_args": json.dumps(arguments)}
+    given = {
+        "script": json.dumps(os.path.abspath(known.script)),
+        "script_args": json.dumps(arguments),
+    }
     given |= {"cluster.nodes": known.nodes or "1", "cluster.processes_per_node": known.ranks}
     settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
-    job = [] if "--job" in rest else ["--job", job_of_script(None, known.script)]
-    return [*(word for one in known.backends for word in ("--with", one)), "run", *job, *settings, *rest]
+    if "--job" in rest:
+        job = []
+    else:
+        job = ["--job", job_of_script(None, known.script)]
+    return [
+        *(word for one in known.backends for word in ("--with", one)),
+        "run",
+        *job,
+        *settings,
+        *rest,
+    ]
 
 
 def main(words: list[str]) -> int:
     """Run a script's ranks until they have ended, and return the exit code of the job's outcome."""
-    own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    if "--" in words:
+        own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])
+    else:
+        own, arguments = (words, [])
     parser = argparse.ArgumentParser(
         prog="ebbflow run",
         description="Run a script's ranks on this machine.",
-        epilog="--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, plan, report. "
-        "--profile FIRST:LAST profiles these steps.",
+        epilog=(
+            "--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, "
+            "plan, report. --profile FIRST:LAST profiles these steps."
+        ),
     )
     parser.add_argument("script", help="the script; its arguments follow after --")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes per node (1)")
-    parser.add_argument("--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name")
+    parser.add_argument(
+        "--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name"
+    )
     parser.add_argument("--config", default=None, help="configuration file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting")
-    parser.add_argument("--rehearse", default=None, metavar="FAULT", help="inject a fault, such as rank-kill@step:100")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting"
+    )
+    parser.add_argument(
+        "--rehearse",
+        default=None,
+        metavar="FAULT",
+        help="inject a fault, such as rank-kill@step:100",
+    )
     given = parser.parse_args(own)
     script = Path(given.script)
     if not script.is_file():
@@ -89,25 +120,47 @@ def main(words: list[str]) -> int:
     job_store = Store.open(uri).sub(job_prefix(job))
     folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, uri))
     # The name of a run must be new, because the agents' secret is stored under it.
-    run, settings = f"{job}-{time.time_ns():x}", {"path": given.config or "", "config": config}
+    run = f"{job}-{time.time_ns():x}"
+    settings = {"path": given.config or "", "config": config}
     claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
     tracking = start_tracking(job, uri, config)
     try:
-        job_store.put("config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode())
-        prepared = {"fingerprint": "", "weight_unit": "samples", "script": str(script.resolve()), "words": arguments}
+        job_store.put(
+            "config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode()
+        )
+        prepared = {
+            "fingerprint": "",
+            "weight_unit": "samples",
+            "script": str(script.resolve()),
+            "words": arguments,
+        }
         number = newest_generation_in_events(read_events(job_store)) + 1
-        with EventLog(job_store, Origin(job=job, run=run, attempt=0, generation=number, process="prepare")) as events:
+        with EventLog(
+            job_store, Origin(job=job, run=run, attempt=0, generation=number, process="prepare")
+        ) as events:
             shown = config | {"script": str(script.resolve()), "script_args": arguments}
             sources = loaded.sources | {"script": "argument", "script_args": "argument"}
             events.emit(CONFIGURED, settings=values_with_sources(shown, sources))
             events.emit(PREPARED, **prepared)
         spec = GangSpec(
-            job=job, run=run, attempt=0, node=0, nodes=1, processes_per_node=given.ranks, main_address="127.0.0.1",
-            config=config, store_uri=uri, prepared=prepared, log_folder=str(folder / "logs"),
-            candidate_ports=control_ports(run, 0), rehearse=given.rehearse,
-        )  # fmt: skip
+            job=job,
+            run=run,
+            attempt=0,
+            node=0,
+            nodes=1,
+            processes_per_node=given.ranks,
+            main_address="127.0.0.1",
+            config=config,
+            store_uri=uri,
+            prepared=prepared,
+            log_folder=str(folder / "logs"),
+            candidate_ports=control_ports(run, 0),
+            rehearse=given.rehearse,
+        )
         ending = run_gang(spec)
-        print(f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip())
+        print(
+            f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip()
+        )
         print(f"report: ebbflow report {job}")
         return Outcome(ending.outcome).exit_code
     finally:
@@ -117,15 +170,26 @@ def main(words: list[str]) -> int:
 
 
 def run_script(spec: WorkerSpec) -> LoopResult:
-    """Run the script in this rank. Return its attached job's result, or COMPLETED at step 0 if it never attached."""
-    script = find_script(spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri))
+    """Run the script in this rank.
+
+    Return its attached job's result, or COMPLETED at step 0 if it never attached.
+    """
+    script = find_script(
+        spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri)
+    )
     result = Path(spec.result_path or os.devnull)
-    if spec.prepared.get("script_sha256"):  # on another machine, relative paths begin at the unpacked folder
+    if spec.prepared.get(
+        "script_sha256"
+    ):  # on another machine, relative paths begin at the unpacked folder
         os.chdir(script.parent)
     if spec.heartbeat_path:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))
-        threading.Thread(target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True).start()
-    importlib.import_module("ebbflow.integrations").switch_on()  # no room imports it when it is loaded itself
+        threading.Thread(
+            target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True
+        ).start()
+    importlib.import_module(
+        "ebbflow.integrations"
+    ).switch_on()  # no room imports it when it is loaded itself
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
     try:
@@ -147,7 +211,9 @@ def run_script(spec: WorkerSpec) -> LoopResult:
         raise error.with_traceback(end.__traceback__) from None  # it names the line with sys.exit
     with contextlib.suppress(OSError, ValueError, KeyError):
         known = json.loads(result.read_text())
-        return LoopResult(Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"])
+        return LoopResult(
+            Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"]
+        )
     ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended")
     write_result(result, ending)
     return ending

@@ -25,10 +25,24 @@ from ebbflow.infra.launchers import Claim, claim_job
 from ebbflow.infra.layout import job_prefix, plain_name, write_atomically
 from ebbflow.infra.observe.tracking_process import start_tracking
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
-from ebbflow.training.checkpoint.rollback import check_rollback, newest_generation_in_events, record_permits
+from ebbflow.training.checkpoint.lineage import (
+    CANDIDATES,
+    GenerationOpening,
+    open_generation,
+    reachable_commits,
+)
+from ebbflow.training.checkpoint.rollback import (
+    check_rollback,
+    newest_generation_in_events,
+    record_permits,
+)
 from ebbflow.training.compat import TCPStore
-from ebbflow.training.errors import RendezvousError, TrainingError, describe_exception, describe_traceback
+from ebbflow.training.errors import (
+    RendezvousError,
+    TrainingError,
+    describe_exception,
+    describe_traceback,
+)
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import LoopResult
@@ -39,7 +53,9 @@ _claim: Claim | None = None  # rank 0's claim on the job
 
 
 def release_job() -> None:
-    """Release this process's claim on the job, if any, so that another launcher need not wait until it is stale."""
+    """Release this process's claim on the job, if any, so that another launcher need not wait until
+    it is stale.
+    """
     if _claim is not None:
         _claim.release()
 
@@ -47,19 +63,29 @@ def release_job() -> None:
 def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
     """Claim the job. If another launcher takes it over later, this process drains as after SIGTERM.
 
-    After a restart by torchrun, `take_over` is ignored, so that the job is not taken back from a launcher that took it
-    over in the meantime.
+    After a restart by torchrun, `take_over` is ignored, so that the job is not taken back from a
+    launcher that took it over in the meantime.
     """
     global _claim
 
     def leave_to_successor() -> None:
-        by = _claim.fenced_by if _claim is not None else None
-        print(f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving", flush=True)
+        if _claim is not None:
+            by = _claim.fenced_by
+        else:
+            by = None
+        print(
+            f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving",
+            flush=True,
+        )
         os.kill(os.getpid(), signal.SIGTERM)
 
     try:
         _claim = claim_job(
-            job_store, job, "torchrun", take_over=take_over and restarts() == 0, on_fenced=leave_to_successor
+            job_store,
+            job,
+            "torchrun",
+            take_over=take_over and restarts() == 0,
+            on_fenced=leave_to_successor,
         )
     except StoreError as error:
         print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
@@ -80,26 +106,33 @@ def open_job(
     parent: str | None = None,
     script: str = "",
 ) -> WorkerSpec:
-    """Open a generation of the job, and return the spec of its ranks. Rank 0 calls this, after it has claimed the job.
+    """Open a generation of the job, and return the spec of its ranks.
 
-    Args:
-        settings: the configuration, with the keys "path", "config" and "sources".
-        prepared: the result of the workload's `prepare`.
-        permits: the losses of progress that the user accepts (values of `PERMITS` in `checkpoint.rollback`).
-        parent: the commit to go back to; None for the newest commit.
-        script: path of the script that attaches its model, for reports; "" for a workload.
+    Rank 0 calls this, after it has claimed the job.
+
+    Args: settings: the configuration, with the keys "path", "config" and "sources". prepared: the
+        result of the workload's `prepare`. permits: the losses of progress that the user accepts
+        (values of `PERMITS` in `checkpoint.rollback`). parent: the commit to go back to; None for
+        the newest commit. script: path of the script that attaches its model, for reports; "" for a
+        workload.
     """
     job_store = Store.open(store_uri).sub(job_prefix(job))
     attempt = restarts()
     job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
-    if attempt == 0:  # a restart by torchrun repeats the arguments, but the user has not accepted later losses
+    if (
+        attempt == 0
+    ):  # a restart by torchrun repeats the arguments, but the user has not accepted later losses
         record_permits(job_store, *permits)
     known = read_events(job_store)
     rolled_back = check_rollback(job_store, known)
     opening = GenerationOpening(number=newest_generation_in_events(known))
-    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent, opening=opening)
+    generation = open_generation(
+        job_store, run=job, attempt=attempt, parent=parent, opening=opening
+    )
     print(f"job {job} in {store_uri}, generation {generation.name}", flush=True)
-    origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
+    origin = Origin(
+        job=job, run=job, attempt=attempt, generation=generation.number, process="prepare"
+    )
     with EventLog(job_store, origin) as events:
         shown = settings["config"] | ({"script": script} if script else {})
         sources = settings["sources"] | ({"script": "argument"} if script else {})
@@ -124,7 +157,9 @@ def open_job(
 
 
 def share_from_rank_0(gang: Gang, make: Callable[[], WorkerSpec], group: Any) -> WorkerSpec | int:
-    """Call `make` on rank 0, and return the spec of each rank. If `make` fails, rank 0 raises the error. Collective.
+    """Call `make` on rank 0, and return the spec of each rank.
+
+    If `make` fails, rank 0 raises the error. Collective.
 
     The other ranks then get the exit code of the error, with which they must exit.
     """
@@ -134,20 +169,24 @@ def share_from_rank_0(gang: Gang, make: Callable[[], WorkerSpec], group: Any) ->
         try:
             shared = [make()]
         except (TrainingError, InfraError) as failure:
-            error, shared = failure, [failure.outcome.exit_code]
+            error = failure
+            shared = [failure.outcome.exit_code]
     if not gang.alone:
         dist.broadcast_object_list(shared, src=0, group=group)
     if error is not None:
         raise error
     spec = shared[0]
-    return spec if isinstance(spec, int) else replace(spec, node=gang.rank // spec.colocated_ranks)
+    if isinstance(spec, int):
+        return spec
+    return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
-    """Return a job name that is the same after each restart of the workers, so that a restart continues the job.
+    """Return a job name that is the same after each restart of the workers, so that a restart
+    continues the job.
 
-    The name contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it contains the time of the
-    first start, which is kept in the key-value store of torchrun's agent.
+    The name contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it
+    contains the time of the first start, which is kept in the key-value store of torchrun's agent.
 
     Args:
         environment: torchrun's environment variables.
@@ -162,15 +201,17 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
     name = time.strftime("torchrun-%Y%m%d-%H%M%S")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return name  # these workers are not restarted
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    host = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
     try:
         # This key has no prefix of a generation, because all generations share it.
         agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
         return agent.compare_set(_NAME_KEY, "", name).decode()
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so the job's name is not "
-            f"known ({' '.join(str(error).split())[:200]}); fix: give it one with --job"
+            f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so "
+            f"the job's name is not known ({' '.join(str(error).split())[:200]}); fix: give it "
+            "one with --job"
         ) from error
 
 
@@ -179,22 +220,33 @@ def write_result(path: Path, ending: LoopResult) -> None:
     write_atomically(path, json.dumps(asdict(ending)).encode())
 
 
-def record_exception(error: BaseException, *, one_line: bool = False, at: float | None = None) -> None:
-    """Print the error, and write it to the error file for the agent, in the format of torch's `@record`.
+def record_exception(
+    error: BaseException, *, one_line: bool = False, at: float | None = None
+) -> None:
+    """Print the error, and write it to the error file for the agent, in the format of torch's
+    `@record`.
 
-    `at` is the Unix time of its cause, if that is earlier: of several failures, the first is the culprit.
+    `at` is the Unix time of its cause, if that is earlier: of several failures, the first is the
+    culprit.
 
-    `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the text, does not catch
-    sys.exit, and prints nothing.
+    `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the
+    text, does not catch sys.exit, and prints nothing.
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not os.path.exists(path):  # what follows from this process's first error is not its cause
+    if path and not os.path.exists(
+        path
+    ):  # what follows from this process's first error is not its cause
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         known = {"py_callstack": text, "timestamp": str(int(at or time.time())), "class": name}
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
             write_atomically(Path(path), json.dumps(record).encode())
     with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr
-        shown = f"{error}\n" if one_line else text
-        print(shown, end="", file=sys.stderr, flush=True)  # stderr escapes characters that its encoding lacks
+        if one_line:
+            shown = f"{error}\n"
+        else:
+            shown = text
+        print(
+            shown, end="", file=sys.stderr, flush=True
+        )  # stderr escapes characters that its encoding lacks

@@ -1,7 +1,9 @@
-"""The standby process, `python -m ebbflow.training --standby`: it has imported everything and forks ranks on request.
+"""The standby process, `python -m ebbflow.training --standby`: it has imported everything and forks
+ranks on request.
 
-A forked rank starts in hundredths of a second, both at the first start of a gang and after a fault, and shares the
-libraries' memory. The standby process starts no thread and opens no device, because neither survives a fork.
+A forked rank starts in hundredths of a second, both at the first start of a gang and after a fault,
+and shares the libraries' memory. The standby process starts no thread and opens no device, because
+neither survives a fork.
 
 It exchanges lines of JSON with its node's agent over stdin and stdout:
 
@@ -95,7 +97,9 @@ def _answer(message: dict[str, Any]) -> None:
 
 
 def _become(request: dict[str, Any], parent_pid: int) -> None:
-    """Give a forked child the session, signal handlers, output files, environment and name of its rank."""
+    """Give a forked child the session, signal handlers, output files, environment and name of its
+    rank.
+    """
     die_with_parent(parent_pid)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,11 +1,13 @@
-"""The step sync: one small all-gather per step, in which every rank shares its figures and requests with all others.
+"""The step sync: one small all-gather per step, in which every rank shares its figures and requests
+with all others.
 
-From it, all ranks learn the same facts at the same step: the exact mean loss, the total weight, the gradient norm,
-non-finite losses, stragglers, requests to stop or save, and whether all ranks are at the same step.
+From it, all ranks learn the same facts at the same step: the exact mean loss, the total weight, the
+gradient norm, non-finite losses, stragglers, requests to stop or save, and whether all ranks are at
+the same step.
 
-On a CPU the host reads the result at once. On a GPU (`DeviceExchange`) the gradients are scaled and clipped on the
-device, and the host reads the result one step later, so that it never waits for an idle device. Then every decision is
-made one step later, on all ranks alike.
+On a CPU the host reads the result at once. On a GPU (`DeviceExchange`) the gradients are scaled and
+clipped on the device, and the host reads the result one step later, so that it never waits for an
+idle device. Then every decision is made one step later, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -37,14 +39,19 @@ DATA_SHARE = 0.15
 class Slowdown:
     action: GuardAction  # SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data
     rank: int  # the straggler, or the rank that waits longest for its data
-    share: float  # the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
+    # the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
+    share: float
     usd_per_hour: float  # what the lost time costs; 0 without prices
-    ratio: float = 0.0  # the straggler's own time over the median of the other ranks'; 0 for DATA_BOUND
+    # The straggler's own time over the median of the other ranks'; 0 for DATA_BOUND
+    ratio: float = 0.0
     seconds: float = 0.0  # the straggler's own time beyond that median, in each step
 
     @property
     def reason(self) -> str:
-        usd = f", ${self.usd_per_hour:.4f} an hour" if self.usd_per_hour else ""
+        if self.usd_per_hour:
+            usd = f", ${self.usd_per_hour:.4f} an hour"
+        else:
+            usd = ""
         if self.action is GuardAction.DATA_BOUND:
             return f"rank {self.rank} waits for data in {self.share:.0%} of the step{usd}"
         lost = f"{self.seconds * 1000:.0f} ms ({self.share:.0%}) of each step{usd}"
@@ -73,7 +80,9 @@ class PaceMonitor:
     """
 
     def __init__(self) -> None:
-        self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
+        self._streaks = {
+            action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)
+        }
 
     def note(
         self,
@@ -90,9 +99,13 @@ class PaceMonitor:
             step_seconds: the slowest rank's time for the step.
             usd_per_second: the price of the whole gang.
         """
-        whole, hourly = max(step_seconds, 1e-9), 3600 * usd_per_second
+        whole = max(step_seconds, 1e-9)
+        hourly = 3600 * usd_per_second
         rank, ratio, seconds = find_slowest(own_seconds)
-        lost = seconds / whole if ratio > SLOW_RATIO else 0.0
+        if ratio > SLOW_RATIO:
+            lost = seconds / whole
+        else:
+            lost = 0.0
         waiting = max(range(len(data_seconds)), key=data_seconds.__getitem__)
         share = data_seconds[waiting] / whole
         slow = Slowdown(
@@ -103,7 +116,9 @@ class PaceMonitor:
             ratio=ratio,
             seconds=seconds,
         )
-        bound = Slowdown(action=GuardAction.DATA_BOUND, rank=waiting, share=share, usd_per_hour=share * hourly)
+        bound = Slowdown(
+            action=GuardAction.DATA_BOUND, rank=waiting, share=share, usd_per_hour=share * hourly
+        )
         least = SMALLEST_SECONDS / whole
         found = [
             self._streaks[slow.action].note(slow, lost > max(SMALLEST_SHARE, least)),
@@ -114,7 +129,9 @@ class PaceMonitor:
     @property
     def now(self) -> str:
         """Description of the current slowdowns for the progress line; "" if there are none."""
-        return ", ".join(streak.told.reason for streak in self._streaks.values() if streak.told is not None)
+        return ", ".join(
+            streak.told.reason for streak in self._streaks.values() if streak.told is not None
+        )
 
 
 class _Streak:
@@ -127,16 +144,23 @@ class _Streak:
 
         Return the mean slowdown once it has lasted for `STEPS_IN_A_ROW` steps, otherwise None.
         """
-        same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
+        same = (
+            not self._drags
+            or self._drags[-1].rank == drag.rank
+            or drag.action is GuardAction.DATA_BOUND
+        )
         if not dragging or not same:
-            self._drags, self.told = [], None
+            self._drags = []
+            self.told = None
         if not dragging or self.told is not None:
             return None
         self._drags.append(drag)
         if len(self._drags) < STEPS_IN_A_ROW:
             return None
         names = ("share", "usd_per_hour", "ratio", "seconds")
-        self.told = replace(drag, **{n: statistics.fmean(getattr(one, n) for one in self._drags) for n in names})
+        self.told = replace(
+            drag, **{n: statistics.fmean(getattr(one, n) for one in self._drags) for n in names}
+        )
         return self.told
 
 
@@ -156,19 +180,24 @@ class Row(NamedTuple):
     saving: float = 0.0  # whether a save of this rank is in flight
     save_seconds: float = 0.0  # the expected duration of another save; 0 if unknown
     save_limit_seconds: float = 0.0  # the time for a save of the rank's bytes to become a commit
-    stop_seconds: float = math.inf  # the time left for a last save; infinite if no drain was requested
+    stop_seconds: float = (
+        math.inf
+    )  # the time left for a last save; infinite if no drain was requested
     own_seconds: float = 0.0  # the time without waiting for other ranks
-    weights_checksum: float = 0.0  # the checksum of the weights before this step; 0 if they are not compared now
+    # The checksum of the weights before this step; 0 if they are not compared now
+    weights_checksum: float = 0.0
     renew: float = 0.0  # whether the rank's memory is about to run out
     failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
-    unsettled: float = 0.0  # whether the rank has gradients that no optimizer step has used, so that it cannot save
+    # whether the rank has gradients that no optimizer step has used, so that it cannot save
+    unsettled: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepSync:
     """The `Row` of each rank for one step, equal on all ranks.
 
-    `rows` is empty if there is no new step to read. On a GPU, the rows of a step are often read one step later.
+    `rows` is empty if there is no new step to read. On a GPU, the rows of a step are often read one
+    step later.
     """
 
     rows: list[Row]
@@ -179,13 +208,18 @@ class StepSync:
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:
-        """Return this sync with the unmet requests of `older` added, which is the sync of the previous step."""
+        """Return this sync with the unmet requests of `older` added, which is the sync of the
+        previous step.
+        """
         if not older.rows:
             return self
         names = ("stop", "save_due", "renew")
         pairs = zip(self.rows, older.rows, strict=True)
         return StepSync(
-            [row._replace(**{n: max(getattr(row, n), getattr(before, n)) for n in names}) for row, before in pairs]
+            [
+                row._replace(**{n: max(getattr(row, n), getattr(before, n)) for n in names})
+                for row, before in pairs
+            ]
         )
 
     @property
@@ -199,7 +233,9 @@ class StepSync:
 
     @property
     def scale(self) -> float:
-        """Factor that turns gradients averaged by DDP or FSDP2 into the gradients of the exact mean loss."""
+        """Factor that turns gradients averaged by DDP or FSDP2 into the gradients of the exact mean
+        loss.
+        """
         return len(self.rows) / self.weight
 
     @property
@@ -229,15 +265,23 @@ class StepSync:
 
     @property
     def last_save(self) -> tuple[float, float]:
-        """Expected seconds of a save on the slowest rank, and the fewest seconds that any rank has for a last save."""
-        return max(row.save_seconds for row in self.rows), min(row.stop_seconds for row in self.rows)
+        """Expected seconds of a save on the slowest rank, and the fewest seconds that any rank has
+        for a last save.
+        """
+        return max(row.save_seconds for row in self.rows), min(
+            row.stop_seconds for row in self.rows
+        )
 
     @property
     def non_finite(self) -> str:
         """Message that names the ranks with a non-finite loss or gradient; "" if all are finite."""
-        if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]:
+        if ranks := [
+            str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)
+        ]:
             return f"loss is not finite on rank {', '.join(ranks)}"
-        if ranks := [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)]:
+        if ranks := [
+            str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)
+        ]:
             return f"gradient is not finite on rank {', '.join(ranks)}, though every loss is"
         return ""
 
@@ -258,59 +302,84 @@ class StepSync:
         return [rank for rank, row in enumerate(self.rows) if row.renew]
 
     def check(self) -> None:
-        """Raise DivergenceError if ranks are at different steps or samples, or if the batch's total weight is 0."""
+        """Raise DivergenceError if ranks are at different steps or samples, or if the batch's total
+        weight is 0.
+        """
         places = [(int(row.step), int(row.cursor)) for row in self.rows]
         if len(set(places)) > 1:
             usual = max(places, key=places.count)  # of equally many, those of the lowest rank
-            strays = [f"rank {rank} at step {p[0]}, sample {p[1]}" for rank, p in enumerate(places) if p != usual]
+            strays = [
+                f"rank {rank} at step {p[0]}, sample {p[1]}"
+                for rank, p in enumerate(places)
+                if p != usual
+            ]
             raise DivergenceError(
-                f"ranks have gone apart: {'; '.join(strays)}; the others at step {usual[0]}, sample {usual[1]}; "
-                "fix: restart from the last commit, and give every rank the same configuration and code"
+                f"ranks have gone apart: {'; '.join(strays)}; the others at step {usual[0]}, "
+                f"sample {usual[1]}; fix: restart from the last commit, and give every rank the "
+                "same configuration and code"
             )
         if self.weight <= 0:
             raise DivergenceError(
-                f"step {places[0][0]}: the batch has weight {self.weight:g}; there is nothing to average"
+                f"step {places[0][0]}: the batch has weight {self.weight:g}; there is nothing to "
+                "average"
             )
 
 
 def exchange(gang: Gang, row: Row) -> StepSync:
-    """Send this rank's row to all ranks. Check the rows of all ranks and return them. Collective."""
+    """Send this rank's row to all ranks.
+
+    Check the rows of all ranks and return them. Collective.
+    """
     sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
     sync.check()
     return sync
 
 
-_LOSS, _WEIGHT, _SQUARES = (Row._fields.index(name) for name in ("loss_sum", "weight", "square_sum"))
+_LOSS, _WEIGHT, _SQUARES = (
+    Row._fields.index(name) for name in ("loss_sum", "weight", "square_sum")
+)
 
 
 class DeviceExchange:
-    """The step sync of ranks on GPUs. `send` never waits for the device. `read` waits for the oldest unread step.
+    """The step sync of ranks on GPUs.
 
-    Rows travel through page-locked memory. Two sets of buffers alternate, so at most two steps may be unread.
+    `send` never waits for the device. `read` waits for the oldest unread step.
+
+    Rows travel through page-locked memory. Two sets of buffers alternate, so at most two steps may
+    be unread.
     """
 
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
         shape = (len(Row._fields),)
         self._own = [torch.empty(shape, dtype=torch.float64, pin_memory=True) for _ in range(2)]
-        self._all = [torch.empty((gang.world_size, *shape), dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self._all = [
+            torch.empty((gang.world_size, *shape), dtype=torch.float64, pin_memory=True)
+            for _ in range(2)
+        ]
         self._arrived = [torch.cuda.Event() for _ in range(2)]
         self._next = 0
         self._unread: deque[tuple[int, list[list[torch.cuda.Event]]]] = deque()
         self._spans: list[list[torch.cuda.Event]] = []
-        self.own_seconds = 0.0  # of the device's forward and backward passes, in the step that was read last
+        # Of the device's forward and backward passes, in the step that was read last
+        self.own_seconds = 0.0
 
     @property
     def unread(self) -> int:
         return len(self._unread)
 
     def begin_own(self) -> None:
-        """Mark on the device where a micro-batch begins. Sharded models wait within it, to gather weights."""
+        """Mark on the device where a micro-batch begins.
+
+        Sharded models wait within it, to gather weights.
+        """
         self._spans.append([])
         self._mark()
 
     def end_own(self) -> None:
-        """Mark on the device where a micro-batch ends, before DDP waits for the other ranks' gradients."""
+        """Mark on the device where a micro-batch ends, before DDP waits for the other ranks'
+        gradients.
+        """
         if self._spans:
             self._mark()
 
@@ -320,8 +389,12 @@ class DeviceExchange:
         self._spans[-1].append(mark)
 
     def send(self, row: Row, loss_sum: Tensor, square_sum: Tensor) -> tuple[Tensor, Tensor]:
-        """Send a row, whose two sums are on the device. Return the step's scale and gradient norm. Collective."""
-        slot, self._next = self._next, 1 - self._next
+        """Send a row, whose two sums are on the device.
+
+        Return the step's scale and gradient norm. Collective.
+        """
+        slot = self._next
+        self._next = 1 - self._next
         self._own[slot].copy_(torch.tensor(row, dtype=torch.float64))
         own = self._own[slot].to(self._gang.device, non_blocking=True)
         own[_LOSS].copy_(loss_sum)
@@ -329,7 +402,8 @@ class DeviceExchange:
         rows = self._gang.gather(own)
         self._all[slot].copy_(rows, non_blocking=True)
         self._arrived[slot].record()
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         self._unread.append((slot, spans))
         scale = self._gang.world_size / rows[:, _WEIGHT].sum()
         return scale, scale * rows[:, _SQUARES].sum().sqrt()
@@ -338,7 +412,9 @@ class DeviceExchange:
         """Check and return the rows of the oldest step that is unread."""
         slot, spans = self._unread.popleft()
         self._arrived[slot].synchronize()
-        self.own_seconds = sum(span[0].elapsed_time(span[1]) for span in spans if len(span) > 1) / 1000
+        self.own_seconds = (
+            sum(span[0].elapsed_time(span[1]) for span in spans if len(span) > 1) / 1000
+        )
         sync = StepSync([Row._make(numbers) for numbers in self._all[slot].tolist()])
         sync.check()
         return sync

@@ -1,9 +1,11 @@
-"""Tensor parallelism: a group of ranks computes each layer together, and each rank holds a part of its weights.
+"""Tensor parallelism: a group of ranks computes each layer together, and each rank holds a part of
+its weights.
 
-The layers are split as in Megatron-LM (Shoeybi et al. 2019, section 3): the first matrix of attention and MLP by
-columns, the second by rows, so that the ranks exchange activations twice per block in the forward pass and twice in the
-backward pass. All ranks of a group have the same data. Weights are DTensors on the mesh dimension "tensor", which FSDP2
-shards further; activations are plain tensors. Never run on CUDA with NCCL.
+The layers are split as in Megatron-LM (Shoeybi et al. 2019, section 3): the first matrix of
+attention and MLP by columns, the second by rows, so that the ranks exchange activations twice per
+block in the forward pass and twice in the backward pass. All ranks of a group have the same data.
+Weights are DTensors on the mesh dimension "tensor", which FSDP2 shards further; activations are
+plain tensors. Never run on CUDA with NCCL.
 """
 
 import warnings
@@ -19,9 +21,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ebbflow.training.errors import WorkloadError
 
-# Conversions of activations `[batch, length, width]`: placement on the ranks before and after, and of the gradient.
+# Conversions of activations `[batch, length, width]`: placement on the ranks before and after, and
+# of the gradient.
 _Conversion = tuple[Placement, Placement, Placement]
-_SHARE: _Conversion = Replicate(), Replicate(), Partial()  # changes nothing, but adds up the ranks' gradients
+_SHARE: _Conversion = (
+    Replicate(),
+    Replicate(),
+    Partial(),
+)  # changes nothing, but adds up the ranks' gradients
 _ADD: _Conversion = Partial(), Replicate(), Replicate()
 _JOIN: _Conversion = Shard(2), Replicate(), Replicate()
 _CUT: _Conversion = Replicate(), Shard(2), Shard(2)
@@ -37,23 +44,35 @@ def _convert(x: Tensor, conversion: _Conversion | None, group: DeviceMesh) -> Te
 
 @dataclass(frozen=True, kw_only=True)
 class SplitLayer:
-    """How a group of ranks computes a layer. By default each rank has all of its weights and computes all of it."""
+    """How a group of ranks computes a layer.
 
-    dimension: int | None = None  # the dimension of the weight that is split; None: each rank has the whole weight
-    parts: int = 1  # the number of equal parts of this dimension that are split each, as of a fused matrix
+    By default each rank has all of its weights and computes all of it.
+    """
+
+    # The dimension of the weight that is split; None: each rank has the whole weight
+    dimension: int | None = None
+    # The number of equal parts of this dimension that are split each, as of a fused matrix
+    parts: int = 1
     entry: _Conversion | None = None  # the conversion of the input
     exit: _Conversion | None = None  # the conversion of the output
-    adds_gradients: bool = False  # whether each rank computes only its part of the weight's gradient
+    # Whether each rank computes only its part of the weight's gradient
+    adds_gradients: bool = False
 
     def placement(self) -> Placement:
         if self.dimension is None:
             return Replicate()
-        return _StridedShard(self.dimension, split_factor=self.parts) if self.parts > 1 else Shard(self.dimension)
+        if self.parts > 1:
+            return _StridedShard(self.dimension, split_factor=self.parts)
+        return Shard(self.dimension)
 
 
 WHOLE = SplitLayer()  # input and output are equal on all ranks
-BEFORE_SPLIT = SplitLayer(exit=_SHARE)  # the same; the layers after it compute parts of their outputs
-PER_HEAD = SplitLayer(adds_gradients=True)  # each rank applies the weights to its own attention heads
+BEFORE_SPLIT = SplitLayer(
+    exit=_SHARE
+)  # the same; the layers after it compute parts of their outputs
+PER_HEAD = SplitLayer(
+    adds_gradients=True
+)  # each rank applies the weights to its own attention heads
 COLUMNS = SplitLayer(dimension=0)  # each rank computes a part of the outputs
 FUSED_COLUMNS = SplitLayer(dimension=0, parts=3)  # the same, of queries, keys and values
 ROWS = SplitLayer(dimension=1, exit=_ADD)  # each rank has a part of the inputs
@@ -65,41 +84,61 @@ def check_splits(model: nn.Module, size: int) -> None:
     """Raise WorkloadError if a tensor group of `size` ranks cannot split a workload's model."""
     if size > 1 and not hasattr(model, "split_layers"):
         raise WorkloadError(
-            f"parallel.tensor_size {size}: {type(model).__name__} has no split_layers, as the built-in model has; fix: "
-            "parallel.tensor_size: 1"
+            f"parallel.tensor_size {size}: {type(model).__name__} has no split_layers, as the "
+            "built-in model has; fix: parallel.tensor_size: 1"
         )
 
 
-def split_weights(module: nn.Module, layers: Mapping[nn.Module, SplitLayer], group: DeviceMesh) -> None:
-    """Replace the parameters, which are on the meta device, with DTensors on the mesh `group`. Keep ties."""
+def split_weights(
+    module: nn.Module, layers: Mapping[nn.Module, SplitLayer], group: DeviceMesh
+) -> None:
+    """Replace the parameters, which are on the meta device, with DTensors on the mesh `group`.
+
+    Keep ties.
+    """
     done: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter not in done:
-                layer = layers[part] if name == "weight" else WHOLE
+                if name == "weight":
+                    layer = layers[part]
+                else:
+                    layer = WHOLE
                 shape = list(parameter.shape)
                 if layer.dimension is not None:
                     if shape[layer.dimension] % (pieces := group.size() * layer.parts):
                         raise WorkloadError(
-                            f"parallel.tensor_size {group.size()}: a weight of {type(part).__name__} has "
-                            f"{shape[layer.dimension]} values in dimension {layer.dimension}, not a multiple of "
-                            f"{pieces}; fix: a tensor_size that divides it"
+                            f"parallel.tensor_size {group.size()}: a weight of "
+                            f"{type(part).__name__} has {shape[layer.dimension]} values in "
+                            f"dimension {layer.dimension}, not a multiple of {pieces}; fix: a "
+                            "tensor_size that divides it"
                         )
                     shape[layer.dimension] //= group.size()
-                local, whole = parameter.new_empty(shape), {"shape": parameter.shape, "stride": parameter.stride()}
-                split = DTensor.from_local(local, group, [layer.placement()], run_check=False, **whole)
+                local = parameter.new_empty(shape)
+                whole = {"shape": parameter.shape, "stride": parameter.stride()}
+                split = DTensor.from_local(
+                    local, group, [layer.placement()], run_check=False, **whole
+                )
                 done[parameter] = nn.Parameter(split)
             part._parameters[name] = done[parameter]
 
 
 def choose_sharded_dimension(parameter: nn.Parameter) -> Shard:
-    """Return the dimension that FSDP2 shards: the columns of a weight whose rows the tensor group has split."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    return Shard(1 if any(getattr(one, "dim", None) == 0 for one in placements) else 0)
+    """Return the dimension that FSDP2 shards: the columns of a weight whose rows the tensor group
+    has split.
+    """
+    if isinstance(parameter, DTensor):
+        placements = parameter.placements
+    else:
+        placements = ()
+    return Shard(1 if any(getattr(placement, "dim", None) == 0 for placement in placements) else 0)
 
 
 def split_computation(layers: Mapping[nn.Module, SplitLayer], group: DeviceMesh) -> None:
-    """Make each layer compute its part, by setting its `__class__` to a subclass. Layers of one kind share one."""
+    """Make each layer compute its part, by setting its `__class__` to a subclass.
+
+    Layers of one kind share one.
+    """
     # Outputs that were converted are views in the eyes of autograd. No code changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     kinds: dict[tuple[type[nn.Module], SplitLayer], type[nn.Module]] = {}
@@ -135,7 +174,9 @@ def _make_forward(layer: SplitLayer, group: DeviceMesh) -> Callable[[Any, Tensor
 
 def local_part(weight: Tensor) -> Tensor:
     """Return a weight as a plain tensor: in a tensor group, the part of this rank."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    if isinstance(weight, DTensor):
+        return weight.to_local()
+    return weight
 
 
 def is_whole(parameter: Tensor) -> bool:

@@ -66,26 +66,46 @@ def parse_arguments(arguments: list[str]) -> Request:
         "docs/workloads.md), bench, soak; each has a --help of its own.",
     )
     parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_heads=8")
-    parser.add_argument("--job", default="", help="a job's name; one that exists goes on from its last commit")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override, model.num_heads=8",
+    )
+    parser.add_argument(
+        "--job", default="", help="a job's name; one that exists goes on from its last commit"
+    )
     add_permits(parser)
     parser.add_argument(
-        "--take-over", action="store_true", help="end the launcher that runs the job now, and go on from its last save"
+        "--take-over",
+        action="store_true",
+        help="end the launcher that runs the job now, and go on from its last save",
     )
     given = parser.parse_args(arguments)
     loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
-    job = check_job_name(given.job) if given.job else ""
-    permits, take_over = tuple(requested_permits(given)), given.take_over
-    return Request(loaded.config, job, loaded.sources, path=given.config, permits=permits, take_over=take_over)
+    if given.job:
+        job = check_job_name(given.job)
+    else:
+        job = ""
+    permits = tuple(requested_permits(given))
+    take_over = given.take_over
+    return Request(
+        loaded.config, job, loaded.sources, path=given.config, permits=permits, take_over=take_over
+    )
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     """Return the `WorkerSpec` that rank 0 makes for a run without an agent. Collective.
 
-    If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit code.
+    If rank 0 fails, it prints the error in one line, and every rank exits with the error's exit
+    code.
     """
     # A separate group with a longer deadline, because preparing data may take longer than a step.
-    waiting: Any = None if gang.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
+    if gang.alone:
+        waiting: Any = None
+    else:
+        waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
     try:
         spec = standalone.share_from_rank_0(gang, lambda: _make_spec(request), waiting)
     except (TrainingError, InfraError) as error:
@@ -95,36 +115,50 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
         spec = error.outcome.exit_code
     if waiting is not None:
         dist.destroy_process_group(waiting)
-    return leave(spec) if isinstance(spec, int) else spec
+    if isinstance(spec, int):
+        return leave(spec)
+    return spec
 
 
 def _is_user_failure(error: BaseException) -> bool:
     """Return whether the error is a WorkloadError that an exception in the user's code caused."""
     cause = error.__cause__
-    return isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None)))
+    return isinstance(error, WorkloadError) and not isinstance(
+        cause, (TrainingError, InfraError, type(None))
+    )
 
 
 def _make_spec(request: Request) -> WorkerSpec:
     config = request.config
-    job = request.job or standalone.default_job_name(os.environ, config.cluster.start_deadline_seconds)
+    job = request.job or standalone.default_job_name(
+        os.environ, config.cluster.start_deadline_seconds
+    )
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
     standalone.claim_for_ranks(job_store, job, take_over=request.take_over)
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
-    if config.workload is not None:  # try it on the CPU first: a mistake in it should not cost the time of a gang
+    if (
+        config.workload is not None
+    ):  # try it on the CPU first: a mistake in it should not cost the time of a gang
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
-    settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
+    settings = {
+        "path": request.path,
+        "config": config.model_dump(mode="json"),
+        "sources": request.sources,
+    }
     parent = rewind_parent(job_store)
-    spec = standalone.open_job(store.uri, job, settings, prepared, permits=request.permits, parent=parent)
+    spec = standalone.open_job(
+        store.uri, job, settings, prepared, permits=request.permits, parent=parent
+    )
     return replace(spec, overrides=read_overrides(job_store).to_json())
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Train, then exit with code 0, with 75 after a drain request, or with the code of an error.
 
-    Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's environment variables if they
-    are set, else from the command's arguments.
+    Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's
+    environment variables if they are set, else from the command's arguments.
     """
     spec = WorkerSpec.from_environment()
     try:
@@ -134,7 +168,10 @@ def main(arguments: list[str]) -> NoReturn:
             print(error, file=sys.stderr)
         leave(error.outcome.exit_code)
     tie_forked_children()
-    observed = WatchHooks(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
+    if spec and spec.heartbeat_path:
+        observed = WatchHooks(Path(spec.heartbeat_path), spec.agent_pid)
+    else:
+        observed = None
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # fails if stderr is closed
         faulthandler.enable(all_threads=True)
     try:
@@ -151,11 +188,18 @@ def main(arguments: list[str]) -> NoReturn:
     except BaseException as error:  # includes sys.exit and GeneratorExit of the user's code
         if observed:
             observed.save_records()
-        expected = isinstance(error, InfraError) or (isinstance(error, TrainingError) and not error.curable)
-        standalone.record_exception(error, one_line=spec is None and expected and not _is_user_failure(error))
+        expected = isinstance(error, InfraError) or (
+            isinstance(error, TrainingError) and not error.curable
+        )
+        standalone.record_exception(
+            error, one_line=spec is None and expected and not _is_user_failure(error)
+        )
         code = _exit_code(error, alone=spec is None)
     else:
-        code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
+        if ending.outcome is Outcome.INTERRUPTED:
+            code = ending.outcome.exit_code
+        else:
+            code = 0
     standalone.release_job()
     leave(code)
 
@@ -172,22 +216,37 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
 
 
 def _train(task: WorkerSpec | Request) -> LoopResult:
-    spec = task if isinstance(task, WorkerSpec) else None
-    config = task.config if isinstance(task, Request) else RunConfig.model_validate(task.config)
+    if isinstance(task, WorkerSpec):
+        spec = task
+    else:
+        spec = None
+    if isinstance(task, Request):
+        config = task.config
+    else:
+        config = RunConfig.model_validate(task.config)
     use_signing_key(config.checkpoint.signing_key_env)
     signer()  # raises at once if this node lacks the key
-    # This rank's share of the cores. The number of threads decides the order in which sums are computed.
-    colocated = spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # This rank's share of the cores. The number of threads decides the order in which sums are
+    # computed.
+    if spec:
+        colocated = spec.colocated_ranks
+    else:
+        colocated = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // colocated))
     torch.set_num_interop_threads(1)
     if config.training.deterministic != "off":  # cuBLAS reads it when its first handle is made
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Identifies the restart, because torchrun's key-value store keeps the keys of dead workers.
-    restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restart = (
+        os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
     gang = connect(
         start_seconds=config.cluster.start_deadline_seconds,
         collective_seconds=config.cluster.step_deadline_seconds,
-        generation=generation_name(spec.generation, spec.generation_id) if spec else "-".join(restart),
+        generation=generation_name(spec.generation, spec.generation_id)
+        if spec
+        else "-".join(restart),
         device_choice=config.cluster.device,
         promised_gpus=spec.promised_gpus if spec else 0,
         kept=Path(spec.kept_path) if spec and spec.kept_path else None,
@@ -203,14 +262,17 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
 def arrange_arithmetic(training: TrainingConfig, device: torch.device) -> None:
     """Apply the settings `training.tf32` and `training.deterministic`.
 
-    On a GPU, the backward pass of fused attention is deterministic only if operations without a deterministic algorithm
-    raise an error (mode "strict"). In mode "auto" such operations run, with a warning.
+    On a GPU, the backward pass of fused attention is deterministic only if operations without a
+    deterministic algorithm raise an error (mode "strict"). In mode "auto" such operations run, with
+    a warning.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
     if training.deterministic == "off":
         return
-    torch.use_deterministic_algorithms(True, warn_only=training.deterministic == "auto" and device.type != "cpu")
+    torch.use_deterministic_algorithms(
+        True, warn_only=training.deterministic == "auto" and device.type != "cpu"
+    )
     # Deterministic mode would fill every new tensor, a debugging aid that costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -224,15 +286,27 @@ def describe_promise(mode: str, device: torch.device) -> dict[str, Any]:
         reasons.append(
             "never run on CUDA by us; certify decides"
             if mode == "strict"
-            else "operations without a deterministic algorithm, such as attention's backward, run on the GPU; "
-            "fix: training.deterministic strict"
+            else (
+                "operations without a deterministic algorithm, such as attention's backward, run "
+                "on the GPU; fix: training.deterministic strict"
+            )
         )
-    level = EXACT if not reasons or mode == "strict" else CLOSE
-    return {"level": level, "same_data": "the order of samples, a function of the seed", "reasons": reasons}
+    if not reasons or mode == "strict":
+        level = EXACT
+    else:
+        level = CLOSE
+    return {
+        "level": level,
+        "same_data": "the order of samples, a function of the seed",
+        "reasons": reasons,
+    }
 
 
 def flush_before_end(log: EventLog, record: OrderRecord) -> None:
-    """Wait until the agent is about to kill this rank, then flush the events. Call this in a thread of its own."""
+    """Wait until the agent is about to kill this rank, then flush the events.
+
+    Call this in a thread of its own.
+    """
     while not record.ending:
         time.sleep(_LOOK_SECONDS)
     with contextlib.suppress(StoreError):
@@ -240,12 +314,17 @@ def flush_before_end(log: EventLog, record: OrderRecord) -> None:
 
 
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
-    """Train, write the result file, and return the result. Events are flushed even if training fails."""
+    """Train, write the result file, and return the result.
+
+    Events are flushed even if training fails.
+    """
     nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with open_reporter(spec, gang) as (reporter, log):
         if spec.control_path:
             record = OrderRecord(Path(spec.control_path))
-            threading.Thread(target=flush_before_end, args=(log, record), name="last events", daemon=True).start()
+            threading.Thread(
+                target=flush_before_end, args=(log, record), name="last events", daemon=True
+            ).start()
         if gang.device_note and gang.rank == 0:
             reporter.emit(NOTICE, message=gang.device_note)
         mode = RunConfig.model_validate(spec.config).training.deterministic

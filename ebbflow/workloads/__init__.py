@@ -1,4 +1,7 @@
-"""Workloads beyond the built-in language model. `workload: ebbflow.workloads:NAME` in a configuration selects one."""
+"""Workloads beyond the built-in language model.
+
+`workload: ebbflow.workloads:NAME` in a configuration selects one.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -10,7 +13,13 @@ if TYPE_CHECKING:
     from ebbflow.workloads.timm_models import ImageModel
     from ebbflow.workloads.vision import ImageClassifier
 
-__all__ = ["HuggingFace", "ImageClassifier", "ImageModel", "PointCloudDiffusion", "PolicyOptimization"]
+__all__ = [
+    "HuggingFace",
+    "ImageClassifier",
+    "ImageModel",
+    "PointCloudDiffusion",
+    "PolicyOptimization",
+]
 _MODULES = {
     "HuggingFace": "hugging_face",
     "ImageClassifier": "vision",
@@ -23,5 +32,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """Import a workload on first use, since each needs libraries that the others do not."""
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

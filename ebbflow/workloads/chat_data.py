@@ -36,37 +36,54 @@ _FORMAT = 1
 _MASKS = {side: f"{side}.mask" for side in SHARDS}
 _NOT_COUNTED = -100  # `ignore_index` of torch's cross entropy
 
-MarkedText = tuple[str, list[list[int]]]  # a conversation, and the spans of characters that assistants write
+MarkedText = tuple[
+    str, list[list[int]]
+]  # a conversation, and the spans of characters that assistants write
 
 
-def prepare_chat(texts: Iterable[MarkedText], tokenizer: Tokenizer, fraction: float, store: Store) -> Tokens:
-    """Build the shards and masks of conversations, unless the store has them. The last `fraction` is held out.
+def prepare_chat(
+    texts: Iterable[MarkedText], tokenizer: Tokenizer, fraction: float, store: Store
+) -> Tokens:
+    """Build the shards and masks of conversations, unless the store has them.
 
-    Raises DataError if there are fewer than two conversations, or none of a part has an assistant's text.
+    The last `fraction` is held out.
+
+    Raises DataError if there are fewer than two conversations, or none of a part has an assistant's
+    text.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as rows:
-        digest, count = hashlib.sha256(f"{_FORMAT} {tokenizer.identity} {fraction!r}".encode()), 0
+        digest = hashlib.sha256(f"{_FORMAT} {tokenizer.identity} {fraction!r}".encode())
+        count = 0
         for row in (json.dumps(marked) + "\n" for marked in texts):
             digest.update(row.encode())
             rows.write(row)
             count += 1
         shards = store.sub(tokens_prefix(fingerprint := digest.hexdigest()))
-        if (known := read_description(shards)) is not None:
+        known = read_description(shards)
+        if known is not None:
             return known
         held_out = max(1, round(count * fraction))
         if held_out >= count:
-            raise DataError(f"{count} conversations cannot be split into train and held-out ones; fix: more of them")
-        sizes, totals, hashes, entropy = dict[str, int](), dict[str, int](), dict[str, str](), 0.0
+            raise DataError(
+                f"{count} conversations cannot be split into train and held-out ones; fix: more "
+                "of them"
+            )
+        sizes = dict[str, int]()
+        totals = dict[str, int]()
+        hashes = dict[str, str]()
+        entropy = 0.0
         rows.seek(0)
         for side, wanted in (("train", count - held_out), ("held_out", held_out)):
-            parts, masks = [], []
+            parts = []
+            masks = []
             for _ in range(wanted):
                 text, spans = json.loads(rows.readline())
                 tokens, mask = encode(text, spans, tokenizer)
                 parts.append(tokens)
                 masks.append(mask)
                 totals[side] = totals.get(side, 0) + len(text.encode())
-            tokens, mask = np.concatenate(parts), np.concatenate(masks)
+            tokens = np.concatenate(parts)
+            mask = np.concatenate(masks)
             if not mask.any():
                 raise DataError(
                     f"the {side.replace('_', '-')} conversations have no message of an assistant; fix: messages with "
@@ -96,13 +113,18 @@ def prepare_chat(texts: Iterable[MarkedText], tokenizer: Tokenizer, fraction: fl
     return about
 
 
-def encode(text: str, spans: Sequence[Sequence[int]], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a text with the separator after it, and which of them have a character of `spans`.
+def encode(
+    text: str, spans: Sequence[Sequence[int]], tokenizer: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a text with the separator after it, and which of them have a character
+    of `spans`.
 
     The separator counts if the text ends with a span: it then tells the assistant to stop.
     """
     found = tokenizer._tokenizer.encode(text, add_special_tokens=False)
-    mask = [any(begin < last and end > first for first, last in spans) for begin, end in found.offsets]
+    mask = [
+        any(begin < last and end > first for first, last in spans) for begin, end in found.offsets
+    ]
     tokens = list(found.ids)
     if tokenizer.separator is not None:
         tokens.append(tokenizer.separator)
@@ -112,9 +134,12 @@ def encode(text: str, spans: Sequence[Sequence[int]], tokenizer: Any) -> tuple[n
 
 @dataclass(frozen=True)
 class AnswerBatch(TextBatch):
-    """Sequences of conversations, with the next token as target if an assistant wrote it, else `_NOT_COUNTED`."""
+    """Sequences of conversations, with the next token as target if an assistant wrote it, else
+    `_NOT_COUNTED`.
+    """
 
-    counts: np.ndarray  # counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
+    # counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
+    counts: np.ndarray
 
     @property
     def weight(self) -> float:
@@ -122,7 +147,10 @@ class AnswerBatch(TextBatch):
 
     def split(self, parts: int) -> list[AnswerBatch]:  # type: ignore[override]
         tensors = (self.inputs.tensor_split(parts), self.targets.tensor_split(parts))
-        return [AnswerBatch(*part) for part in zip(*tensors, np.array_split(self.counts, parts), strict=True)]
+        return [
+            AnswerBatch(*part)
+            for part in zip(*tensors, np.array_split(self.counts, parts), strict=True)
+        ]
 
 
 class AnswerMask:
@@ -133,20 +161,27 @@ class AnswerMask:
         alive: called during a download.
     """
 
-    def __init__(self, store: Store, about: Tokens, length: int, alive: Callable[[], object]) -> None:
-        shards, self._length = store.sub(tokens_prefix(about.fingerprint)), length
-        self._masks, self._kept = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    def __init__(
+        self, store: Store, about: Tokens, length: int, alive: Callable[[], object]
+    ) -> None:
+        shards = store.sub(tokens_prefix(about.fingerprint))
+        self._length = length
+        self._masks = dict[str, np.ndarray]()
+        self._kept = dict[str, np.ndarray]()
         for side, size in (("train", about.train_tokens), ("held_out", about.held_out_tokens)):
-            key, sha256 = _MASKS[side], about.shard_sha256[_MASKS[side]]
-            path = shards.local_path(key) or download_shard(shards, key, sha256, size, downloads_folder(), alive)
+            key = _MASKS[side]
+            sha256 = about.shard_sha256[_MASKS[side]]
+            path = shards.local_path(key) or download_shard(
+                shards, key, sha256, size, downloads_folder(), alive
+            )
             mask = self._masks[side] = np.asarray(np.memmap(path, dtype=bool, mode="r"))
             windows = (size - 1) // length
             counted = mask[1 : windows * length + 1].reshape(windows, length).any(axis=1)
             self._kept[side] = np.flatnonzero(counted)
             if not len(self._kept[side]):
                 raise DataError(
-                    f"no sequence of {length} {side.replace('_', '-')} tokens has a token of an assistant; fix: more "
-                    "conversations, or a larger model.sequence_length"
+                    f"no sequence of {length} {side.replace('_', '-')} tokens has a token of an "
+                    "assistant; fix: more conversations, or a larger model.sequence_length"
                 )
 
     @staticmethod
@@ -162,7 +197,9 @@ class AnswerMask:
         offsets = windows[:, None] * self._length + np.arange(1, self._length + 1)
         mask = self._masks[side][offsets]
         left_out = torch.from_numpy(~mask).to(batch.targets.device, non_blocking=True)
-        return AnswerBatch(batch.inputs, batch.targets.masked_fill(left_out, _NOT_COUNTED), mask.sum(axis=1))
+        return AnswerBatch(
+            batch.inputs, batch.targets.masked_fill(left_out, _NOT_COUNTED), mask.sum(axis=1)
+        )
 
 
 class KeptOrder(SampleOrder):

@@ -1,7 +1,7 @@
 """Diffusion of point clouds: noise schedules, training targets, and the samplers DDPM and DDIM.
 
-The notation is that of Salimans and Ho 2022: a noised cloud is x_t = alpha_t · x_0 + sigma_t · noise, where
-alpha_t² + sigma_t² = 1, and t runs from 0 (little noise) to T - 1 (almost only noise).
+The notation is that of Salimans and Ho 2022: a noised cloud is x_t = alpha_t · x_0 + sigma_t ·
+noise, where alpha_t² + sigma_t² = 1, and t runs from 0 (little noise) to T - 1 (almost only noise).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ SAMPLERS = ("ddim", "ddpm")
 
 
 class NoiseSchedule:
-    """The factors `alpha` and `sigma`, each `[timesteps]` in float64 on the CPU, and what follows from them."""
+    """The factors `alpha` and `sigma`, each `[timesteps]` in float64 on the CPU, and what follows
+    from them.
+    """
 
     def __init__(self, kind: str, timesteps: int) -> None:
         if kind == "cosine":
@@ -31,15 +33,23 @@ class NoiseSchedule:
             betas = (1 - kept[1:] / kept[:-1]).clamp(max=_LARGEST_BETA)
         else:  # the same noise at the end for any number of timesteps
             low, high = (beta * 1000 / timesteps for beta in _LINEAR_BETAS)
-            betas = torch.linspace(low, high, timesteps, dtype=torch.float64).clamp(max=_LARGEST_BETA)
+            betas = torch.linspace(low, high, timesteps, dtype=torch.float64).clamp(
+                max=_LARGEST_BETA
+            )
         kept = torch.cumprod(1 - betas, dim=0)
-        self.timesteps, self.alpha, self.sigma = timesteps, kept.sqrt(), (1 - kept).sqrt()
+        self.timesteps = timesteps
+        self.alpha = kept.sqrt()
+        self.sigma = (1 - kept).sqrt()
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def factors(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and sigma of the timesteps `[batch]`, shaped for `like`, `[batch, points, 3]`."""
+        """Return alpha and sigma of the timesteps `[batch]`, shaped for `like`,
+        `[batch, points, 3]`.
+        """
         kind = like.device, like.dtype
-        if kind not in self._tables:  # kept there, since a copy in each step would wait for the device
+        if (
+            kind not in self._tables
+        ):  # kept there, since a copy in each step would wait for the device
             self._tables[kind] = torch.stack([self.alpha, self.sigma]).to(like)
         alpha, sigma = self._tables[kind][:, t.to(like.device)][..., None, None]
         return alpha, sigma
@@ -49,13 +59,17 @@ class NoiseSchedule:
         return alpha * clean + sigma * noise
 
     def target(self, prediction: str, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Return the output that the denoiser learns: the noise, or v = alpha · noise - sigma · clean."""
+        """Return the output that the denoiser learns: the noise, or v = alpha · noise - sigma ·
+        clean.
+        """
         if prediction == "epsilon":
             return noise
         alpha, sigma = self.factors(t, clean)
         return alpha * noise - sigma * clean
 
-    def split(self, prediction: str, output: Tensor, noised: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def split(
+        self, prediction: str, output: Tensor, noised: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the clean cloud and the noise that an output of the denoiser implies."""
         alpha, sigma = self.factors(t, noised)
         if prediction == "epsilon":
@@ -64,7 +78,10 @@ class NoiseSchedule:
 
     def sampling_times(self, steps: int) -> list[int]:
         """Return `steps` timesteps from T - 1 down to 0, evenly spaced."""
-        return [round(float(t)) for t in torch.linspace(self.timesteps - 1, 0, min(steps, self.timesteps))]
+        return [
+            round(float(t))
+            for t in torch.linspace(self.timesteps - 1, 0, min(steps, self.timesteps))
+        ]
 
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -83,19 +100,24 @@ def sample(
 ) -> Tensor:
     """Return clouds `[batch, points, 3]` that the denoiser makes from the noise `start`.
 
-    DDIM (Song et al. 2021, equation 12 with eta = 0) adds no noise. DDPM is the same equation with eta = 1, which over
-    all timesteps is the ancestral sampler of Ho et al. 2020. Noise comes from the clouds' own `generators`, so a cloud
-    does not depend on the batch in which it is made. Coordinates of the clean estimate are clipped to ± `limit`.
+    DDIM (Song et al. 2021, equation 12 with eta = 0) adds no noise. DDPM is the same equation with
+    eta = 1, which over all timesteps is the ancestral sampler of Ho et al. 2020. Noise comes from
+    the clouds' own `generators`, so a cloud does not depend on the batch in which it is made.
+    Coordinates of the clean estimate are clipped to ± `limit`.
     """
-    x, times = start, schedule.sampling_times(steps)
+    x = start
+    times = schedule.sampling_times(steps)
     for number, now in enumerate(times):
         t = torch.full((len(x),), now, dtype=torch.int64)
         clean, _ = schedule.split(prediction, denoise(x, t.to(x.device)), x, t)
         clean = clean.clamp(-limit, limit)
         if number == len(times) - 1:
             return clean
-        alpha, sigma = float(schedule.alpha[now]), float(schedule.sigma[now])
-        later_alpha, later_sigma = (float(table[times[number + 1]]) for table in (schedule.alpha, schedule.sigma))
+        alpha = float(schedule.alpha[now])
+        sigma = float(schedule.sigma[now])
+        later_alpha, later_sigma = (
+            float(table[times[number + 1]]) for table in (schedule.alpha, schedule.sigma)
+        )
         noise = (x - alpha * clean) / sigma
         spread = 0.0
         if sampler == "ddpm":

@@ -1,4 +1,5 @@
-"""Documents in rows of tokens: attention that stays inside each of them, and positions that start anew.
+"""Documents in rows of tokens: attention that stays inside each of them, and positions that start
+anew.
 
 The built-in language model loads this module if `model.end_of_document` is set.
 """
@@ -36,15 +37,21 @@ class Documents(KeyValues):
         return key, value
 
     def make_mask(self, x: Tensor) -> None:
-        """Make the mask of causal attention in each document, `[batch, 1, length, length]`, for all blocks.
+        """Make the mask of causal attention in each document, `[batch, 1, length, length]`, for all
+        blocks.
 
-        It is 0 or -inf and has the dtype of the queries that are computed from `x`, because attention would make such
-        a copy of a mask of bools in each block.
+        It is 0 or -inf and has the dtype of the queries that are computed from `x`, because
+        attention would make such a copy of a mask of bools in each block.
         """
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = x.dtype
         places = torch.arange(self._positions.shape[1], device=self._positions.device)
         behind = places[:, None] - places  # how many places a token is behind another
         hidden = (behind < 0) | (behind > self._positions[:, :, None])
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, -math.inf
+        )
         self.mask = mask[:, None]

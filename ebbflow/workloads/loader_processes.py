@@ -17,7 +17,9 @@ from ebbflow.infra.process import host_bytes_left
 AHEAD = 2  # batches that each worker reads in advance
 _MOST = 8  # workers of one machine that the rule starts
 _SHARE = 0.8  # of the free memory and of the free /dev/shm that batches may take
-_OWN_BYTES = {"fork": 64 << 20}  # pages of its own that a worker has without batches: 18 MB measured
+_OWN_BYTES = {
+    "fork": 64 << 20
+}  # pages of its own that a worker has without batches: 18 MB measured
 _OWN_BYTES_STARTED_ANEW = 256 << 20  # with its own imports of torch: 206 MB measured
 _SHARED_MEMORY = "/dev/shm"
 
@@ -27,7 +29,8 @@ def ranks_of_machine() -> int:
 
 
 def choose_workers(asked: int, batch_bytes: int, start: str) -> tuple[int, str]:
-    """Return the number of workers for one rank, and why it is lower than `asked`, with the arithmetic.
+    """Return the number of workers for one rank, and why it is lower than `asked`, with the
+    arithmetic.
 
     Args:
         asked: number of workers; -1: as many as the cores of this machine, at most 8, divided by its ranks.
@@ -36,22 +39,34 @@ def choose_workers(asked: int, batch_bytes: int, start: str) -> tuple[int, str]:
         start: how workers start: fork, forkserver or spawn.
     """
     ranks = ranks_of_machine()
-    wanted = max(1, min(_MOST, int(usable_cores())) // ranks) if asked < 0 else asked
-    memory, own = host_bytes_left(), _OWN_BYTES.get(start, _OWN_BYTES_STARTED_ANEW)
+    if asked < 0:
+        wanted = max(1, min(_MOST, int(usable_cores())) // ranks)
+    else:
+        wanted = asked
+    memory = host_bytes_left()
+    own = _OWN_BYTES.get(start, _OWN_BYTES_STARTED_ANEW)
     fits = int(min(memory * _SHARE / ranks // (batch_bytes * (AHEAD + 1) + own), wanted))
-    limits = [(fits, f"{size_text(memory)} of memory left", "a smaller training.batch_size, or fewer ranks")]
+    limits = [
+        (
+            fits,
+            f"{size_text(memory)} of memory left",
+            "a smaller training.batch_size, or fewer ranks",
+        )
+    ]
     if Path(_SHARED_MEMORY).is_dir() and batch_bytes:
         place = os.statvfs(_SHARED_MEMORY)
         free = place.f_bavail * place.f_frsize
         fits = max(0, int((free * _SHARE / ranks / batch_bytes - 2) // AHEAD))
-        limits.append((fits, f"{size_text(free)} of {_SHARED_MEMORY} left", "docker run --shm-size=16g"))
+        limits.append(
+            (fits, f"{size_text(free)} of {_SHARED_MEMORY} left", "docker run --shm-size=16g")
+        )
     number, left, fix = min(limits)
     if number >= wanted:
         return wanted, ""
     return number, (
-        f"{number} workers load data instead of {wanted}: {left} for {ranks} ranks, of which batches may take "
-        f"{_SHARE:.0%}; a batch has {size_text(batch_bytes)}, and each worker has {AHEAD} waiting and one in work; "
-        f"fix: {fix}"
+        f"{number} workers load data instead of {wanted}: {left} for {ranks} ranks, of which "
+        f"batches may take {_SHARE:.0%}; a batch has {size_text(batch_bytes)}, and each worker "
+        f"has {AHEAD} waiting and one in work; fix: {fix}"
     )
 
 
@@ -61,14 +76,21 @@ def count_bytes(content: Any) -> int:
         return content.numel() * content.element_size()
     if isinstance(content, dict):
         return sum(map(count_bytes, content.values()))
-    return sum(map(count_bytes, content)) if isinstance(content, (list, tuple)) else 0
+    if isinstance(content, (list, tuple)):
+        return sum(map(count_bytes, content))
+    return 0
 
 
 class _PrefixedLines(io.TextIOBase):
-    """A stream that begins each line with a prefix. It writes whole lines, so those of several processes do not mix."""
+    """A stream that begins each line with a prefix.
+
+    It writes whole lines, so those of several processes do not mix.
+    """
 
     def __init__(self, stream: Any, prefix: str) -> None:
-        self._stream, self._prefix, self._rest = stream, prefix, ""
+        self._stream = stream
+        self._prefix = prefix
+        self._rest = ""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

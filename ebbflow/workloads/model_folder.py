@@ -1,4 +1,6 @@
-"""A folder of Hugging Face transformers: its model, with the library's initialisation or weights, and chat template."""
+"""A folder of Hugging Face transformers: its model, with the library's initialisation or weights,
+and chat template.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from ebbflow.workloads.libraries import describe_import_failure
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-except Exception as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
+except (
+    Exception
+) as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
     raise WorkloadError(describe_import_failure("transformers", error)) from error
 
 
 class ModelFolder:
-    """A causal language model as `save_pretrained` or `hf download` leaves it. Nothing is downloaded.
+    """A causal language model as `save_pretrained` or `hf download` leaves it.
+
+    Nothing is downloaded.
 
     Args:
         root: the folder, or a config.json alone.
@@ -33,18 +39,28 @@ class ModelFolder:
         lora_targets: modules that get such matrices, separated by commas; "": all linear ones.
     """
 
-    def __init__(self, root: Path, *, lora_rank: int = 0, lora_alpha: float = 0.0, lora_targets: str = "") -> None:
-        self.root, self._rank, self._alpha, self._targets = root, lora_rank, lora_alpha or 2.0 * lora_rank, lora_targets
+    def __init__(
+        self, root: Path, *, lora_rank: int = 0, lora_alpha: float = 0.0, lora_targets: str = ""
+    ) -> None:
+        self.root = root
+        self._rank = lora_rank
+        self._alpha = lora_alpha or 2.0 * lora_rank
+        self._targets = lora_targets
         try:
             self.settings = AutoConfig.from_pretrained(root, local_files_only=True)
-        except (OSError, ValueError) as error:  # no JSON, or a kind of model that this version does not know
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # no JSON, or a kind of model that this version does not know
             raise WorkloadError(
-                f"{root}: its config.json cannot be read: {_one_line(error)}; fix: copy it again, or pip install "
-                "--upgrade transformers"
+                f"{root}: its config.json cannot be read: {_one_line(error)}; fix: copy it "
+                "again, or pip install --upgrade transformers"
             ) from error
         self.vocabulary = int(self.settings.get_text_config().vocab_size)
         if lora_rank and not self.stored:
-            raise WorkloadError(f"workload_options.lora_rank: {root} has no weights to adapt; fix: leave it out")
+            raise WorkloadError(
+                f"workload_options.lora_rank: {root} has no weights to adapt; fix: leave it out"
+            )
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
@@ -52,21 +68,32 @@ class ModelFolder:
         if self.root.is_file() or not any(self.root.glob("*.safetensors*")):
             return {}
         model = self._plain_model()
-        known, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
-        ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        known = model.state_dict().keys()
+        prefix = f"{model.base_model_prefix}."
+        ignored = [
+            re.compile(one)
+            for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ]
 
         def translate(name: str) -> str | None:
-            name = name if name in known or prefix + name not in known else prefix + name
-            return None if name not in known and any(one.search(name) for one in ignored) else name
+            if name in known or prefix + name not in known:
+                name = name
+            else:
+                name = prefix + name
+            if name not in known and any(one.search(name) for one in ignored):
+                return None
+            return name
 
         found = find_weights(str(self.root), translate)
         try:
             check_weights_fit(found, model, str(self.root))
-        except WorkloadError as error:  # the library renames or joins tensors of some published models as it reads them
+        # the library renames or joins tensors of some published models as it reads them
+        except WorkloadError as error:
             problem = str(error).partition("; fix: ")[0].removeprefix("training.initial_weights ")
             raise WorkloadError(
-                f"workload_options.model: {problem}; fix: the files of this config.json, or, if transformers reads "
-                f"them, {type(model).__name__}.from_pretrained({str(self.root)!r}).save_pretrained(FOLDER, "
+                f"workload_options.model: {problem}; fix: the files of this config.json, or, if "
+                "transformers reads them, "
+                f"{type(model).__name__}.from_pretrained({str(self.root)!r}).save_pretrained(FOLDER, "
                 "save_original_format=False), and that folder"
             ) from error
         tied = tied_names(model)
@@ -89,14 +116,16 @@ class ModelFolder:
 
         try:
             return make("sdpa")
-        except ValueError:  # Gemma 2, BLOOM, gpt-oss and models without attention have no implementation with SDPA
+        except (
+            ValueError
+        ):  # Gemma 2, BLOOM, gpt-oss and models without attention have no implementation with SDPA
             pass
         try:
             return make("eager")
         except ValueError as error:
             raise WorkloadError(
-                f"{self.root} is no causal language model ({_one_line(error)}); fix: a decoder, such as of "
-                "AutoModelForCausalLM"
+                f"{self.root} is no causal language model ({_one_line(error)}); fix: a decoder, "
+                "such as of AutoModelForCausalLM"
             ) from error
 
     def check_length(self, length: int) -> None:
@@ -104,8 +133,8 @@ class ModelFolder:
         longest = getattr(self.settings, "max_position_embeddings", None)
         if isinstance(longest, int) and length > longest:
             raise WorkloadError(
-                f"model.sequence_length is {length}, and {self.root} has positions for {longest}; fix: "
-                f"model.sequence_length: {longest} or less"
+                f"model.sequence_length is {length}, and {self.root} has positions for "
+                f"{longest}; fix: model.sequence_length: {longest} or less"
             )
 
 
@@ -114,26 +143,39 @@ def _one_line(error: Exception) -> str:
 
 
 def find_folder(root: Path, given: object, option: str = "model") -> Path:
-    """Return the path of a model's folder, or of its config.json. Raises WorkloadError if there is none."""
+    """Return the path of a model's folder, or of its config.json.
+
+    Raises WorkloadError if there is none.
+    """
     if not isinstance(given, str) or not given:
-        raise WorkloadError(f"workload_options.{option} is missing; fix: a folder with config.json and tokenizer.json")
+        raise WorkloadError(
+            f"workload_options.{option} is missing; fix: a folder with config.json and "
+            "tokenizer.json"
+        )
     path = root / Path(given).expanduser()
     if not (path if path.is_file() else path / "config.json").is_file():
         raise WorkloadError(
-            f"workload_options.{option} {path}: there is no config.json; fix: hf download ORGANISATION/MODEL "
-            f"--local-dir {given}, or save_pretrained"
+            f"workload_options.{option} {path}: there is no config.json; fix: hf download "
+            f"ORGANISATION/MODEL --local-dir {given}, or save_pretrained"
         )
     return path
 
 
 def list_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder's blocks. Embeddings and head, whose weights may be tied, are not among them."""
+    """Return the decoder's blocks.
+
+    Embeddings and head, whose weights may be tied, are not among them.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters())))
+    return list(
+        max(lists, key=lambda list_: sum(parameter.numel() for parameter in list_.parameters()))
+    )
 
 
 class BypassedHead:
-    """The output layer of a model. Inside its context, the model's own call of the layer returns its input.
+    """The output layer of a model.
+
+    Inside its context, the model's own call of the layer returns its input.
 
     `model` may be wrapped, sharded or replicated.
     """
@@ -144,7 +186,9 @@ class BypassedHead:
         assert isinstance(layer, nn.Module)
         # The model then returns a view, in the eyes of autograd. No code changes it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        self._layer, self._input, self._dtype = layer, torch.empty(0), torch.float32
+        self._layer = layer
+        self._input = torch.empty(0)
+        self._dtype = torch.float32
 
     def __enter__(self) -> BypassedHead:
         self._layer.forward = self._keep
@@ -154,7 +198,9 @@ class BypassedHead:
         del self._layer.forward
 
     def has_returned(self, logits: Tensor) -> bool:
-        """Return whether `logits` are what the bypassed layer returned, so that the model computed nothing from it."""
+        """Return whether `logits` are what the bypassed layer returned, so that the model computed
+        nothing from it.
+        """
         return logits.shape == self._input.shape and logits.data_ptr() == self._input.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -163,34 +209,46 @@ class BypassedHead:
             return self._layer(x)
 
     def _keep(self, x: Tensor) -> Tensor:
-        self._input, kind = x, x.device.type
-        self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        self._input = x
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            self._dtype = torch.get_autocast_dtype(kind)
+        else:
+            self._dtype = torch.float32
         return x
 
 
 def flops_per_token(model: nn.Module) -> float:
     """Return the operations of forward and backward per token.
 
-    6 for each trained parameter (Kaplan et al. 2020, section 2.1), and 4 for frozen ones, which need no gradients.
+    6 for each trained parameter (Kaplan et al. 2020, section 2.1), and 4 for frozen ones, which
+    need no gradients.
     """
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    return 4.0 * sum(one.numel() for one in model.parameters()) + 2.0 * trained
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return 4.0 * sum(parameter.numel() for parameter in model.parameters()) + 2.0 * trained
 
 
 class _Initialise:
-    """`reset_parameters` of one module: the library's rules for it and for its parents, then the stored weights.
+    """`reset_parameters` of one module: the library's rules for it and for its parents, then the
+    stored weights.
 
-    Some rules are those of a parent, such as GPT-2's smaller residual projections. Of a parent only this module has
-    memory; the others are on the meta device, where filling them does nothing.
+    Some rules are those of a parent, such as GPT-2's smaller residual projections. Of a parent only
+    this module has memory; the others are on the meta device, where filling them does nothing.
     """
 
-    def __init__(self, chain: list[tuple[PreTrainedModel, nn.Module]], stored: dict[str, StoredTensor]) -> None:
-        self._chain, self._stored = chain, stored
+    def __init__(
+        self, chain: list[tuple[PreTrainedModel, nn.Module]], stored: dict[str, StoredTensor]
+    ) -> None:
+        self._chain = chain
+        self._stored = stored
 
     @torch.no_grad()
     def __call__(self) -> None:
         module = self._chain[0][1]
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        own = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
         if own.keys() - self._stored.keys():
             for owner, part in self._chain:
                 owner._init_weights(part)
@@ -202,11 +260,26 @@ class _Initialise:
 def _use_own_initialisation(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
     parts = dict(model.named_modules())
     for name, module in parts.items():
-        words = name.split(".") if name else []
+        if name:
+            words = name.split(".")
+        else:
+            words = []
         above = [parts[".".join(words[:count])] for count in range(len(words), -1, -1)]
-        owners = [next(one for one in above[at:] if isinstance(one, PreTrainedModel)) for at in range(len(above))]
-        path = f"{name}." if name else ""
-        own = [key for key, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        owners = [
+            next(one for one in above[at:] if isinstance(one, PreTrainedModel))
+            for at in range(len(above))
+        ]
+        if name:
+            path = f"{name}."
+        else:
+            path = ""
+        own = [
+            key
+            for key, _ in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]
+        ]
         kept = {key: stored[path + key] for key in own if path + key in stored}
         chain = list(zip(owners, above, strict=True))
         module.reset_parameters = _Initialise(chain, kept)  # type: ignore[assignment]
@@ -216,13 +289,20 @@ def _add_lora(model: PreTrainedModel, rank: int, alpha: float, targets: str) -> 
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise WorkloadError("workload_options.lora_rank needs peft; fix: pip install peft") from error
-    wanted = [one.strip() for one in targets.split(",")] if targets else "all-linear"
+        raise WorkloadError(
+            "workload_options.lora_rank needs peft; fix: pip install peft"
+        ) from error
+    if targets:
+        wanted = [part.strip() for part in targets.split(",")]
+    else:
+        wanted = "all-linear"
     settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=wanted, lora_dropout=0.0)  # type: ignore[arg-type]
     try:
         inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise WorkloadError(f"workload_options.lora_targets: {' '.join(str(error).split())}") from error
+        raise WorkloadError(
+            f"workload_options.lora_targets: {' '.join(str(error).split())}"
+        ) from error
     for name, module in model.named_modules():
         if name.endswith("lora_B.default"):  # so that training begins with the model as it is
             module.reset_parameters = _Zeros(module)  # type: ignore[assignment]
@@ -238,45 +318,60 @@ class _Zeros:
 
 
 class ChatTemplate:
-    """The template of a model's folder: `chat_template` of its tokenizer_config.json, or chat_template.jinja."""
+    """The template of a model's folder:
+
+    `chat_template` of its tokenizer_config.json, or chat_template.jinja.
+    """
 
     def __init__(self, root: Path) -> None:
-        self._root = root.parent if root.is_file() else root
+        if root.is_file():
+            self._root = root.parent
+        else:
+            self._root = root
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self._root, local_files_only=True)
         except Exception as error:  # the library raises many kinds
             raise WorkloadError(
-                f"{self._root}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}; "
-                "fix: tokenizer.json and tokenizer_config.json, as save_pretrained writes them"
+                f"{self._root}: its tokenizer cannot be read: "
+                f"{' '.join(str(error).split())[:200]}; fix: tokenizer.json and "
+                "tokenizer_config.json, as save_pretrained writes them"
             ) from error
         if not getattr(self._tokenizer, "chat_template", None):
             raise WorkloadError(
-                f"{self._root} has no chat template; fix: a model that was tuned to chat, or chat_template in its "
-                "tokenizer_config.json"
+                f"{self._root} has no chat template; fix: a model that was tuned to chat, or "
+                "chat_template in its tokenizer_config.json"
             )
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[int]]]:
-        """Return the text of a conversation, and the spans of characters that assistants write. Raises DataError.
+        """Return the text of a conversation, and the spans of characters that assistants write.
 
-        They are those between `{% generation %}` and `{% endgeneration %}`, if the template has these. Otherwise, a
-        span is the text that a message of an assistant adds after the beginning of an answer, with its end of turn.
+        Raises DataError.
+
+        They are those between `{% generation %}` and `{% endgeneration %}`, if the template has
+        these. Otherwise, a span is the text that a message of an assistant adds after the beginning
+        of an answer, with its end of turn.
         """
-        text, spans = self.render(messages), []
+        text = self.render(messages)
+        spans = []
         if re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)):
             found = self._tokenizer.apply_chat_template(
-                list(messages), return_dict=True, return_assistant_tokens_mask=True,
+                list(messages),
+                return_dict=True,
+                return_assistant_tokens_mask=True,
                 tokenizer_kwargs={"return_offsets_mapping": True},
-            )  # fmt: skip
+            )
             marked = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
             return text, [list(place) for place, counted in marked if counted]
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
-                begin, end = self.render(messages[:number], answer=True), self.render(messages[: number + 1])
+                begin = self.render(messages[:number], answer=True)
+                end = self.render(messages[: number + 1])
                 if not end.startswith(begin) or not text.startswith(end):
                     raise DataError(
-                        f"the chat template of {self._root} writes message {number + 1} differently when others follow "
-                        "or when it asks for an answer, so that the assistant's part is unknown; fix: "
-                        "{% generation %} … {% endgeneration %} around it in the template, or "
+                        f"the chat template of {self._root} writes message {number + 1} "
+                        "differently when others follow or when it asks for an answer, so that "
+                        "the assistant's part is unknown; fix: {% generation %} … {% "
+                        "endgeneration %} around it in the template, or "
                         "workload_options.assistant_only_loss: false"
                     )
                 spans.append([len(begin), len(end)])
@@ -287,10 +382,15 @@ class ChatTemplate:
         return self.render([{"role": "user", "content": text}], answer=True)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
-        """Return the text of a conversation; if `answer`, up to where the next answer begins. Raises DataError."""
+        """Return the text of a conversation; if `answer`, up to where the next answer begins.
+
+        Raises DataError.
+        """
         try:
             return str(
-                self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=answer
+                )
             )
         except Exception as error:  # templates raise their own errors, such as for an unknown role
             raise DataError(

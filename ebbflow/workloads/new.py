@@ -84,15 +84,22 @@ def test_samples_are_functions_of_their_index(context):
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="ebbflow new", description="Write a workload of one file, with its test and its configuration."
+        prog="ebbflow new",
+        description="Write a workload of one file, with its test and its configuration.",
     )
     parser.add_argument("name", help="name of the Python module, such as my_model")
-    parser.add_argument("--like", choices=_KINDS, default="text", help="what it is like (default: text)")
+    parser.add_argument(
+        "--like", choices=_KINDS, default="text", help="what it is like (default: text)"
+    )
     parser.add_argument("--folder", default=".", help="where to write it (default: here)")
     given = parser.parse_args(arguments[1:])
-    name, folder = given.name, Path(given.folder)
+    name = given.name
+    folder = Path(given.folder)
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        print(f"ebbflow new: {name!r} cannot be a module's name; fix: letters, digits and _", file=sys.stderr)
+        print(
+            f"ebbflow new: {name!r} cannot be a module's name; fix: letters, digits and _",
+            file=sys.stderr,
+        )
         return 2
     title = "".join(part.capitalize() for part in name.split("_"))
     template = (_TEMPLATES / f"{given.like}.py").read_text(encoding="utf-8")
@@ -104,13 +111,28 @@ def main(arguments: list[str]) -> int:
         f"{name}.yaml": _CONFIG.format(name=name, title=title, settings=settings),
     }
     if taken := [file for file in files if (folder / file).exists()]:
-        print(f"ebbflow new: {folder / taken[0]} exists; fix: another name, or --folder", file=sys.stderr)
-        return 2
-    if not title.isidentifier() or re.search(rf"\b{title}\b", template) or importlib.util.find_spec(name) is not None:
-        why = f"the class {title!r} is in the template" if title.isidentifier() else f"{title!r} is no class"
-        why = "a module of that name is installed" if importlib.util.find_spec(name) is not None else why
         print(
-            f"ebbflow new: {name!r} cannot be used: {why}; fix: another name, such as my_{given.like}", file=sys.stderr
+            f"ebbflow new: {folder / taken[0]} exists; fix: another name, or --folder",
+            file=sys.stderr,
+        )
+        return 2
+    if (
+        not title.isidentifier()
+        or re.search(rf"\b{title}\b", template)
+        or importlib.util.find_spec(name) is not None
+    ):
+        if title.isidentifier():
+            why = f"the class {title!r} is in the template"
+        else:
+            why = f"{title!r} is no class"
+        if importlib.util.find_spec(name) is not None:
+            why = "a module of that name is installed"
+        else:
+            why = why
+        print(
+            f"ebbflow new: {name!r} cannot be used: {why}; fix: another name, such as "
+            f"my_{given.like}",
+            file=sys.stderr,
         )
         return 2
     try:
@@ -122,5 +144,7 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"wrote {', '.join(str(folder / file) for file in files)}")
     print(f"try it:    python -m pytest {folder / f'test_{name}.py'}")
-    print(f"train it:  PYTHONPATH={folder.resolve()} ebbflow run --config {folder / f'{name}.yaml'}")
+    print(
+        f"train it:  PYTHONPATH={folder.resolve()} ebbflow run --config {folder / f'{name}.yaml'}"
+    )
     return 0

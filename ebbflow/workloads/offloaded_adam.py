@@ -19,8 +19,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW that computes on the CPU, one parameter after the other.
 
-    A step copies each gradient and weight to main memory, and the new weight back: 12 bytes per parameter. On a CPU the
-    weights are those of the fused AdamW, bit for bit.
+    A step copies each gradient and weight to main memory, and the new weight back: 12 bytes per
+    parameter. On a CPU the weights are those of the fused AdamW, bit for bit.
     """
 
     @torch.no_grad()
@@ -40,24 +40,40 @@ class OffloadedAdamW(torch.optim.AdamW):
         for name in _MOMENTS:  # a restored commit has put them on the parameter's device
             if state[name].device.type != "cpu":
                 state[name] = state[name].cpu()
-        weight, gradient = _local(parameter), _local(parameter.grad)
+        weight = _local(parameter)
+        gradient = _local(parameter.grad)
         own = weight.cpu()
         averages, squares = ([_local(state[name])] for name in _MOMENTS)
         adamw(
-            [own], [gradient.cpu()], averages, squares, [], [state["step"]], fused=True, amsgrad=False,
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+            [own],
+            [gradient.cpu()],
+            averages,
+            squares,
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
         if own is not weight:
             weight.copy_(own)
 
 
 def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.detach()
 
 
 def make_offloaded(model: nn.Module, training: TrainingConfig) -> OffloadedAdamW:
     """Return an optimizer with the parameter groups and settings of the default one."""
     usual = make_optimizer(model, training)
-    groups = [{name: group[name] for name in ("params", "weight_decay")} for group in usual.param_groups]
+    groups = [
+        {name: group[name] for name in ("params", "weight_decay")} for group in usual.param_groups
+    ]
     return OffloadedAdamW(groups, lr=training.learning_rate, betas=usual.param_groups[0]["betas"])

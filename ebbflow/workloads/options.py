@@ -13,16 +13,24 @@ T = TypeVar("T")
 
 
 def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return the dataclass `kind` with the given values. Raises WorkloadError for unknown names and wrong types."""
+    """Return the dataclass `kind` with the given values.
+
+    Raises WorkloadError for unknown names and wrong types.
+    """
     known = {field.name: type(field.default) for field in fields(kind)}  # type: ignore[arg-type]
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            if close:
+                hint = f"did you mean {close[0]}?"
+            else:
+                hint = f"known are {', '.join(known)}"
             refuse_option(f"{name} is unknown; fix: {hint}")
         wanted = known[name]
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            refuse_option(f"{name}: {value!r} is a {type(value).__name__}; fix: a {wanted.__name__}")
+            refuse_option(
+                f"{name}: {value!r} is a {type(value).__name__}; fix: a {wanted.__name__}"
+            )
     return kind(**given)
 
 

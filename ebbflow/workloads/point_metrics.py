@@ -1,7 +1,8 @@
 """Distances between point clouds, and metrics of sets of clouds.
 
-Conventions of PointFlow (Yang et al. 2019): the Chamfer distance adds the mean squared distances of both directions.
-The earth mover's distance (EMD) is the mean distance of the best one-to-one assignment.
+Conventions of PointFlow (Yang et al. 2019): the Chamfer distance adds the mean squared distances of
+both directions. The earth mover's distance (EMD) is the mean distance of the best one-to-one
+assignment.
 """
 
 from __future__ import annotations
@@ -28,27 +29,34 @@ def chamfer_rows(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the Chamfer distances `[r, c]` of all pairs of clouds `[r, n, 3]` and `[c, m, 3]`."""
     step = max(1, _CHUNK_ELEMENTS // (rows.shape[1] * columns.shape[1]))
     parts = [torch.cat([chamfer(row[None], part) for part in columns.split(step)]) for row in rows]
-    return torch.stack(parts) if parts else rows.new_zeros(0, len(columns))
+    if parts:
+        return torch.stack(parts)
+    return rows.new_zeros(0, len(columns))
 
 
 def assign(costs: np.ndarray) -> np.ndarray:
     """Return the column of each row in the assignment of least total cost of a square matrix.
 
-    Shortest augmenting paths with potentials: Jonker and Volgenant 1987, without their initialisation; O(n³).
+    Shortest augmenting paths with potentials: Jonker and Volgenant 1987, without their
+    initialisation; O(n³).
     """
     size = len(costs)
-    row_price, column_price = np.zeros(size), np.zeros(size + 1)
+    row_price = np.zeros(size)
+    column_price = np.zeros(size + 1)
     owner = np.full(size + 1, -1)  # the row of each column; column `size` is the root of a path
     for row in range(size):
-        owner[size], column = row, size
-        best, previous = np.full(size, np.inf), np.full(size, size)
+        owner[size] = row
+        column = size
+        best = np.full(size, np.inf)
+        previous = np.full(size, size)
         done = np.zeros(size + 1, dtype=bool)
         while owner[column] >= 0:
             done[column] = True
             free = ~done[:size]
             reduced = costs[owner[column]] - row_price[owner[column]] - column_price[:size]
             better = free & (reduced < best)
-            best[better], previous[better] = reduced[better], column
+            best[better] = reduced[better]
+            previous[better] = column
             following = int(np.where(free, best, np.inf).argmin())
             step = best[following]
             row_price[owner[done]] += step
@@ -70,24 +78,31 @@ def exact_emd(a: Tensor, b: Tensor) -> float:
     return float(costs[np.arange(len(costs)), assign(costs)].mean())
 
 
-def sinkhorn_emd(a: Tensor, b: Tensor, *, strength: float = 0.01, rounds: int = 200) -> tuple[float, float]:
-    """Return an upper bound of the EMD of two clouds of equally many points, and how far it may be above the EMD.
+def sinkhorn_emd(
+    a: Tensor, b: Tensor, *, strength: float = 0.01, rounds: int = 200
+) -> tuple[float, float]:
+    """Return an upper bound of the EMD of two clouds of equally many points, and how far it may be
+    above the EMD.
 
-    Sinkhorn's iteration on logarithms with an entropy of `strength` × the mean cost (Cuturi 2013; Peyré and Cuturi
-    2019, section 4.4). The plan is rounded to a feasible one (Altschuler et al. 2017, algorithm 2), whose cost is the
-    upper bound. The error is its distance to the dual value of the potentials, which is a lower bound.
+    Sinkhorn's iteration on logarithms with an entropy of `strength` × the mean cost (Cuturi 2013;
+    Peyré and Cuturi 2019, section 4.4). The plan is rounded to a feasible one (Altschuler et al.
+    2017, algorithm 2), whose cost is the upper bound. The error is its distance to the dual value
+    of the potentials, which is a lower bound.
     """
     costs = distances(a.double(), b.double())
-    size, scale = len(costs), float(strength * costs.mean().clamp(min=1e-12))
+    size = len(costs)
+    scale = float(strength * costs.mean().clamp(min=1e-12))
     log_mass = -float(np.log(size))
-    f, g = costs.new_zeros(size), costs.new_zeros(size)
+    f = costs.new_zeros(size)
+    g = costs.new_zeros(size)
     for _ in range(rounds):
         f = scale * (log_mass - torch.logsumexp((g[None] - costs) / scale, dim=1))
         g = scale * (log_mass - torch.logsumexp((f[:, None] - costs) / scale, dim=0))
     plan = torch.exp((f[:, None] + g[None] - costs) / scale)
     plan = plan * (1 / size / plan.sum(dim=1)).clamp(max=1)[:, None]
     plan = plan * (1 / size / plan.sum(dim=0)).clamp(max=1)[None]
-    rows, columns = 1 / size - plan.sum(dim=1), 1 / size - plan.sum(dim=0)
+    rows = 1 / size - plan.sum(dim=1)
+    columns = 1 / size - plan.sum(dim=0)
     if float(rows.sum()) > 0:
         plan = plan + rows[:, None] * columns[None] / rows.sum()
     upper = float((plan * costs).sum())
@@ -97,11 +112,12 @@ def sinkhorn_emd(a: Tensor, b: Tensor, *, strength: float = 0.01, rounds: int = 
 
 
 def set_metrics(pairs: Tensor, made: int) -> dict[str, float]:
-    """Compare made clouds with real ones, from the distances `[n, n]` of all pairs; the first `made` are made.
+    """Compare made clouds with real ones, from the distances `[n, n]` of all pairs; the first
+    `made` are made.
 
-    Returns:
-        `mmd`: mean distance of a real cloud to the nearest made one. `coverage`: share of the real clouds that are the
-        nearest of a made one. `one_nna`: accuracy of a nearest-neighbour classifier of made and real; 0.5 is best.
+    Returns: `mmd`: mean distance of a real cloud to the nearest made one. `coverage`: share of the
+        real clouds that are the nearest of a made one. `one_nna`: accuracy of a nearest-neighbour
+        classifier of made and real; 0.5 is best.
     """
     real_to_made = pairs[made:, :made]
     alone = pairs.clone()

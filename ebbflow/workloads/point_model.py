@@ -1,8 +1,8 @@
 """The denoiser of point clouds: a transformer whose tokens are points, in plain torch.
 
-Each point attends to all others, as in Point-E (Nichol et al. 2022), or, with `latents`, to learned tokens that attend
-to all points (Set Transformer, Lee et al. 2019), which makes large clouds affordable. Timestep and category scale and
-shift every normalisation (DiT, Peebles and Xie 2023).
+Each point attends to all others, as in Point-E (Nichol et al. 2022), or, with `latents`, to learned
+tokens that attend to all points (Set Transformer, Lee et al. 2019), which makes large clouds
+affordable. Timestep and category scale and shift every normalisation (DiT, Peebles and Xie 2023).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class PointAttention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key_value = nn.Linear(hidden, hidden), nn.Linear(hidden, 2 * hidden)
+        self.query = nn.Linear(hidden, hidden)
+        self.key_value = nn.Linear(hidden, 2 * hidden)
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
@@ -40,23 +41,36 @@ class PointAttention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query(x), *self.key_value(seen).chunk(2, dim=-1))
         )
-        return self.output(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return self.output(
+            F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
 
 
 class PointBlock(nn.Module):
-    """Attention and a feed-forward layer, both with a normalisation that depends on `condition`, `[batch, hidden]`."""
+    """Attention and a feed-forward layer, both with a normalisation that depends on `condition`,
+    `[batch, hidden]`.
+    """
 
     def __init__(self, hidden: int, heads: int, latents: int) -> None:
         super().__init__()
         self.modulation = ZeroLinear(hidden, 6 * hidden)
         self.norm = nn.LayerNorm(hidden, elementwise_affine=False)
-        self.latents = nn.Embedding(latents, hidden) if latents else None
-        self.summary = PointAttention(hidden, heads) if latents else None
+        if latents:
+            self.latents = nn.Embedding(latents, hidden)
+        else:
+            self.latents = None
+        if latents:
+            self.summary = PointAttention(hidden, heads)
+        else:
+            self.summary = None
         self.attention = PointAttention(hidden, heads)
-        self.wide, self.narrow = nn.Linear(hidden, _WIDENING * hidden), nn.Linear(_WIDENING * hidden, hidden)
+        self.wide = nn.Linear(hidden, _WIDENING * hidden)
+        self.narrow = nn.Linear(_WIDENING * hidden, hidden)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift, scale, gate, shift_wide, scale_wide, gate_wide = self.modulation(condition)[:, None].chunk(6, dim=-1)
+        shift, scale, gate, shift_wide, scale_wide, gate_wide = self.modulation(condition)[
+            :, None
+        ].chunk(6, dim=-1)
         normed = self.norm(x) * (1 + scale) + shift
         seen = normed
         if self.latents is not None and self.summary is not None:
@@ -67,23 +81,33 @@ class PointBlock(nn.Module):
 
 
 class PointEmbedding(nn.Module):
-    """Tokens of points, from their coordinates and from whether they are known, and the condition of each cloud."""
+    """Tokens of points, from their coordinates and from whether they are known, and the condition
+    of each cloud.
+    """
 
     def __init__(self, hidden: int, categories: int) -> None:
         super().__init__()
         self.points = nn.Linear(3 * (1 + 2 * _FREQUENCIES) + 1, hidden)
-        self.time, self.time_out = nn.Linear(_TIME_FEATURES, hidden), nn.Linear(hidden, hidden)
-        self.category = nn.Embedding(categories, hidden) if categories else None
+        self.time = nn.Linear(_TIME_FEATURES, hidden)
+        self.time_out = nn.Linear(hidden, hidden)
+        if categories:
+            self.category = nn.Embedding(categories, hidden)
+        else:
+            self.category = None
 
     def forward(self, x: Tensor, t: Tensor, category: Tensor, known: int) -> tuple[Tensor, Tensor]:
         waves = [x * 2.0**number for number in range(_FREQUENCIES)]
         mark = torch.zeros_like(x[..., :1])
         mark[:, :known] = 1.0
-        tokens = self.points(torch.cat([x, *map(torch.sin, waves), *map(torch.cos, waves), mark], dim=-1))
+        tokens = self.points(
+            torch.cat([x, *map(torch.sin, waves), *map(torch.cos, waves), mark], dim=-1)
+        )
         half = _TIME_FEATURES // 2
         rates = torch.exp(torch.arange(half, device=x.device) * (-math.log(_LONGEST_PERIOD) / half))
         angles = t[:, None].to(x.dtype) * rates.to(x.dtype)
-        condition = self.time_out(F.silu(self.time(torch.cat([angles.sin(), angles.cos()], dim=-1))))
+        condition = self.time_out(
+            F.silu(self.time(torch.cat([angles.sin(), angles.cos()], dim=-1)))
+        )
         if self.category is not None:
             condition = condition + self.category(category)
         return tokens, F.silu(condition)
@@ -102,12 +126,16 @@ class PointHead(nn.Module):
 
 
 class PointDenoiser(nn.Module):
-    """Noised clouds `[batch, points, 3]`, timesteps and categories `[batch]` to predictions `[batch, points, 3]`.
+    """Noised clouds `[batch, points, 3]`, timesteps and categories `[batch]` to predictions
+    `[batch, points, 3]`.
 
-    The first `known` points of each cloud are given: they are not noised, and their predictions have no meaning.
+    The first `known` points of each cloud are given: they are not noised, and their predictions
+    have no meaning.
     """
 
-    def __init__(self, *, hidden: int, layers: int, heads: int, latents: int, categories: int) -> None:
+    def __init__(
+        self, *, hidden: int, layers: int, heads: int, latents: int, categories: int
+    ) -> None:
         super().__init__()
         self.embedding = PointEmbedding(hidden, categories)
         self.blocks = nn.ModuleList(PointBlock(hidden, heads, latents) for _ in range(layers))
@@ -121,8 +149,13 @@ class PointDenoiser(nn.Module):
 
 
 def count_flops(*, points: int, hidden: int, layers: int, latents: int) -> float:
-    """Return the FLOPs of forward and backward for one cloud. A multiply-add counts as two; embeddings are left out."""
-    matrices, attention = 12 * points, 2 * points**2
+    """Return the FLOPs of forward and backward for one cloud.
+
+    A multiply-add counts as two; embeddings are left out.
+    """
+    matrices = 12 * points
+    attention = 2 * points**2
     if latents:
-        matrices, attention = 12 * points + 4 * latents, 4 * points * latents
+        matrices = 12 * points + 4 * latents
+        attention = 4 * points * latents
     return 6.0 * layers * (matrices * hidden**2 + attention * hidden)

@@ -25,18 +25,25 @@ from ebbflow.workloads.policy_options import PolicyOptions, refuse_option
 class FolderPolicy(nn.Module):
     """A model of transformers, with a value head for PPO."""
 
-    def __init__(self, model: PreTrainedModel, *, values: bool = False, record: Record | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, values: bool = False, record: Record | None = None
+    ) -> None:
         super().__init__()
         self.language = model
         shape = model.config.get_text_config()
-        self.values = Linear(shape.hidden_size, 1, bias=True) if values else None
+        if values:
+            self.values = Linear(shape.hidden_size, 1, bias=True)
+        else:
+            self.values = None
         self.record = record
         heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
         width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         self.cached_numbers_per_token = 2 * shape.num_hidden_layers * heads * width
 
     def forward(self, tokens: Tensor, past: Any = None) -> Any:
-        """Return logits `[batch, length, vocabulary]`; with a value head, also values `[batch, length]`."""
+        """Return logits `[batch, length, vocabulary]`; with a value head, also values
+        `[batch, length]`.
+        """
         found = self.language(
             input_ids=tokens,
             past_key_values=past,
@@ -54,28 +61,41 @@ class FolderPolicy(nn.Module):
 
 
 class FolderModels:
-    """The model of `workload_options.model`. With LoRA, the reference is the policy without LoRA's matrices."""
+    """The model of `workload_options.model`.
+
+    With LoRA, the reference is the policy without LoRA's matrices.
+    """
 
     def __init__(self, context: WorkloadContext, options: PolicyOptions) -> None:
         self._options = options
         root = find_folder(context.project_root, options.model)
         self._folder = ModelFolder(
-            root, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, lora_targets=options.lora_targets
+            root,
+            lora_rank=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            lora_targets=options.lora_targets,
         )
         self._folder.check_length(options.sequence)
-        config, changed = context.config, {"vocab_size": self._folder.vocabulary}
+        config = context.config
+        changed = {"vocab_size": self._folder.vocabulary}
         config = config.model_copy(update={"model": config.model.model_copy(update=changed)})
         if config.data.tokenizer == BYTES:
             path = str(root.parent if root.is_file() else root)
-            config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": path})})
+            config = config.model_copy(
+                update={"data": config.data.model_copy(update={"tokenizer": path})}
+            )
         self.config = config
-        self._reference = ModelFolder(find_folder(context.project_root, options.reference, "reference")) if (
-            options.reference
-        ) else None  # fmt: skip
+        if options.reference:
+            self._reference = ModelFolder(
+                find_folder(context.project_root, options.reference, "reference")
+            )
+        else:
+            self._reference = None
         if self._reference is not None and self._reference.vocabulary != self._folder.vocabulary:
             refuse_option(
-                f"reference: {self._reference.root} has a vocabulary of {self._reference.vocabulary} tokens, the "
-                f"policy has {self._folder.vocabulary}; fix: a model of the same vocabulary"
+                f"reference: {self._reference.root} has a vocabulary of "
+                f"{self._reference.vocabulary} tokens, the policy has {self._folder.vocabulary}; "
+                "fix: a model of the same vocabulary"
             )
         settings: Any = self._folder.settings.get_text_config()
         ends = settings.eos_token_id
@@ -87,7 +107,9 @@ class FolderModels:
     def policy(self, record: Record | None = None) -> FolderPolicy:
         model = self._folder.model()
         with torch.device("meta"):
-            return FolderPolicy(model, values=self._options.advantage_estimator == "ppo", record=record)
+            return FolderPolicy(
+                model, values=self._options.advantage_estimator == "ppo", record=record
+            )
 
     def reference(self, device: torch.device, dtype: torch.dtype) -> FolderPolicy | None:
         if self._reference is None and self._options.lora_rank:
@@ -110,13 +132,21 @@ class FolderModels:
 
 def _last_of(ends: Any) -> int | None:
     if isinstance(ends, list):
-        return int(ends[-1]) if ends else None
+        if ends:
+            return int(ends[-1])
+        return None
     return ends
 
 
 def _identify(folder: ModelFolder) -> list[Any]:
-    settings = folder.root if folder.root.is_file() else folder.root / "config.json"
-    return [json.loads(settings.read_text()), *(describe_files(str(folder.root)) if folder.stored else [])]
+    if folder.root.is_file():
+        settings = folder.root
+    else:
+        settings = folder.root / "config.json"
+    return [
+        json.loads(settings.read_text()),
+        *(describe_files(str(folder.root)) if folder.stored else []),
+    ]
 
 
 @contextmanager
@@ -125,7 +155,9 @@ def without_lora(model: nn.Module) -> Iterator[None]:
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
-        raise WorkloadError("workload_options.lora_rank needs peft; fix: pip install peft") from error
+        raise WorkloadError(
+            "workload_options.lora_rank needs peft; fix: pip install peft"
+        ) from error
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer.enable_adapters(False)

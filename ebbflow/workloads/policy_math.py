@@ -1,7 +1,9 @@
-"""Formulas of policy optimization: estimates of the KL divergence, advantages, and losses, each with its source.
+"""Formulas of policy optimization: estimates of the KL divergence, advantages, and losses, each
+with its source.
 
-Shapes: `[rollouts]` for rewards; `[rollouts, positions]` for everything about tokens. `mask` is 1 for the tokens of the
-completion and 0 elsewhere. Rollouts of one prompt are `group` consecutive rows.
+Shapes: `[rollouts]` for rewards; `[rollouts, positions]` for everything about tokens. `mask` is 1
+for the tokens of the completion and 0 elsewhere. Rollouts of one prompt are `group` consecutive
+rows.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _EPSILON = 1e-6
 def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
     """Return estimates of KL(policy ‖ reference) per token, for tokens that the policy drew.
 
-    k1 is -log r, k2 is (log r)² / 2 and k3 is r - 1 - log r, where r = reference / policy. Source: Schulman 2020,
-    "Approximating KL Divergence". k3 is GRPO's (Shao et al. 2024, section 4.1.1).
+    k1 is -log r, k2 is (log r)² / 2 and k3 is r - 1 - log r, where r = reference / policy. Source:
+    Schulman 2020, "Approximating KL Divergence". k3 is GRPO's (Shao et al. 2024, section 4.1.1).
     """
     log_ratio = reference - log_probs
     if kind == "k1":
@@ -34,11 +36,13 @@ def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
-def adapt_kl_coefficient(coefficient: float, kl: float, target: float, rollouts: int, horizon: float) -> float:
+def adapt_kl_coefficient(
+    coefficient: float, kl: float, target: float, rollouts: int, horizon: float
+) -> float:
     """Return the coefficient after a step: coefficient · (1 + error · rollouts / horizon).
 
-    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More rollouts than the
-    horizon count as the horizon; otherwise the coefficient could become negative.
+    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More
+    rollouts than the horizon count as the horizon; otherwise the coefficient could become negative.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * min(1.0, rollouts / horizon))
@@ -54,9 +58,11 @@ class RunningMoments:
 
     def add(self, values: Tensor) -> RunningMoments:
         """Return the moments with further values."""
-        count, mean = len(values), float(values.double().mean())
+        count = len(values)
+        mean = float(values.double().mean())
         squares = float((values.double() - mean).square().sum())
-        total, apart = self.count + count, mean - self.mean
+        total = self.count + count
+        apart = mean - self.mean
         return RunningMoments(
             total,
             self.mean + apart * count / total,
@@ -68,15 +74,21 @@ class RunningMoments:
 
         While all values so far are equal, their deviation is 0, and they are not divided.
         """
-        deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return (values - self.mean if minus_mean else values) / (deviation + _EPSILON if deviation else 1.0)
+        if self.count:
+            deviation = math.sqrt(self.squares / self.count)
+        else:
+            deviation = 0.0
+        return (values - self.mean if minus_mean else values) / (
+            deviation + _EPSILON if deviation else 1.0
+        )
 
 
 def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:
-    """Return the rewards minus their group's mean, and if `scaled` divided by its standard deviation.
+    """Return the rewards minus their group's mean, and if `scaled` divided by its standard
+    deviation.
 
-    Source: GRPO, Shao et al. 2024, section 4.1.2. The deviation is that of the sample (n - 1). Without scaling it is
-    the advantage of CPGD (Liu et al. 2025).
+    Source: GRPO, Shao et al. 2024, section 4.1.2. The deviation is that of the sample (n - 1).
+    Without scaling it is the advantage of CPGD (Liu et al. 2025).
     """
     groups = rewards.view(-1, group)
     apart = groups - groups.mean(dim=1, keepdim=True)
@@ -86,19 +98,26 @@ def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:
 
 
 def accepted(rewards: Tensor, group: int) -> Tensor:
-    """Return whether a group's rewards differ, for each of its rollouts. If they are equal, none has an advantage."""
+    """Return whether a group's rewards differ, for each of its rollouts.
+
+    If they are equal, none has an advantage.
+    """
     groups = rewards.view(-1, group)
     return (groups.amax(dim=1) > groups.amin(dim=1)).repeat_interleave(group)
 
 
 def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:
-    """Return each reward minus the mean of the other rewards of its group. Source: RLOO, Ahmadian et al. 2024."""
+    """Return each reward minus the mean of the other rewards of its group.
+
+    Source: RLOO, Ahmadian et al. 2024.
+    """
     groups = rewards.view(-1, group)
     return (groups - (groups.sum(dim=1, keepdim=True) - groups) / (group - 1)).flatten()
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, coefficient: float) -> Tensor:
-    """Return rewards per token: minus the KL divergence at each, plus the rollout's reward at the last.
+    """Return rewards per token: minus the KL divergence at each, plus the rollout's reward at the
+    last.
 
     Source: Ziegler et al. 2019, section 2; REINFORCE++, Hu 2025.
     """
@@ -112,7 +131,10 @@ def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def normalise_over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values with mean 0 and variance 1 over all tokens of the batch. Source: REINFORCE++, Hu 2025."""
+    """Return values with mean 0 and variance 1 over all tokens of the batch.
+
+    Source: REINFORCE++, Hu 2025.
+    """
     count = mask.sum().clamp(min=1)
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / count
@@ -126,7 +148,8 @@ def generalised_advantages(
 
     Source: GAE, Schulman et al. 2016, equations 11 and 16. `trace` is its λ.
     """
-    advantages, after = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    advantages = torch.zeros_like(rewards)
+    after = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(after)
     for at in range(rewards.shape[1] - 1, -1, -1):
         inside = mask[:, at]
@@ -138,17 +161,24 @@ def generalised_advantages(
 
 
 def clipped_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Return the clipped surrogate loss per token. Source: PPO, Schulman et al. 2017, equation 7."""
+    """Return the clipped surrogate loss per token.
+
+    Source: PPO, Schulman et al. 2017, equation 7.
+    """
     ratio = (log_probs - old).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
-def drift_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float, coefficient: float) -> Tensor:
-    """Return CPGD's loss per token: a clipped policy gradient, and a penalty of the drift from the old policy.
+def drift_loss(
+    log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float, coefficient: float
+) -> Tensor:
+    """Return CPGD's loss per token: a clipped policy gradient, and a penalty of the drift from the
+    old policy.
 
-    The policy gradient is log r · advantage with log r clipped to log(1 ± clip), where r = new / old. The gradient of
-    the drift KL(old ‖ new) is (r - 1) · ∇log(new), with r - 1 limited to `clip` from above. Source: Liu et al. 2025,
-    "CPGD: Toward Stable Rule-based Reinforcement Learning for Language Models".
+    The policy gradient is log r · advantage with log r clipped to log(1 ± clip), where r = new /
+    old. The gradient of the drift KL(old ‖ new) is (r - 1) · ∇log(new), with r - 1 limited to
+    `clip` from above. Source: Liu et al. 2025, "CPGD: Toward Stable Rule-based Reinforcement
+    Learning for Language Models".
     """
     log_ratio = log_probs - old
     clipped = log_ratio.clamp(math.log1p(-clip), math.log1p(clip))
@@ -158,11 +188,17 @@ def drift_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float, 
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return the clipped squared error of the values per token. Source: PPO's reference code; Huang et al. 2022."""
+    """Return the clipped squared error of the values per token.
+
+    Source: PPO's reference code; Huang et al. 2022.
+    """
     near = old + (values - old).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
 def sum_over_rollouts(per_token: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over rollouts of the mean over the tokens of each. Source: GRPO, Shao et al. 2024, equation 3."""
+    """Return the sum over rollouts of the mean over the tokens of each.
+
+    Source: GRPO, Shao et al. 2024, equation 3.
+    """
     return ((per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()

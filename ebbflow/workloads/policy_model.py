@@ -1,6 +1,8 @@
-"""The policy of reinforcement fine-tuning: its model, the record in its commits, and its first weights.
+"""The policy of reinforcement fine-tuning: its model, the record in its commits, and its first
+weights.
 
-The policy is the built-in language model (`BuiltInModels`), or one of a folder of transformers (`FolderModels`).
+The policy is the built-in language model (`BuiltInModels`), or one of a folder of transformers
+(`FolderModels`).
 """
 
 from __future__ import annotations
@@ -38,15 +40,24 @@ from ebbflow.workloads.policy_rollouts import TorchEngine
 _LOOK_EVERY = 10  # steps of the supervised start between two looks at the reward
 _WARM_UP_STEPS = 20
 _LOOKED_AT = 256  # prompts of such a look
-COLUMNS = ("old", "reference", "advantages", "values", "returns")  # of the rollouts that a commit keeps
-# Sums over the rollouts since the last step that was a multiple of training.evaluation_interval_steps.
+COLUMNS = (
+    "old",
+    "reference",
+    "advantages",
+    "values",
+    "returns",
+)  # of the rollouts that a commit keeps
+# Sums over the rollouts since the last step that was a multiple of
+# training.evaluation_interval_steps.
 MEANS = ("rollouts", "reward", "kl", "entropy", "length", "accept_rate")
 
 
 class Record(nn.Module):
-    """What a commit keeps besides the weights: running figures, and rollouts that later steps still train on.
+    """What a commit keeps besides the weights: running figures, and rollouts that later steps still
+    train on.
 
-    `figures` has two rows: before and after the last rollouts. The first makes a repeated rollout the same.
+    `figures` has two rows: before and after the last rollouts. The first makes a repeated rollout
+    the same.
     """
 
     figures: Tensor  # float64 `[2, figures]`
@@ -55,9 +66,15 @@ class Record(nn.Module):
     columns: Tensor  # float32 `[columns, rollouts, sequence - 1]`
 
     NAMES = (
-        "round", "reward_count", "reward_mean", "reward_squares", "kl_coefficient",
-        "all_rollouts", "window", *MEANS,
-    )  # fmt: skip
+        "round",
+        "reward_count",
+        "reward_mean",
+        "reward_squares",
+        "kl_coefficient",
+        "all_rollouts",
+        "window",
+        *MEANS,
+    )
 
     def __init__(self, options: PolicyOptions, rollouts: int) -> None:
         super().__init__()
@@ -76,9 +93,12 @@ class Record(nn.Module):
     def read(self, *, before_round: int | None = None) -> dict[str, float]:
         """Return the figures; if the last round was `before_round`, those before it."""
         before, after = (
-            {str(name): x for name, x in zip(self.NAMES, row, strict=True)} for row in self.figures.tolist()
+            {str(name): x for name, x in zip(self.NAMES, row, strict=True)}
+            for row in self.figures.tolist()
         )
-        return before if after["round"] == before_round else after
+        if after["round"] == before_round:
+            return before
+        return after
 
     def write(self, before: dict[str, float], after: dict[str, float]) -> None:
         rows = [[one[name] for name in self.NAMES] for one in (before, after)]
@@ -88,18 +108,28 @@ class Record(nn.Module):
 class Policy(CausalLM):
     """The built-in causal language model, with a value head for PPO and the record of the training."""
 
-    def __init__(self, model: ModelConfig, *, values: bool = False, record: Record | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, *, values: bool = False, record: Record | None = None
+    ) -> None:
         super().__init__(model)
-        self.values = Linear(model.hidden_size, 1, bias=True) if values else None
+        if values:
+            self.values = Linear(model.hidden_size, 1, bias=True)
+        else:
+            self.values = None
         self.record = record
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (no loss of its own)
         self, tokens: Tensor, past: Any = None
     ) -> Any:
-        """Return logits `[batch, length, vocabulary]`; with a value head, also values `[batch, length]`."""
+        """Return logits `[batch, length, vocabulary]`; with a value head, also values
+        `[batch, length]`.
+        """
         x = self.embeddings(tokens, past[0] if past else None)
         for number, block in enumerate(self.blocks):
-            x = block(x, past[number]) if past else block(x)
+            if past:
+                x = block(x, past[number])
+            else:
+                x = block(x)
         logits = self.head(x)
         if self.values is None:
             return logits
@@ -134,7 +164,10 @@ class PolicyModels(Protocol):
         ...
 
     def reference(self, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
-        """Return the reference on a device, not sharded. None: it is the policy without LoRA's matrices."""
+        """Return the reference on a device, not sharded.
+
+        None: it is the policy without LoRA's matrices.
+        """
         ...
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]: ...
@@ -149,24 +182,39 @@ class PolicyModels(Protocol):
 
 
 class BuiltInModels:
-    """The built-in language model, with weights of a safetensors file, of a supervised start, or random ones."""
+    """The built-in language model, with weights of a safetensors file, of a supervised start, or
+    random ones.
+    """
 
     stop: int | None = None
 
     def __init__(self, context: WorkloadContext, options: PolicyOptions) -> None:
-        self.config, self._options, self._context = context.config, options, context
+        self.config = context.config
+        self._options = options
+        self._context = context
         self.parameters = causal_lm_shape(self.config.model).parameters
-        self._weights = self._stored("weights", options.weights) if options.weights else {}
-        self._own_reference = self._stored("reference", options.reference) if options.reference else None
+        if options.weights:
+            self._weights = self._stored("weights", options.weights)
+        else:
+            self._weights = {}
+        if options.reference:
+            self._own_reference = self._stored("reference", options.reference)
+        else:
+            self._own_reference = None
 
     def policy(self, record: Record | None = None) -> Policy:
         with torch.device("meta"):
-            model = Policy(self.config.model, values=self._options.advantage_estimator == "ppo", record=record)
+            model = Policy(
+                self.config.model, values=self._options.advantage_estimator == "ppo", record=record
+            )
         start_with(model, self._first_weights())
         return model
 
     def reference(self, device: torch.device, dtype: torch.dtype) -> Policy:
-        first = self._first_weights() if self._own_reference is None else self._own_reference
+        if self._own_reference is None:
+            first = self._first_weights()
+        else:
+            first = self._own_reference
         return plain_policy(self.config, first, device=device, dtype=dtype)
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
@@ -174,12 +222,18 @@ class BuiltInModels:
         return model.units()
 
     def flops_per_token(self) -> float:
-        return causal_lm_shape(self.config.model).flops_per_sample / self.config.model.sequence_length
+        return (
+            causal_lm_shape(self.config.model).flops_per_sample / self.config.model.sequence_length
+        )
 
     def describe(self) -> dict[str, Any]:
         given = {name: getattr(self._options, name) for name in ("weights", "reference")}
         root = self._context.project_root
-        return {name: describe_files(str(root / Path(path).expanduser())) for name, path in given.items() if path}
+        return {
+            name: describe_files(str(root / Path(path).expanduser()))
+            for name, path in given.items()
+            if path
+        }
 
     def _first_weights(self) -> Weights:
         if "start" in self._context.prepared:
@@ -192,16 +246,21 @@ class BuiltInModels:
         with torch.device("meta"):
             model = CausalLM(self.config.model)
         try:
-            found = find_weights(path, our_name if self.config.model.architecture == "llama" else None)
+            found = find_weights(
+                path, our_name if self.config.model.architecture == "llama" else None
+            )
             rows = found.get("embeddings.token.weight")
             if rows is not None and rows.shape[:1] != (self.config.model.vocab_size,):
                 refuse_option(
-                    f"{option}: {path} has a vocabulary of {rows.shape[0]} tokens, the policy has "
-                    f"{self.config.model.vocab_size}; fix: weights of the same vocabulary, or model.vocab_size"
+                    f"{option}: {path} has a vocabulary of {rows.shape[0]} tokens, the policy "
+                    f"has {self.config.model.vocab_size}; fix: weights of the same vocabulary, "
+                    "or model.vocab_size"
                 )
             check_weights_fit(found, model, path)
         except WorkloadError as error:
-            raise WorkloadError(str(error).replace("training.initial_weights", f"workload_options.{option}")) from None
+            raise WorkloadError(
+                str(error).replace("training.initial_weights", f"workload_options.{option}")
+            ) from None
         return {name: partial(_read, stored) for name, stored in found.items()}
 
 
@@ -223,12 +282,15 @@ def plain_policy(
 ) -> Policy:
     """Return a policy with its first weights, not sharded, without value head and record."""
     with torch.device("meta"):
-        model, blank = Policy(config.model), Policy(config.model)
+        model = Policy(config.model)
+        blank = Policy(config.model)
     start_with(blank, start)
     return fill(model, blank, config.training.seed, device, dtype)
 
 
-def fill(model: Any, blank: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype) -> Any:
+def fill(
+    model: Any, blank: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype
+) -> Any:
     """Fill a model on the meta device, one module after the other, and return it without gradients.
 
     Parameters get the given type. Buffers, such as rotary frequencies, keep theirs.
@@ -244,7 +306,9 @@ class _Stored:
     """`reset_parameters` of one module whose weights are given."""
 
     def __init__(self, module: nn.Module, given: Weights) -> None:
-        self._module, self._given, self._own = module, given, module.reset_parameters
+        self._module = module
+        self._given = given
+        self._own = module.reset_parameters
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -254,8 +318,12 @@ class _Stored:
 
 
 def start_with(model: nn.Module, start: Weights) -> None:
-    """Let the modules of a model on the meta device begin with given weights instead of random ones."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied weight, its first name
+    """Let the modules of a model on the meta device begin with given weights instead of random
+    ones.
+    """
+    first = {
+        id(parameter): name for name, parameter in model.named_parameters()
+    }  # of a tied weight, its first name
     every = dict(model.named_parameters(remove_duplicate=False))
     given: dict[str, dict[str, Callable[[], Tensor]]] = {}
     for name, read in start.items():
@@ -266,17 +334,26 @@ def start_with(model: nn.Module, start: Weights) -> None:
         module.reset_parameters = _Stored(module, values)  # type: ignore[assignment]
 
 
-def make_start(context: WorkloadContext, options: PolicyOptions, prompts: Prompts, codec: Codec) -> str:
-    """Train on right answers until enough drawn completions are right, and return the key of the weights in the store.
+def make_start(
+    context: WorkloadContext, options: PolicyOptions, prompts: Prompts, codec: Codec
+) -> str:
+    """Train on right answers until enough drawn completions are right, and return the key of the
+    weights in the store.
 
     Raises DataError if the prompts have no answers, or if that takes too many steps.
     """
     config = context.config
     names = [
-        name for name in asdict(options) if name.startswith(("supervised", "prompt", "generate", "held", "reward"))
+        name
+        for name in asdict(options)
+        if name.startswith(("supervised", "prompt", "generate", "held", "reward"))
     ]
     content = {name: getattr(options, name) for name in [*names, "temperature"]}
-    content |= {"model": config.model.model_dump(mode="json"), "seed": config.training.seed, "tokens": codec.identity}
+    content |= {
+        "model": config.model.model_dump(mode="json"),
+        "seed": config.training.seed,
+        "tokens": codec.identity,
+    }
     content |= {"prompts": [(prompt.text, prompt.answer) for prompt in prompts.train]}
     key = f"start/{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
     if context.store.head(key) is not None:
@@ -291,25 +368,45 @@ def make_start(context: WorkloadContext, options: PolicyOptions, prompts: Prompt
     return key
 
 
-def _train_start(config: RunConfig, options: PolicyOptions, prompts: Prompts, codec: Codec) -> dict[str, Tensor]:
+def _train_start(
+    config: RunConfig, options: PolicyOptions, prompts: Prompts, codec: Codec
+) -> dict[str, Tensor]:
     model = plain_policy(config, {}).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     tokens, mask = _answers(prompts.train, options, codec)
-    order, reward = SampleOrder(len(tokens), config.training.seed), 0.0
-    judge = Reward(options.reward, seconds=options.reward_seconds, memory_mib=options.test_memory_mib)
+    order = SampleOrder(len(tokens), config.training.seed)
+    reward = 0.0
+    judge = Reward(
+        options.reward, seconds=options.reward_seconds, memory_mib=options.test_memory_mib
+    )
     engine = TorchEngine(
-        Policy(config.model).to("meta"), sequence=options.sequence, stop=codec.stop, temperature=options.temperature,
-        batch=_LOOKED_AT, device=torch.device("cpu"),
-    )  # fmt: skip
-    draws = torch.rand(_LOOKED_AT, options.generate_max_len, generator=seeded(config.training.seed, "supervised"))
+        Policy(config.model).to("meta"),
+        sequence=options.sequence,
+        stop=codec.stop,
+        temperature=options.temperature,
+        batch=_LOOKED_AT,
+        device=torch.device("cpu"),
+    )
+    draws = torch.rand(
+        _LOOKED_AT, options.generate_max_len, generator=seeded(config.training.seed, "supervised")
+    )
     looked_at = prompts.train[:_LOOKED_AT]
     for step in range(1, options.supervised_steps + 1):
-        rows = order.window((step - 1) * options.supervised_batch_size, options.supervised_batch_size)
-        batch, weight = tokens[rows], mask[rows]
-        optimizer.param_groups[0]["lr"] = options.supervised_learning_rate * min(1.0, step / _WARM_UP_STEPS)
-        logits, targets = model(batch[:, :-1]).float(), batch[:, 1:]
+        rows = order.window(
+            (step - 1) * options.supervised_batch_size, options.supervised_batch_size
+        )
+        batch = tokens[rows]
+        weight = mask[rows]
+        optimizer.param_groups[0]["lr"] = options.supervised_learning_rate * min(
+            1.0, step / _WARM_UP_STEPS
+        )
+        logits = model(batch[:, :-1]).float()
+        targets = batch[:, 1:]
         losses = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=options.supervised_smoothing
+            logits.flatten(0, 1),
+            targets.flatten(),
+            reduction="none",
+            label_smoothing=options.supervised_smoothing,
         ).view_as(targets)
         optimizer.zero_grad()
         ((losses * weight).sum() / weight.sum()).backward()
@@ -317,8 +414,15 @@ def _train_start(config: RunConfig, options: PolicyOptions, prompts: Prompts, co
         optimizer.step()
         if step % _LOOK_EVERY == 0:
             engine.update_weights(model, step)
-            found = engine.generate([codec.encode(prompt.text) for prompt in looked_at], draws[: len(looked_at)])
-            spans = zip(found.tokens.tolist(), found.prompt_lengths.tolist(), found.lengths.tolist(), strict=True)
+            found = engine.generate(
+                [codec.encode(prompt.text) for prompt in looked_at], draws[: len(looked_at)]
+            )
+            spans = zip(
+                found.tokens.tolist(),
+                found.prompt_lengths.tolist(),
+                found.lengths.tolist(),
+                strict=True,
+            )
             texts = [codec.decode(row[begin:end]) for row, begin, end in spans]
             reward = sum(map(judge, looked_at, texts)) / len(looked_at)
             if reward >= options.supervised_start:
@@ -331,20 +435,25 @@ def _train_start(config: RunConfig, options: PolicyOptions, prompts: Prompts, co
     )
 
 
-def _answers(prompts: Sequence[Prompt], options: PolicyOptions, codec: Codec) -> tuple[Tensor, Tensor]:
+def _answers(
+    prompts: Sequence[Prompt], options: PolicyOptions, codec: Codec
+) -> tuple[Tensor, Tensor]:
     """Return the tokens of prompts with their answers, and which of them are the answers'."""
     tokens = torch.full((len(prompts), options.sequence), codec.stop)
     mask = torch.zeros(len(prompts), options.sequence - 1)
     for row, prompt in enumerate(prompts):
         if not prompt.answer:
             raise DataError(
-                f"workload_options.supervised_start: prompt {prompt.text[:60]!r} has no answer; fix: add it, or 0"
+                f"workload_options.supervised_start: prompt {prompt.text[:60]!r} has no answer; "
+                "fix: add it, or 0"
             )
-        first, answer = codec.encode(prompt.text), [*codec.encode_plain(prompt.answer), codec.stop]
+        first = codec.encode(prompt.text)
+        answer = [*codec.encode_plain(prompt.answer), codec.stop]
         if len(answer) > options.generate_max_len:
             raise DataError(
-                f"the answer {prompt.answer[:40]!r} has {len(answer)} tokens with its end, more than "
-                f"workload_options.generate_max_len {options.generate_max_len}; fix: generate_max_len: {len(answer)}"
+                f"the answer {prompt.answer[:40]!r} has {len(answer)} tokens with its end, more "
+                f"than workload_options.generate_max_len {options.generate_max_len}; fix: "
+                f"generate_max_len: {len(answer)}"
             )
         tokens[row, : len(first) + len(answer)] = torch.tensor(first + answer)
         mask[row, len(first) - 1 : len(first) + len(answer) - 1] = 1.0

@@ -1,8 +1,10 @@
-"""Reinforcement fine-tuning of a causal language model: rollouts, rewards, advantages and updates of a policy.
+"""Reinforcement fine-tuning of a causal language model: rollouts, rewards, advantages and updates
+of a policy.
 
-A step of the engine is one update. Prompts and random numbers of a rollout are functions of (seed, prompt, position in
-the order of prompts), and rollouts that several steps use are part of the commit. So restarts change nothing, and world
-size only changes the rounding. docs/policy-optimization.md is the guide.
+A step of the engine is one update. Prompts and random numbers of a rollout are functions of (seed,
+prompt, position in the order of prompts), and rollouts that several steps use are part of the
+commit. So restarts change nothing, and world size only changes the rounding.
+docs/policy-optimization.md is the guide.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ _SHOWN = 12  # rollouts in the report's table
 
 
 class RolloutBatch(NamedTuple):
-    """Rollouts to train on. The figures of tokens are `[rollouts, sequence - 1]`, as in `Rollouts`."""
+    """Rollouts to train on.
+
+    The figures of tokens are `[rollouts, sequence - 1]`, as in `Rollouts`.
+    """
 
     tokens: Tensor  # int64 `[rollouts, sequence]`
     prompt_lengths: Tensor
@@ -93,11 +98,17 @@ class RolloutBatch(NamedTuple):
         return RolloutBatch(*(tensor[first:last] for tensor in self))
 
     def split(self, parts: int) -> list[RolloutBatch]:
-        return [RolloutBatch(*part) for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)]
+        return [
+            RolloutBatch(*part)
+            for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)
+        ]
 
 
 def _find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
-    """Return the models that the options name. Raises WorkloadError if they do not fit each other."""
+    """Return the models that the options name.
+
+    Raises WorkloadError if they do not fit each other.
+    """
     if options.model:
         from ebbflow.workloads.policy_folder import FolderModels
 
@@ -112,9 +123,12 @@ class PolicyOptimization:
     batch_phase = "forward"  # rollouts are computed, not waited for
 
     def __init__(self, context: WorkloadContext) -> None:
-        self._context, self._options = context, PolicyOptions.of(context)
-        options, training = self._options, context.config.training
-        self._seed, self._batch_size = training.seed, training.batch_size
+        self._context = context
+        self._options = PolicyOptions.of(context)
+        options = self._options
+        training = context.config.training
+        self._seed = training.seed
+        self._batch_size = training.batch_size
         self._models = _find_models(context, options)
         self._codec = _codec_of(context, options, self._models)
         self._prompts = _prompts_of(context, options, context.prepared["prompts"])
@@ -131,9 +145,14 @@ class PolicyOptimization:
         self._round_steps = self._round_batches * options.max_epochs
         self._dtype = DTYPES[context.config.fsdp.compute_dtype]
         sharded = context.config.parallel.mode != "ddp"
-        self._kept_dtype = self._dtype if sharded else torch.float32  # of models beside the policy, as it computes
+        # of models beside the policy, as it computes
+        if sharded:
+            self._kept_dtype = self._dtype
+        else:
+            self._kept_dtype = torch.float32
         self._engine = self._open_engine()
-        self._ahead: tuple[int, Future[Rollouts]] | None = None  # the next round's rollouts, while they are drawn
+        # The next round's rollouts, while they are drawn
+        self._ahead: tuple[int, Future[Rollouts]] | None = None
         self._reference: nn.Module | None = None
         self._shown: list[tuple[str, str, str, float]] = []
         self._clipped = torch.zeros(2, device=context.device)  # tokens that were clipped, and all
@@ -152,33 +171,52 @@ class PolicyOptimization:
         count = ARITHMETIC_PAIRS - held_out
         if options.path:
             path = locate(context.project_root, options.path)
-            count = len(read_prompts(path, column=options.prompt_column, held_out=held_out)) - held_out
+            count = (
+                len(read_prompts(path, column=options.prompt_column, held_out=held_out)) - held_out
+            )
         each = options.prompts_per_rollout(context.config.training.batch_size)
-        remarks = [options.explain_zero(context.config)] if options.zero_stage >= 0 else []
-        found = f"num_rollouts_per_episodes = {count} prompts // {each} prompts per rollout = {count // each}"
+        if options.zero_stage >= 0:
+            remarks = [options.explain_zero(context.config)]
+        else:
+            remarks = []
+        found = (
+            f"num_rollouts_per_episodes = {count} prompts // {each} prompts per rollout = "
+            f"{count // each}"
+        )
         if not count // each:
             raise DataError(
-                f"{found}; fix: workload_options.rollout_batch_size and training.batch_size of at most {count}, "
-                "or more prompts"
+                f"{found}; fix: workload_options.rollout_batch_size and training.batch_size of "
+                f"at most {count}, or more prompts"
             )
         return "; ".join([found, *remarks])
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
-        """Copy the prompts to the store, and make the supervised start. Raises DataError for unusable prompts."""
+        """Copy the prompts to the store, and make the supervised start.
+
+        Raises DataError for unusable prompts.
+        """
         cls.check(context)
         options = PolicyOptions.of(context)
         about: dict[str, Any] = {"prompts": ""}
         if options.path:
             path = locate(context.project_root, options.path)
             held_out = options.held_out_prompts
-            about["prompts"] = pack_prompts(context.store, path, column=options.prompt_column, held_out=held_out)
+            about["prompts"] = pack_prompts(
+                context.store, path, column=options.prompt_column, held_out=held_out
+            )
         models = _find_models(context, options)
-        prompts, codec = _prompts_of(context, options, about["prompts"]), _codec_of(context, options, models)
+        prompts = _prompts_of(context, options, about["prompts"])
+        codec = _codec_of(context, options, models)
         check_vocabulary(models.config, codec.vocab_size)
         check_lengths(prompts, codec, options.prompt_max_len)
-        each, count = options.prompts_per_rollout(context.config.training.batch_size), len(prompts.train)
-        about |= {"train": count, "held_out": len(prompts.held_out), "num_rollouts_per_episodes": count // each}
+        each = options.prompts_per_rollout(context.config.training.batch_size)
+        count = len(prompts.train)
+        about |= {
+            "train": count,
+            "held_out": len(prompts.held_out),
+            "num_rollouts_per_episodes": count // each,
+        }
         about |= models.describe()
         if options.supervised_start and not options.weights:
             about["start"] = make_start(context, options, prompts, codec)
@@ -192,13 +230,22 @@ class PolicyOptimization:
             "rollout_batch_size",
             "max_epochs",
         )
-        content = {**about, **{name: getattr(options, name) for name in same}, "tokenizer": codec.identity}
-        about["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        content = {
+            **about,
+            **{name: getattr(options, name) for name in same},
+            "tokenizer": codec.identity,
+        }
+        about["fingerprint"] = hashlib.sha256(
+            json.dumps(content, sort_keys=True).encode()
+        ).hexdigest()
         return about | {"weight_unit": cls.weight_unit}
 
     def model(self) -> nn.Module:
         options = self._options
-        kept = self._round_prompts * options.n_samples_per_prompt if self._round_steps > 1 else 0
+        if self._round_steps > 1:
+            kept = self._round_prompts * options.n_samples_per_prompt
+        else:
+            kept = 0
         with torch.device("meta"):
             record = Record(options, kept)
         return self._models.policy(record)
@@ -207,8 +254,12 @@ class PolicyOptimization:
         return self._models.units(model)
 
     def other_bytes(self) -> int:
-        """Return the bytes that a rank keeps beside the policy: the reference, and the engine's gathered weights."""
-        kept = self._uses_reference and not (self._options.lora_rank and not self._options.reference)
+        """Return the bytes that a rank keeps beside the policy: the reference, and the engine's
+        gathered weights.
+        """
+        kept = self._uses_reference and not (
+            self._options.lora_rank and not self._options.reference
+        )
         gathered = self._options.engine == "torch" and self._context.config.parallel.mode != "ddp"
         each = self._models.parameters // self._context.config.parallel.tensor_size
         return each * self._kept_dtype.itemsize * (kept + gathered) + self._reward.model_bytes
@@ -219,24 +270,35 @@ class PolicyOptimization:
         return self._options.adam_offload
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        make = make_offloaded if self._options.adam_offload else make_optimizer
+        if self._options.adam_offload:
+            make = make_offloaded
+        else:
+            make = make_optimizer
         return make(model, self._context.config.training)
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> RolloutBatch:
-        module, begun = unwrap(model), time.perf_counter()
+        module = unwrap(model)
+        begun = time.perf_counter()
         if self._left_at is not None:
             self._seconds["update"] += begun - self._left_at
         if next(module.parameters()).is_meta:  # only shapes are wanted
             return self._blank(cursor.count)
         step = cursor.first // self._batch_size
         number, place = divmod(step, self._round_steps)
-        group, device = self._options.n_samples_per_prompt, self._context.device
+        group = self._options.n_samples_per_prompt
+        device = self._context.device
         if place == 0 or module.record.read()["round"] != number:
             table = self._roll_out(module, step, number)
         else:
             kept = module.record
-            table = RolloutBatch(kept.tokens.long(), *kept.spans.long().unbind(1), *kept.columns.unbind(0))
-        first = (place % self._round_batches) * self._batch_size + cursor.first - step * self._batch_size
+            table = RolloutBatch(
+                kept.tokens.long(), *kept.spans.long().unbind(1), *kept.columns.unbind(0)
+            )
+        first = (
+            (place % self._round_batches) * self._batch_size
+            + cursor.first
+            - step * self._batch_size
+        )
         batch = table.rows(first * group, (first + cursor.count) * group)
         batch = RolloutBatch(*(part.to(device) for part in batch))
         self._left_at = time.perf_counter()
@@ -245,18 +307,27 @@ class PolicyOptimization:
         return batch
 
     def loss(self, model: nn.Module, batch: RolloutBatch) -> Loss:
-        options, mask, found = self._options, batch.mask, model(batch.tokens[:, :-1])
-        logits, values = found if isinstance(found, tuple) else (found, None)
+        options = self._options
+        mask = batch.mask
+        found = model(batch.tokens[:, :-1])
+        if isinstance(found, tuple):
+            logits, values = found
+        else:
+            logits, values = (found, None)
         log_probs = token_log_probs(logits, batch.tokens[:, 1:], options.temperature)
         if options.advantage_estimator == "cpgd":
-            losses = math_of.drift_loss(log_probs, batch.old, batch.advantages, options.clip, options.drift_coef)
+            losses = math_of.drift_loss(
+                log_probs, batch.old, batch.advantages, options.clip, options.drift_coef
+            )
         else:
             losses = math_of.clipped_loss(log_probs, batch.old, batch.advantages, options.clip)
         if self._uses_reference and options.advantage_estimator not in KL_IN_REWARD:
             kl = math_of.estimate_kl(options.kl_kind, log_probs, batch.reference)
             losses = losses + self._coefficient(model) * kl
         if values is not None:
-            value_losses = math_of.value_loss(values.float(), batch.values, batch.returns, options.value_clip)
+            value_losses = math_of.value_loss(
+                values.float(), batch.values, batch.returns, options.value_clip
+            )
             losses = losses + options.value_coef * value_losses
         if torch.is_grad_enabled():
             outside = ((log_probs.detach() - batch.old).exp() - 1).abs() > options.clip
@@ -264,14 +335,20 @@ class PolicyOptimization:
         return Loss(math_of.sum_over_rollouts(losses, mask), batch.weight)
 
     def flops(self, batch: RolloutBatch) -> float:
-        """Return the operations of the update, and of a share of the forward passes of engine and reference."""
+        """Return the operations of the update, and of a share of the forward passes of engine and
+        reference.
+        """
         rollout = self._models.flops_per_token() * (self._options.sequence - 1)
         passes = (1 + self._uses_reference) / 3 / self._options.max_epochs
         return batch.weight * rollout * (1 + passes)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Complete the held-out prompts with their likeliest tokens, and return the figures of training. Collective."""
-        options, context, begun = self._options, self._context, time.perf_counter()
+        """Complete the held-out prompts with their likeliest tokens, and return the figures of
+        training. Collective.
+        """
+        options = self._options
+        context = self._context
+        begun = time.perf_counter()
         prompts = self._prompts.held_out
         count = len(prompts)
         if not count:
@@ -284,7 +361,9 @@ class PolicyOptimization:
         self._engine.update_weights(model, 0)
         found = self._generate(mine, greedy_draws(share, options.generate_max_len))
         texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
-        own = torch.tensor([self._reward(*pair) for pair in zip(mine, texts, strict=True)], device=context.device)
+        own = torch.tensor(
+            [self._reward(*pair) for pair in zip(mine, texts, strict=True)], device=context.device
+        )
         rewards = context.gather(own).flatten()[:count].double()
         self._shown = [
             (prompt.text, text, prompt.answer, float(reward))
@@ -292,20 +371,31 @@ class PolicyOptimization:
         ]
         if options.enable_engine_sleep:
             self._engine.sleep()
-        metrics = {"held_out_reward": float(rewards.mean())} | self._figures(unwrap(model).record.read())
-        self._left_at = None if self._left_at is None else self._left_at + time.perf_counter() - begun
+        metrics = {"held_out_reward": float(rewards.mean())} | self._figures(
+            unwrap(model).record.read()
+        )
+        if self._left_at is None:
+            self._left_at = None
+        else:
+            self._left_at = self._left_at + time.perf_counter() - begun
         return metrics
 
     def _figures(self, figures: dict[str, float]) -> dict[str, float]:
-        """Return the means since the last evaluation, and how long rollouts and updates took. Collective."""
+        """Return the means since the last evaluation, and how long rollouts and updates took.
+
+        Collective.
+        """
         metrics = {name: figures[name] / max(figures["rollouts"], 1.0) for name in MEANS[1:]}
         if not self._uses_reference:
             del metrics["kl"]
         own = [*self._seconds.values(), *self._tokens.values(), *self._clipped.tolist()]
-        table = self._context.gather(torch.tensor(own, dtype=torch.float64, device=self._context.device))
+        table = self._context.gather(
+            torch.tensor(own, dtype=torch.float64, device=self._context.device)
+        )
         rollout, update = table[:, :2].mean(dim=0).tolist()
         drawn, trained, clipped, all_clipped = table[:, 2:].sum(dim=0).tolist()
-        self._seconds, self._tokens = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._tokens, 0.0)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._tokens = dict.fromkeys(self._tokens, 0.0)
         self._clipped.zero_()
         return metrics | {
             "kl_coefficient": figures["kl_coefficient"],
@@ -318,7 +408,9 @@ class PolicyOptimization:
 
     def pictures(self) -> dict[str, str]:
         """Return a table of the last evaluation's first completions."""
-        return {"completions": draw_table(self._shown)} if self._shown else {}
+        if self._shown:
+            return {"completions": draw_table(self._shown)}
+        return {}
 
     @property
     def _uses_reference(self) -> bool:
@@ -329,7 +421,8 @@ class PolicyOptimization:
         return unwrap(model).record.figures[0, Record.NAMES.index("kl_coefficient")].float()
 
     def _open_engine(self) -> Engine:
-        options, context = self._options, self._context
+        options = self._options
+        context = self._context
         every = -(-self._round_prompts // context.world_size) * options.n_samples_per_prompt
         batch = min(options.micro_rollout_batch_size or every, every)
         if options.engine == "vllm":
@@ -356,8 +449,12 @@ class PolicyOptimization:
         )
 
     def _generate(self, prompts: Sequence[Prompt], draws: Tensor) -> Any:
-        with torch.autocast(self._context.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
-            return self._engine.generate([self._codec.encode(prompt.text) for prompt in prompts], draws)
+        with torch.autocast(
+            self._context.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32
+        ):
+            return self._engine.generate(
+                [self._codec.encode(prompt.text) for prompt in prompts], draws
+            )
 
     def _texts(self, tokens: Tensor, begins: Tensor, ends: Tensor) -> list[str]:
         rows = zip(tokens.tolist(), begins.tolist(), ends.tolist(), strict=True)
@@ -365,8 +462,12 @@ class PolicyOptimization:
 
     @torch.no_grad()
     def _roll_out(self, module: Any, step: int, number: int) -> RolloutBatch:
-        """Draw and judge the rollouts of a round, this rank its share, and return those of all ranks. Collective."""
-        options, context, group = self._options, self._context, self._options.n_samples_per_prompt
+        """Draw and judge the rollouts of a round, this rank its share, and return those of all
+        ranks. Collective.
+        """
+        options = self._options
+        context = self._context
+        group = self._options.n_samples_per_prompt
         if self._ahead is not None and self._ahead[0] == number:
             prompts, _ = self._round(number)
             found = self._ahead[1].result()
@@ -378,11 +479,17 @@ class PolicyOptimization:
         check_version(found, step, staleness=options.max_staleness * self._round_steps)
         if options.max_staleness:
             self._engine.update_weights(module, step)
-            self._ahead = (number + 1, in_background(partial(self._generate, *self._round(number + 1))))
+            self._ahead = (
+                number + 1,
+                in_background(partial(self._generate, *self._round(number + 1))),
+            )
         texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
         rewards = [self._reward(*pair) for pair in zip(prompts, texts, strict=True)]
         own = isinstance(self._engine, TorchEngine)
-        old = found.log_probs if own else self._score(module, found.tokens)[0]
+        if own:
+            old = found.log_probs
+        else:
+            old = self._score(module, found.tokens)[0]
         columns = [found.tokens, found.prompt_lengths[:, None], found.lengths[:, None]]
         columns += [torch.tensor(rewards, device=context.device)[:, None], old * found.mask]
         columns += [self._score_by_reference(module, found.tokens) if self._uses_reference else old]
@@ -392,7 +499,9 @@ class PolicyOptimization:
         elif not own:
             current = found.version == step
             columns += [
-                correct_importance(old, found.log_probs, found.mask, most=options.importance_cap, current=current)
+                correct_importance(
+                    old, found.log_probs, found.mask, most=options.importance_cap, current=current
+                )
             ]
         if options.enable_engine_sleep:
             self._engine.sleep()
@@ -403,62 +512,109 @@ class PolicyOptimization:
         return self._judge(module.record, step, number, *parts)
 
     def _round(self, number: int) -> tuple[list[Prompt], Tensor]:
-        """Return this rank's prompts of a round, each as often as it is rolled out, and their random numbers."""
-        options, context, group = self._options, self._context, self._options.n_samples_per_prompt
+        """Return this rank's prompts of a round, each as often as it is rolled out, and their
+        random numbers.
+        """
+        options = self._options
+        context = self._context
+        group = self._options.n_samples_per_prompt
         share = -(-self._round_prompts // context.world_size)
-        mine = [min(context.rank * share + place, self._round_prompts - 1) for place in range(share)]
+        mine = [
+            min(context.rank * share + place, self._round_prompts - 1) for place in range(share)
+        ]
         numbers = self._order.window(number * self._round_prompts, self._round_prompts)
         prompts = [self._prompts.train[int(numbers[place])] for place in mine for _ in range(group)]
         places = [number * self._round_prompts + place for place in mine]
         draws = [
-            torch.rand(group, options.generate_max_len, generator=seeded(self._seed, "rollout", p)) for p in places
+            torch.rand(group, options.generate_max_len, generator=seeded(self._seed, "rollout", p))
+            for p in places
         ]
         return prompts, torch.cat(draws)
 
     def _judge(
-        self, record: Record, step: int, number: int, tokens: Tensor, begins: Tensor, ends: Tensor, rewards: Tensor,
-        old: Tensor, reference: Tensor, further: Tensor | None = None,
-    ) -> RolloutBatch:  # fmt: skip
+        self,
+        record: Record,
+        step: int,
+        number: int,
+        tokens: Tensor,
+        begins: Tensor,
+        ends: Tensor,
+        rewards: Tensor,
+        old: Tensor,
+        reference: Tensor,
+        further: Tensor | None = None,
+    ) -> RolloutBatch:
         """Return the rollouts with their advantages, and update the figures, alike on all ranks.
 
         `further` has the values of ppo, or the weights of `correct_importance`.
         """
-        values = further if self._options.advantage_estimator == "ppo" else None
-        options, group = self._options, self._options.n_samples_per_prompt
+        if self._options.advantage_estimator == "ppo":
+            values = further
+        else:
+            values = None
+        options = self._options
+        group = self._options.n_samples_per_prompt
         before = record.read(before_round=number)
-        begins, ends, rewards = begins[:, 0].long(), ends[:, 0].long(), rewards[:, 0]
+        begins = begins[:, 0].long()
+        ends = ends[:, 0].long()
+        rewards = rewards[:, 0]
         mask = completion_mask(tokens.shape[1], begins, ends)
         lengths = mask.sum(dim=1)
         kl = math_of.estimate_kl(options.kl_kind, old, reference) * mask
-        drawn, moments = rewards, RunningMoments(*(before[f"reward_{name}"] for name in ("count", "mean", "squares")))
+        drawn = rewards
+        moments = RunningMoments(
+            *(before[f"reward_{name}"] for name in ("count", "mean", "squares"))
+        )
         moments = moments.add(rewards)
         if options.reward_running_norm:
             rewards = moments.normalise(rewards, minus_mean=options.reward_running_norm_minus_mean)
         returns = torch.zeros_like(old)
         coefficient = before["kl_coefficient"]
-        kind, inside = options.advantage_estimator, (kl * mask).sum(dim=1)
+        kind = options.advantage_estimator
+        inside = (kl * mask).sum(dim=1)
         if kind in ("grpo", "cpgd"):
-            advantages = math_of.group_advantages(rewards, group, scaled=kind == "grpo")[:, None] * mask
+            advantages = (
+                math_of.group_advantages(rewards, group, scaled=kind == "grpo")[:, None] * mask
+            )
         elif kind == "rloo":
-            advantages = math_of.leave_one_out_advantages(rewards - coefficient * inside, group)[:, None] * mask
+            advantages = (
+                math_of.leave_one_out_advantages(rewards - coefficient * inside, group)[:, None]
+                * mask
+            )
         else:
             each = math_of.token_rewards(rewards, kl, mask, coefficient)
             if values is None:
                 advantages = math_of.normalise_over_tokens(math_of.rewards_to_go(each, mask), mask)
             else:
-                discount, trace = options.discount, options.gae_lambda
-                advantages, returns = math_of.generalised_advantages(each, values, mask, discount=discount, trace=trace)
+                discount = options.discount
+                trace = options.gae_lambda
+                advantages, returns = math_of.generalised_advantages(
+                    each, values, mask, discount=discount, trace=trace
+                )
         if options.advantages_norm:
             advantages = math_of.normalise_over_tokens(advantages, mask)
         if values is None and further is not None:
             advantages = advantages * further
         window = float(step // self._context.config.training.evaluation_interval_steps)
         sums = {name: before[name] * (before["window"] == window) for name in MEANS}
-        after = {**before, "round": number, "window": window, "all_rollouts": before["all_rollouts"] + len(rewards)}
+        after = {
+            **before,
+            "round": number,
+            "window": window,
+            "all_rollouts": before["all_rollouts"] + len(rewards),
+        }
         after |= {f"reward_{name}": value for name, value in asdict(moments).items()}
         per_token = inside.sum() / lengths.sum()
-        means = {"rollouts": torch.ones_like(drawn), "reward": drawn, "kl": inside / lengths, "length": lengths}
-        means["accept_rate"] = math_of.accepted(drawn, group) if kind in COMPARING else (advantages * mask).any(dim=1)
+        means = {
+            "rollouts": torch.ones_like(drawn),
+            "reward": drawn,
+            "kl": inside / lengths,
+            "length": lengths,
+        }
+        if kind in COMPARING:
+            means["accept_rate"] = math_of.accepted(drawn, group)
+        else:
+            means["accept_rate"] = (advantages * mask).any(dim=1)
         means["entropy"] = -(old * mask).sum(dim=1) / lengths  # E[-log p] is the entropy
         after |= {name: sums[name] + float(value.double().sum()) for name, value in means.items()}
         if options.kl_target:
@@ -466,8 +622,13 @@ class PolicyOptimization:
                 coefficient, float(per_token), options.kl_target, len(rewards), options.kl_horizon
             )
         record.write(before, after)
-        values = torch.zeros_like(old) if values is None else values
-        table = RolloutBatch(tokens.long(), begins, ends, old, reference, advantages, values, returns)
+        if values is None:
+            values = torch.zeros_like(old)
+        else:
+            values = values
+        table = RolloutBatch(
+            tokens.long(), begins, ends, old, reference, advantages, values, returns
+        )
         if self._round_steps > 1:
             record.tokens.copy_(tokens)
             record.spans.copy_(torch.stack([begins, ends], dim=1))
@@ -476,35 +637,55 @@ class PolicyOptimization:
 
     def _score(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and values of tokens. Collective if the model is sharded."""
-        options, parts = self._options, []
-        size = self._engine.batch if isinstance(self._engine, TorchEngine) else options.micro_rollout_batch_size
-        with torch.autocast(tokens.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+        options = self._options
+        parts = []
+        if isinstance(self._engine, TorchEngine):
+            size = self._engine.batch
+        else:
+            size = options.micro_rollout_batch_size
+        with torch.autocast(
+            tokens.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32
+        ):
             for part in tokens.split(size or len(tokens)):
                 found = model(part[:, :-1])
-                logits, values = found if isinstance(found, tuple) else (found, torch.zeros(part[:, 1:].shape))
-                parts.append((token_log_probs(logits, part[:, 1:], options.temperature), values.float()))
+                if isinstance(found, tuple):
+                    logits, values = found
+                else:
+                    logits, values = (found, torch.zeros(part[:, 1:].shape))
+                parts.append(
+                    (token_log_probs(logits, part[:, 1:], options.temperature), values.float())
+                )
         log_probs, values = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(values)
 
     def _score_by_reference(self, module: nn.Module, tokens: Tensor) -> Tensor:
         if self._reference is None:
             self._reference = self._models.reference(self._context.device, self._kept_dtype)
-            if self._reference is not None and (tensor_group := find_tensor_group(module)) is not None:
+            if (
+                self._reference is not None
+                and (tensor_group := find_tensor_group(module)) is not None
+            ):
                 split_policy(self._reference, tensor_group)
         if self._reference is not None:
             return self._score(self._reference, tokens)[0]
         from ebbflow.workloads.policy_folder import without_lora
 
-        model = self._engine.model if isinstance(self._engine, TorchEngine) else module
+        if isinstance(self._engine, TorchEngine):
+            model = self._engine.model
+        else:
+            model = module
         with without_lora(model):
             return self._score(model, tokens)[0]
 
     def _blank(self, count: int) -> RolloutBatch:
-        rows, device = count * self._options.n_samples_per_prompt, self._context.device
+        rows = count * self._options.n_samples_per_prompt
+        device = self._context.device
         tokens = torch.zeros(rows, self._options.sequence, dtype=torch.int64, device=device)
         lengths = torch.full((rows,), self._options.sequence, device=device)
         columns = [torch.zeros(rows, self._options.sequence - 1, device=device) for _ in COLUMNS]
-        return RolloutBatch(tokens, torch.full_like(lengths, self._options.prompt_max_len), lengths, *columns)
+        return RolloutBatch(
+            tokens, torch.full_like(lengths, self._options.prompt_max_len), lengths, *columns
+        )
 
 
 T = TypeVar("T")
@@ -539,21 +720,40 @@ def _prompts_of(context: WorkloadContext, options: PolicyOptions, fingerprint: s
     return additions(options.held_out_prompts, context.config.training.seed)
 
 
-_ROW, _WIDTHS = 18, (260, 260, 160, 60)  # pixels of the report's table
+# pixels of the report's table
+_ROW = 18
+_WIDTHS = (260, 260, 160, 60)
 
 
 def draw_table(rows: Sequence[tuple[str, str, str, float]]) -> str:
     """Return an SVG table of prompts, completions, answers and rewards."""
-    width, height = sum(_WIDTHS), _ROW * (len(rows) + 1) + 4
+    width = sum(_WIDTHS)
+    height = _ROW * (len(rows) + 1) + 4
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect width="{width}" height="{height}" fill="#fff"/>']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect width="{width}" height="{height}" '
+        'fill="#fff"/>'
+    ]
     for number, row in enumerate([("prompt", "completion", "answer", "reward"), *rows]):
-        left, colour = 4, "#666" if not number else "#0b4f6c"
+        left = 4
+        if not number:
+            colour = "#666"
+        else:
+            colour = "#0b4f6c"
         for cell, wide in zip(row, _WIDTHS, strict=True):
-            text = f"{cell:.3g}" if isinstance(cell, float) else " ".join(str(cell).split())
+            if isinstance(cell, float):
+                text = f"{cell:.3g}"
+            else:
+                text = " ".join(str(cell).split())
             most = wide // 8
-            text = escape("".join(c for c in text if c.isprintable())[:most] + ("…" if len(text) > most else ""))
+            text = escape(
+                "".join(c for c in text if c.isprintable())[:most]
+                + ("…" if len(text) > most else "")
+            )
             place = f'x="{left}" y="{_ROW * (number + 1) - 4}"'
-            parts.append(f'<text {place} font-family="monospace" font-size="11" fill="{colour}">{text}</text>')
+            parts.append(
+                f'<text {place} font-family="monospace" font-size="11" '
+                f'fill="{colour}">{text}</text>'
+            )
             left += wide
     return "".join([*parts, "</svg>"])

@@ -20,7 +20,9 @@ from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
 from ebbflow.workloads.rows import find_rows, read_rows
 
-_LOWEST, _HIGHEST = 10, 99  # addends of the arithmetic task
+# addends of the arithmetic task
+_LOWEST = 10
+_HIGHEST = 99
 _NUMBERS = _HIGHEST - _LOWEST + 1
 ARITHMETIC_PAIRS = _NUMBERS**2
 
@@ -40,16 +42,20 @@ class Prompts:
     """Prompts to train on, numbered from 0, and held-out ones."""
 
     def __init__(self, train: list[Prompt], held_out: list[Prompt]) -> None:
-        self.train, self.held_out = train, held_out
+        self.train = train
+        self.held_out = held_out
 
 
 def addition(number: int) -> Prompt:
-    """Return pair `number` of two-digit numbers. The answer's digits are in reverse order, the last digit first.
+    """Return pair `number` of two-digit numbers.
 
-    A model that writes the sum from its last digit can carry (Lee et al. 2023, "Teaching Arithmetic to Small
-    Transformers").
+    The answer's digits are in reverse order, the last digit first.
+
+    A model that writes the sum from its last digit can carry (Lee et al. 2023, "Teaching Arithmetic
+    to Small Transformers").
     """
-    a, b = _LOWEST + number // _NUMBERS, _LOWEST + number % _NUMBERS
+    a = _LOWEST + number // _NUMBERS
+    b = _LOWEST + number % _NUMBERS
     return Prompt(f"{a}+{b}=", {"answer": str(a + b)[::-1]})
 
 
@@ -63,7 +69,8 @@ def additions(held_out: int, seed: int) -> Prompts:
 def pack_prompts(store: Store, path: str | Path, *, column: str, held_out: int) -> str:
     """Copy the rows of a data set to the store, and return their fingerprint.
 
-    Every so many rows, one is held out, `held_out` in all. Raises DataError for a row without a prompt.
+    Every so many rows, one is held out, `held_out` in all. Raises DataError for a row without a
+    prompt.
     """
     rows = read_prompts(path, column=column, held_out=held_out)
     chosen = {place * len(rows) // held_out for place in range(held_out)}
@@ -74,22 +81,33 @@ def pack_prompts(store: Store, path: str | Path, *, column: str, held_out: int) 
     try:
         content = json.dumps(split, sort_keys=True, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: a row is not JSON: {error}; fix: texts, numbers, lists and objects") from error
+        raise DataError(
+            f"{path}: a row is not JSON: {error}; fix: texts, numbers, lists and objects"
+        ) from error
     fingerprint = hashlib.sha256(content).hexdigest()
     store.put(f"prompts/{fingerprint}.json", content)
     return fingerprint
 
 
 def read_prompts(path: str | Path, *, column: str, held_out: int) -> list[Mapping[str, Any]]:
-    """Return the rows of a data set. Raises DataError for a row without a prompt, or if all rows are held out."""
-    if not (files := find_rows(path, ())):
-        raise DataError(f"{path} is plain text; fix: a data set of .jsonl, .json, .parquet or .arrow files")
+    """Return the rows of a data set.
+
+    Raises DataError for a row without a prompt, or if all rows are held out.
+    """
+    files = find_rows(path, ())
+    if not files:
+        raise DataError(
+            f"{path} is plain text; fix: a data set of .jsonl, .json, .parquet or .arrow files"
+        )
     rows = []
     for placed in read_rows(files):
         row = placed.row
         if not isinstance(row.get(column), str) or not row[column]:
             names = ", ".join(map(str, row)) or "nothing"
-            raise DataError(f"{placed}: no text in {column!r}; it has {names}; fix: workload_options.prompt_column")
+            raise DataError(
+                f"{placed}: no text in {column!r}; it has {names}; fix: "
+                "workload_options.prompt_column"
+            )
         rows.append(row)
     if len(rows) <= held_out:
         raise DataError(
@@ -103,9 +121,14 @@ def open_prompts(store: Store, fingerprint: str, column: str) -> Prompts:
     """Read the prompts that `pack_prompts` put into the store."""
     content = store.get(f"prompts/{fingerprint}.json")
     if hashlib.sha256(content).hexdigest() != fingerprint:
-        raise DataError(f"prompts {fingerprint} in the store are damaged; fix: delete them, and run prepare again")
+        raise DataError(
+            f"prompts {fingerprint} in the store are damaged; fix: delete them, and run prepare "
+            "again"
+        )
     split = json.loads(content)
-    return Prompts(*([Prompt(row[column], row) for row in split[side]] for side in ("train", "held_out")))
+    return Prompts(
+        *([Prompt(row[column], row) for row in split[side]] for side in ("train", "held_out"))
+    )
 
 
 class Codec:
@@ -124,11 +147,19 @@ class Codec:
         stop: int | None = None,
         wrap: Callable[[str], str] | None = None,
     ) -> None:
-        self._tokenizer, self._wrap = open_tokenizer(data, project_root=root), wrap
-        self.vocab_size, self.identity = self._tokenizer.vocab_size, self._tokenizer.identity
+        self._tokenizer = open_tokenizer(data, project_root=root)
+        self._wrap = wrap
+        self.vocab_size = self._tokenizer.vocab_size
+        self.identity = self._tokenizer.identity
         if stop is None and self._tokenizer.separator is None:
-            raise DataError(f"data.tokenizer {data.tokenizer} has no end-of-text token; fix: add one, such as </s>")
-        self.stop = self._tokenizer.separator or 0 if stop is None else stop
+            raise DataError(
+                f"data.tokenizer {data.tokenizer} has no end-of-text token; fix: add one, such "
+                "as </s>"
+            )
+        if stop is None:
+            self.stop = self._tokenizer.separator or 0
+        else:
+            self.stop = stop
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
@@ -139,7 +170,10 @@ class Codec:
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text up to the first stop token."""
-        kept = tokens[: tokens.index(self.stop)] if self.stop in tokens else tokens
+        if self.stop in tokens:
+            kept = tokens[: tokens.index(self.stop)]
+        else:
+            kept = tokens
         if isinstance(self._tokenizer, ByteTokenizer):
             return bytes(kept).decode(errors="replace")
         assert isinstance(self._tokenizer, VocabularyTokenizer)
@@ -154,9 +188,10 @@ def check_lengths(prompts: Prompts, codec: Codec, longest: int) -> None:
             worst = int(lengths.argmax())
             raise DataError(
                 f"{int((lengths > longest).sum())} of {len(rows)} {side} prompts have more than "
-                f"workload_options.prompt_max_len {longest} tokens; the longest, number {worst}, has {lengths[worst]} "
-                f"({rows[worst].text[:40]!r}…); fix: prompt_max_len: {lengths[worst]}, with a model.sequence_length "
-                "that holds it, or shorter prompts"
+                f"workload_options.prompt_max_len {longest} tokens; the longest, number {worst}, "
+                f"has {lengths[worst]} ({rows[worst].text[:40]!r}…); fix: prompt_max_len: "
+                f"{lengths[worst]}, with a model.sequence_length that holds it, or shorter "
+                "prompts"
             )
         if (lengths == 0).any():
             raise DataError(f"a {side} prompt has no token; fix: remove it")

@@ -1,8 +1,9 @@
-"""Rollouts: completions that an engine draws from a policy, with their log-probabilities and weight version.
+"""Rollouts: completions that an engine draws from a policy, with their log-probabilities and weight
+version.
 
-A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each token. The size of
-a generation batch changes nothing but the rounding of the log-probabilities. In a tensor group
-(`parallel.tensor_size`), the ranks draw the same rollouts together.
+A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each
+token. The size of a generation batch changes nothing but the rounding of the log-probabilities. In
+a tensor group (`parallel.tensor_size`), the ranks draw the same rollouts together.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ class Rollouts:
     tokens: Tensor  # int64 `[rollouts, sequence]`
     prompt_lengths: Tensor  # int64 `[rollouts]`
     lengths: Tensor  # int64 `[rollouts]`, of prompt and completion
-    log_probs: Tensor  # float32 `[rollouts, sequence - 1]`, of the token after each position; 0 outside the completion
+    # float32 `[rollouts, sequence - 1]`, of the token after each position; 0 outside the completion
+    log_probs: Tensor
     version: int  # of the weights that drew them
 
     @property
     def mask(self) -> Tensor:
-        """Return 1 where a position predicts a token of the completion, else 0: `[rollouts, sequence - 1]`."""
+        """Return 1 where a position predicts a token of the completion, else 0:
+
+        `[rollouts, sequence - 1]`.
+        """
         return completion_mask(self.tokens.shape[1], self.prompt_lengths, self.lengths)
 
 
@@ -47,7 +52,10 @@ def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> T
 
 
 class Engine(Protocol):
-    """An inference engine. `update_weights` is collective; the other methods are not, except in a tensor group."""
+    """An inference engine.
+
+    `update_weights` is collective; the other methods are not, except in a tensor group.
+    """
 
     version: int  # of its weights: the number of updates of the policy
 
@@ -56,7 +64,9 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> Rollouts:
-        """Complete each prompt. `draws`, `[prompts, new tokens]`, has a uniform number in [0, 1) for each token.
+        """Complete each prompt.
+
+        `draws`, `[prompts, new tokens]`, has a uniform number in [0, 1) for each token.
 
         A negative draw takes the likeliest token.
         """
@@ -72,9 +82,10 @@ class Engine(Protocol):
 class TorchEngine:
     """An engine in plain torch, with a cache of keys and values.
 
-    Weights that are not sharded are shared with the policy, sharded ones are gathered. In a tensor group, each rank has
-    its part of them, and the keys and values of its attention heads. Prompts of a batch may have different lengths:
-    they start at the same position, and where one is over, its completion begins.
+    Weights that are not sharded are shared with the policy, sharded ones are gathered. In a tensor
+    group, each rank has its part of them, and the keys and values of its attention heads. Prompts
+    of a batch may have different lengths: they start at the same position, and where one is over,
+    its completion begins.
 
     Args:
         model: a policy on the meta device, which gets the weights.
@@ -99,9 +110,16 @@ class TorchEngine:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.version = -1
-        self._model, self._sequence, self._stop, self._temperature = model, sequence, stop, temperature
-        self.batch, self._device, self._awake = batch, device, True
-        self._memory_share, self.cached, self._dtype = memory_share, True, dtype
+        self._model = model
+        self._sequence = sequence
+        self._stop = stop
+        self._temperature = temperature
+        self.batch = batch
+        self._device = device
+        self._awake = True
+        self._memory_share = memory_share
+        self.cached = True
+        self._dtype = dtype
         self._group: DeviceMesh | None = None  # the tensor group
 
     @property
@@ -116,9 +134,14 @@ class TorchEngine:
             policy: Any = self._model
             split_computation(policy.split_layers(), group)
             self._group = group
-        own = dict(self._model.named_parameters(remove_duplicate=False))  # all names of tied weights
+        own = dict(
+            self._model.named_parameters(remove_duplicate=False)
+        )  # all names of tied weights
         buffers = dict(self._model.named_buffers())
-        given = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        given = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers()),
+        }
         for name in [*own, *buffers]:
             value = given[name].detach()
             if isinstance(value, DTensor):
@@ -133,7 +156,8 @@ class TorchEngine:
 
     def sleep(self) -> None:
         self._model.to_empty(device="meta")
-        self.version, self._awake = -1, False
+        self.version = -1
+        self._awake = False
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -143,55 +167,78 @@ class TorchEngine:
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> Rollouts:
         if not self._awake or self.version < 0:
-            raise TrainingError("the engine has no weights; fix: wake it and update its weights before it generates")
+            raise TrainingError(
+                "the engine has no weights; fix: wake it and update its weights before it generates"
+            )
         if self._device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self._device)
-            each = cache_bytes(self._model, self._sequence) // (1 if self._group is None else self._group.size())
+            each = cache_bytes(self._model, self._sequence) // (
+                1 if self._group is None else self._group.size()
+            )
             self.batch = fit_batch(self.batch, int(total * self._memory_share), each)
-        first, parts = 0, []
+        first = 0
+        parts = []
         while first < len(prompts):
             last = first + self.batch
             try:
                 parts.append(self._generate(prompts[first:last], draws[first:last]))
             except torch.OutOfMemoryError as error:
-                if self._group is not None:  # the other ranks of the group wait within the forward pass
+                if (
+                    self._group is not None
+                ):  # the other ranks of the group wait within the forward pass
                     raise TrainingError(
-                        f"rollouts: out of memory with {self.batch} at a time, which a tensor group cannot halve; fix: "
-                        f"workload_options.micro_rollout_batch_size: {max(1, self.batch // 2)}"
+                        f"rollouts: out of memory with {self.batch} at a time, which a tensor "
+                        "group cannot halve; fix: workload_options.micro_rollout_batch_size: "
+                        f"{max(1, self.batch // 2)}"
                     ) from error
                 if self.batch == 1:
                     raise
                 self.batch //= 2
-                print(f"rollouts: out of memory; generating {self.batch} at a time from now on", flush=True)
+                print(
+                    f"rollouts: out of memory; generating {self.batch} at a time from now on",
+                    flush=True,
+                )
                 continue
             first = last
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         return Rollouts(*columns, version=self.version)
 
     def _generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> tuple[Tensor, ...]:
-        count, device = len(prompts), self._device
+        count = len(prompts)
+        device = self._device
         tokens = torch.full((count, self._sequence), self._stop, device=device)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
         begins = torch.tensor([len(prompt) for prompt in prompts], device=device)
         ends = (begins + draws.shape[1]).clamp(max=self._sequence)
-        lengths, draws = ends.clone(), draws.to(device)
+        lengths = ends.clone()
+        draws = draws.to(device)
         log_probs = torch.zeros(count, self._sequence - 1, device=device)
-        shortest, longest = int(begins.min()), int(ends.max())
+        shortest = int(begins.min())
+        longest = int(ends.max())
         policy: Any = self._model
-        past = policy.make_cache(longest) if self.cached else None
-        rows, fresh = torch.arange(count, device=device), tokens[:, :shortest]
+        if self.cached:
+            past = policy.make_cache(longest)
+        else:
+            past = None
+        rows = torch.arange(count, device=device)
+        fresh = tokens[:, :shortest]
         for at in range(shortest, longest):
             logits = self._logits(fresh, past)
             place = at - begins  # of the token within its completion
             active = (place >= 0) & (at < lengths)
-            drawn, found = draw_tokens(logits, draws[rows, place.clamp(0, draws.shape[1] - 1)], self._temperature)
+            drawn, found = draw_tokens(
+                logits, draws[rows, place.clamp(0, draws.shape[1] - 1)], self._temperature
+            )
             tokens[active, at] = drawn[active]
             log_probs[active, at - 1] = found[active]
             lengths = torch.where(active & (drawn == self._stop), at + 1, lengths)
             if not bool((at + 1 < lengths).any()):
                 break
-            fresh = tokens[:, at : at + 1] if past is not None else tokens[:, : at + 1]
+            if past is not None:
+                fresh = tokens[:, at : at + 1]
+            else:
+                fresh = tokens[:, : at + 1]
         return tokens, begins, lengths, log_probs
 
     def _logits(self, tokens: Tensor, past: Any) -> Tensor:
@@ -199,34 +246,54 @@ class TorchEngine:
 
 
 def find_tensor_group(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of the ranks that compute each layer of the model together; None without tensor parallelism."""
+    """Return the mesh of the ranks that compute each layer of the model together; None without
+    tensor parallelism.
+    """
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ()):
+        if isinstance(parameter, DTensor) and "tensor" in (
+            parameter.device_mesh.mesh_dim_names or ()
+        ):
             return parameter.device_mesh["tensor"]
     return None
 
 
 def gather_shards(weight: DTensor) -> Tensor:
-    """Return a weight that FSDP2 has sharded as a plain tensor; in a tensor group, this rank's part. Collective."""
-    mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
+    """Return a weight that FSDP2 has sharded as a plain tensor; in a tensor group, this rank's
+    part. Collective.
+    """
+    mesh = weight.device_mesh
+    names = weight.device_mesh.mesh_dim_names or ()
     if "tensor" not in names:
         return weight.full_tensor()
     placements: dict[str, Any] = dict(zip(names, weight.placements, strict=True))
-    shape, split = list(weight.shape), placements.pop("tensor")
+    shape = list(weight.shape)
+    split = placements.pop("tensor")
     if not split.is_replicate():
         shape[split.dim] //= mesh["tensor"].size()
     part = weight.to_local()
-    for name, placement in placements.items():  # FSDP2 shards another dimension than the tensor group
+    for (
+        name,
+        placement,
+    ) in placements.items():  # FSDP2 shards another dimension than the tensor group
         if not placement.is_replicate():
             whole = torch.empty(shape, device="meta")
-            about: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
-            part = DTensor.from_local(part, mesh[name], [Shard(placement.dim)], **about).full_tensor()
+            about: dict[str, Any] = {
+                "shape": whole.shape,
+                "stride": whole.stride(),
+                "run_check": False,
+            }
+            part = DTensor.from_local(
+                part, mesh[name], [Shard(placement.dim)], **about
+            ).full_tensor()
     return part
 
 
 def split_policy(policy: Any, group: DeviceMesh) -> None:
-    """Keep this rank's part of the weights of a whole policy, and let the tensor group compute it together."""
-    layers, parts = policy.split_layers(), {}
+    """Keep this rank's part of the weights of a whole policy, and let the tensor group compute it
+    together.
+    """
+    layers = policy.split_layers()
+    parts = {}
     for module, layer in layers.items():
         whole = module.weight
         if layer.dimension is not None:
@@ -246,12 +313,15 @@ def cache_bytes(model: nn.Module, sequence: int) -> int:
 
 
 def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
-    """Return how many rollouts of at most `batch` fit into the memory. Raises WorkloadError if none does."""
+    """Return how many rollouts of at most `batch` fit into the memory.
+
+    Raises WorkloadError if none does.
+    """
     if free_bytes < bytes_per_rollout:
         raise WorkloadError(
             f"the keys and values of one rollout take {bytes_per_rollout:,} bytes, and "
-            f"workload_options.engine_mem_util leaves {free_bytes:,}; fix: a larger engine_mem_util, "
-            "enable_engine_sleep, or shorter sequences"
+            f"workload_options.engine_mem_util leaves {free_bytes:,}; fix: a larger "
+            "engine_mem_util, enable_engine_sleep, or shorter sequences"
         )
     return min(batch, free_bytes // bytes_per_rollout)
 
@@ -259,17 +329,23 @@ def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
 def policy_logits(model: nn.Module, tokens: Tensor, past: Any = None) -> Tensor:
     """Return the logits `[batch, length, vocabulary]` of a policy, without its values."""
     found = model(tokens, past)
-    return found[0] if isinstance(found, tuple) else found
+    if isinstance(found, tuple):
+        return found[0]
+    return found
 
 
 def draw_tokens(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of logits `[batch, vocabulary]`, and return the tokens and their log-probabilities.
+    """Draw one token per row of logits `[batch, vocabulary]`, and return the tokens and their
+    log-probabilities.
 
-    The token is where the cumulative probability exceeds the draw. A negative draw takes the likeliest token.
+    The token is where the cumulative probability exceeds the draw. A negative draw takes the
+    likeliest token.
     """
     spread = (logits.float() / temperature).log_softmax(-1)
     cumulative = spread.double().exp().cumsum(-1)
-    drawn = torch.searchsorted(cumulative, (draws.double() * cumulative[:, -1])[:, None], right=True)[:, 0]
+    drawn = torch.searchsorted(
+        cumulative, (draws.double() * cumulative[:, -1])[:, None], right=True
+    )[:, 0]
     drawn = torch.where(draws < 0, spread.argmax(-1), drawn.clamp(max=spread.shape[1] - 1))
     return drawn, spread.gather(1, drawn[:, None])[:, 0]
 
@@ -280,7 +356,9 @@ def greedy_draws(count: int, length: int) -> Tensor:
 
 
 def score(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
-    """Return the log-probability of each token after the first, `[batch, sequence - 1]`, at a temperature."""
+    """Return the log-probability of each token after the first, `[batch, sequence - 1]`, at a
+    temperature.
+    """
     logits = policy_logits(model, tokens[:, :-1])
     return token_log_probs(logits, tokens[:, 1:], temperature)
 
@@ -293,29 +371,36 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
 def check_version(rollouts: Rollouts, expected: int, *, staleness: int = 0) -> None:
     """Raise TrainingError if weights drew the rollouts that are more than `staleness` steps old."""
     if not 0 <= expected - rollouts.version <= staleness:
-        allowed = f" (at most {staleness} less is allowed)" if staleness else ""
+        if staleness:
+            allowed = f" (at most {staleness} less is allowed)"
+        else:
+            allowed = ""
         raise TrainingError(
-            f"the rollouts were drawn by weight version {rollouts.version}, the policy has version {expected}{allowed};"
-            " fix: the engine's update_weights before each rollout"
+            f"the rollouts were drawn by weight version {rollouts.version}, the policy has "
+            f"version {expected}{allowed}; fix: the engine's update_weights before each rollout"
         )
 
 
-_OTHER_WEIGHTS = 0.5  # mean difference of log-probabilities; numerics of bfloat16 make about a hundredth
+# Mean difference of log-probabilities; numerics of bfloat16 make about a hundredth
+_OTHER_WEIGHTS = 0.5
 
 
-def correct_importance(old: Tensor, drawn: Tensor, mask: Tensor, *, most: float, current: bool) -> Tensor:
-    """Return weights for tokens that an engine drew with other probabilities than the policy computes.
+def correct_importance(
+    old: Tensor, drawn: Tensor, mask: Tensor, *, most: float, current: bool
+) -> Tensor:
+    """Return weights for tokens that an engine drew with other probabilities than the policy
+    computes.
 
     The weight is policy / engine, at most `most`: truncated importance sampling (Ionides 2008).
 
-    Args:
-        old, drawn: log-probabilities by the policy and by the engine.
-        current: whether the engine has the policy's weights. Raises TrainingError if it plainly has not.
+    Args: old, drawn: log-probabilities by the policy and by the engine. current: whether the engine
+        has the policy's weights. Raises TrainingError if it plainly has not.
     """
     apart = float(((old - drawn).abs() * mask).sum() / mask.sum().clamp(min=1))
     if current and not apart < _OTHER_WEIGHTS:
         raise TrainingError(
-            f"the engine's log-probabilities differ from the policy's by {apart:.2f} nats per token; fix: start the "
-            "servers on workload_options.engine_weights, and with --logprobs-mode processed_logprobs"
+            f"the engine's log-probabilities differ from the policy's by {apart:.2f} nats per "
+            "token; fix: start the servers on workload_options.engine_weights, and with "
+            "--logprobs-mode processed_logprobs"
         )
     return (old - drawn).exp().clamp(max=most)

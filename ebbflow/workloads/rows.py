@@ -1,4 +1,5 @@
-"""Rows of a data set: JSON Lines, JSON, Parquet, Arrow, and what Hugging Face `datasets` saved with `save_to_disk`.
+"""Rows of a data set: JSON Lines, JSON, Parquet, Arrow, and what Hugging Face `datasets` saved with
+`save_to_disk`.
 
 A data set is a file, a folder or a glob, on this machine or in a bucket (s3://…).
 """
@@ -12,14 +13,26 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from ebbflow.training.errors import DataError
-from ebbflow.workloads.readers import DataFile, find_files, has_wildcard, import_arrow, import_parquet
+from ebbflow.workloads.readers import (
+    DataFile,
+    find_files,
+    has_wildcard,
+    import_arrow,
+    import_parquet,
+)
 
 Row = Mapping[str, Any]
 
 _TRAIN = re.compile(r"(^|[/._-])train(ing)?([/._-]|$)", re.IGNORECASE)
-_OTHER_SPLIT = re.compile(r"(^|[/._-])(test|testing|valid|validation|val|dev|eval|evaluation)([/._-]|$)", re.IGNORECASE)
-_ABOUT = re.compile(r"(^|/)(readme|licen[cs]e|notice|changelog|contributing|citation)[^/]*$", re.IGNORECASE)
-_SCRATCH = re.compile(r"(^|/)(cache|indices)-[^/]*\.arrow$")  # `datasets` keeps results of its own calls there
+_OTHER_SPLIT = re.compile(
+    r"(^|[/._-])(test|testing|valid|validation|val|dev|eval|evaluation)([/._-]|$)", re.IGNORECASE
+)
+_ABOUT = re.compile(
+    r"(^|/)(readme|licen[cs]e|notice|changelog|contributing|citation)[^/]*$", re.IGNORECASE
+)
+_SCRATCH = re.compile(
+    r"(^|/)(cache|indices)-[^/]*\.arrow$"
+)  # `datasets` keeps results of its own calls there
 _FILE_OF_ARROW = b"ARROW1"  # else it is a stream
 
 
@@ -37,7 +50,8 @@ class PlacedRow(NamedTuple):
 def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
     """Return the files of rows of a data set in the order of their paths; none if it is plain text.
 
-    Of a folder with files of several splits, as their names tell, those of the split "train" are returned.
+    Of a folder with files of several splits, as their names tell, those of the split "train" are
+    returned.
 
     Args:
         texts: endings of files that are plain text in a folder.
@@ -49,33 +63,41 @@ def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
     one_file = not has_wildcard(path) and PurePosixPath(path).suffix.lower() in _READERS
     folder = not has_wildcard(path) and not one_file
     files = find_files(path, (*_READERS, *texts) if folder else ())
-    if saved := _find_saved(path, {one.name: one for one in files}):
+    if saved := _find_saved(path, {file.name: file for file in files}):
         return saved
-    files = [one for one in files if not _SCRATCH.search(one.name)]
-    kinds = {suffix: [one for one in files if _suffix(one) == suffix] for suffix in _READERS}
+    files = [file for file in files if not _SCRATCH.search(file.name)]
+    kinds = {suffix: [file for file in files if _suffix(file) == suffix] for suffix in _READERS}
     found = {suffix: group for suffix, group in kinds.items() if group}
-    others = [one for one in files if _suffix(one) not in _READERS and not _ABOUT.search(one.name)]
+    others = [
+        file for file in files if _suffix(file) not in _READERS and not _ABOUT.search(file.name)
+    ]
     if len(found) > 1 or (folder and others):
         found.pop(".json", None)  # it describes the others
     if not found:
         return []
     if len(found) > 1 or others:
         endings = sorted({*found, *map(_suffix, others)})
-        base = path if folder else "FOLDER"
+        if folder:
+            base = path
+        else:
+            base = "FOLDER"
         raise DataError(
-            f"{path}: there are files that end in {', '.join(endings)}; fix: name those of one kind, such as "
-            f"{base}/**/*{next(iter(found))}"
+            f"{path}: there are files that end in {', '.join(endings)}; fix: name those of one "
+            f"kind, such as {base}/**/*{next(iter(found))}"
         )
     rows = next(iter(found.values()))
     if folder:
-        train = [one for one in rows if _TRAIN.search(one.name)]
-        if train and any(_OTHER_SPLIT.search(one.name) for one in rows if not _TRAIN.search(one.name)):
+        train = [row for row in rows if _TRAIN.search(row.name)]
+        if train and any(
+            _OTHER_SPLIT.search(row.name) for row in rows if not _TRAIN.search(row.name)
+        ):
             return train
     return rows
 
 
 def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of files, with at least `column`, or with all their columns if it is None or they lack it.
+    """Yield the rows of files, with at least `column`, or with all their columns if it is None or
+    they lack it.
 
     Raises DataError for a file that cannot be read as rows, and if there are no rows.
     """
@@ -83,11 +105,17 @@ def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[
     for file in files:
         for number, row in enumerate(_READERS[_suffix(file)](file, column), 1):
             if not isinstance(row, Mapping):
-                raise DataError(f"{file}, row {number}: a {type(row).__name__}; fix: one JSON object for each row")
+                raise DataError(
+                    f"{file}, row {number}: a {type(row).__name__}; fix: one JSON object for "
+                    "each row"
+                )
             count += 1
             yield PlacedRow(file, number, row)
     if not count:
-        more = f" and {len(files) - 1} more files have" if len(files) > 1 else " has"
+        if len(files) > 1:
+            more = f" and {len(files) - 1} more files have"
+        else:
+            more = " has"
         raise DataError(f"{files[0]}{more} no rows; fix: another dataset")
 
 
@@ -96,21 +124,32 @@ def _suffix(file: DataFile) -> str:
 
 
 def _find_saved(path: str | Path, files: Mapping[str, DataFile]) -> list[DataFile]:
-    """Return the Arrow files that `save_to_disk` wrote into a folder; of a DatasetDict, those of the split "train"."""
+    """Return the Arrow files that `save_to_disk` wrote into a folder; of a DatasetDict, those of
+    the split "train".
+    """
     part = ""
-    if (splits := files.get("dataset_dict.json")) is not None:
+    splits = files.get("dataset_dict.json")
+    if splits is not None:
         names = _read_about(splits).get("splits", [])
         if "train" not in names:
-            raise DataError(f"{path} has the splits {', '.join(map(str, names))}; fix: name the folder of one of them")
+            raise DataError(
+                f"{path} has the splits {', '.join(map(str, names))}; fix: name the folder of "
+                "one of them"
+            )
         part = "train/"
-    if (state := files.get(f"{part}state.json")) is None:
+    state = files.get(f"{part}state.json")
+    if state is None:
         return []
     about = _read_about(state)
     if about.get("_indices_files"):
-        raise DataError(f"{path} was saved as a selection of rows; fix: flatten_indices() before save_to_disk")
+        raise DataError(
+            f"{path} was saved as a selection of rows; fix: flatten_indices() before save_to_disk"
+        )
     names = [f"{part}{one.get('filename')}" for one in about.get("_data_files") or ()]
     if missing := [name for name in names if name not in files]:
-        raise DataError(f"{path}/{missing[0]} is missing, but {state} names it; fix: copy the whole folder")
+        raise DataError(
+            f"{path}/{missing[0]} is missing, but {state} names it; fix: copy the whole folder"
+        )
     return [files[name] for name in names]
 
 
@@ -119,7 +158,9 @@ def _read_about(file: DataFile) -> dict[str, Any]:
         found = json.loads(file.read(0, file.size))
     except ValueError as error:
         raise DataError(f"{file}: not JSON ({error}); fix: save_to_disk again") from error
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:
@@ -134,8 +175,13 @@ def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
             if text.strip():
                 yield json.loads(text)
         except ValueError as error:
-            kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-            raise DataError(f"{file}:{number}: not {kind} ({error}); fix: one JSON object per line") from error
+            if isinstance(error, UnicodeDecodeError):
+                kind = "UTF-8"
+            else:
+                kind = "JSON"
+            raise DataError(
+                f"{file}:{number}: not {kind} ({error}); fix: one JSON object per line"
+            ) from error
 
 
 def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:
@@ -148,10 +194,14 @@ def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:
     try:
         yield from json.loads(file.read(0, file.size))
     except ValueError as error:
-        raise DataError(f"{file}: not JSON ({error}); fix: a list of objects, or one object per line") from error
+        raise DataError(
+            f"{file}: not JSON ({error}); fix: a list of objects, or one object per line"
+        ) from error
 
 
-def _read_tables(file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]], fix: str) -> Iterator[Any]:
+def _read_tables(
+    file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]], fix: str
+) -> Iterator[Any]:
     arrow = import_arrow()
     try:
         with file.open() as stream:
@@ -166,7 +216,9 @@ def _read_parquet(file: DataFile, column: str | None) -> Iterator[Any]:
 
     def batches(stream: BinaryIO) -> Iterator[Any]:
         with parquet.ParquetFile(stream) as content:
-            yield from content.iter_batches(columns=[column] if column in content.schema_arrow.names else None)
+            yield from content.iter_batches(
+                columns=[column] if column in content.schema_arrow.names else None
+            )
 
     return _read_tables(file, batches, "copy it again, or leave it out by a glob")
 

@@ -1,8 +1,9 @@
 """Run a completion and its test as one Python program that can harm nothing but its own folder.
 
-The reward `unit_test` starts this file as a program of its own, so it imports the standard library only. On Linux, two
-mechanisms that need no privileges restrict the process before the completion runs: a seccomp filter refuses processes,
-programs, sockets and signals (x86-64 only), and Landlock refuses files outside Python's folders and the current one.
+The reward `unit_test` starts this file as a program of its own, so it imports the standard library
+only. On Linux, two mechanisms that need no privileges restrict the process before the completion
+runs: a seccomp filter refuses processes, programs, sockets and signals (x86-64 only), and Landlock
+refuses files outside Python's folders and the current one.
 """
 
 import ctypes
@@ -14,11 +15,27 @@ import resource
 import sys
 
 PASSED = b"passed"
-_NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # of prctl
-_X86_64, _X32 = 0xC000003E, 0x40000000  # AUDIT_ARCH_X86_64, and the bit of x32's system calls
-_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # what a filter returns
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
-_CLONE, _CLONE3, _PRLIMIT, _CLONE_THREAD = 56, 435, 302, 0x10000
+# of prctl
+_NO_NEW_PRIVILEGES = 38
+_SECCOMP = 22
+_FILTER = 2
+# AUDIT_ARCH_X86_64, and the bit of x32's system calls
+_X86_64 = 0xC000003E
+_X32 = 0x40000000
+# what a filter returns
+_ALLOW = 0x7FFF0000
+_ERROR = 0x00050000
+_KILL = 0x80000000
+# instructions of BPF
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_HAS_BIT = 0x45
+_RETURN = 0x06
+_CLONE = 56
+_CLONE3 = 435
+_PRLIMIT = 302
+_CLONE_THREAD = 0x10000
 # System calls of x86-64 by number (arch/x86/entry/syscalls/syscall_64.tbl).
 _REFUSED = {
     "processes and programs": (57, 58, 59, 322, 101, 310, 311, 109, 112, 272, 308, 434, 438),
@@ -26,21 +43,56 @@ _REFUSED = {
     "signals": (62, 129, 200, 297, 424),
     "shared memory, queues and keys that outlive the process": (29, 64, 68, 240, 248, 249, 250),
     "limits and priorities": (160, 141, 142, 144, 203, 251, 314),
-    "the system": (155, 161, 164, 165, 166, 169, 170, 171, 175, 176, 227, 246, 298, 304, 313, 321, 323),
-}  # fmt: skip
-# System calls that succeed and do nothing, since copies of files need them: modes, owners, attributes and times.
+    "the system": (
+        155,
+        161,
+        164,
+        165,
+        166,
+        169,
+        170,
+        171,
+        175,
+        176,
+        227,
+        246,
+        298,
+        304,
+        313,
+        321,
+        323,
+    ),
+}
+# System calls that succeed and do nothing, since copies of files need them: modes, owners,
+# attributes and times.
 _IGNORED = (90, 91, 92, 93, 94, 188, 189, 190, 260, 268, 452, 132, 235, 261, 280)
-_TGKILL, _PATH_TRUNCATE = 234, 76
-# By these commands of fcntl and ioctl the kernel sends a signal for the program (F_SETOWN, F_SETSIG, F_SETOWN_EX;
-# FIOSETOWN, SIOCSPGRP).
+_TGKILL = 234
+_PATH_TRUNCATE = 76
+# By these commands of fcntl and ioctl the kernel sends a signal for the program (F_SETOWN,
+# F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP).
 _COMMANDS = {72: (8, 10, 15), 16: (0x8901, 0x8902)}
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # system calls on every architecture
-_EXECUTE, _WRITE, _READ, _LIST, _REFER, _TRUNCATE = 1, 2, 4, 8, 1 << 13, 1 << 14  # rights of Landlock
+# system calls on every architecture
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+# rights of Landlock
+_EXECUTE = 1
+_WRITE = 2
+_READ = 4
+_LIST = 8
+_REFER = 1 << 13
+_TRUNCATE = 1 << 14
 _SCOPES = 3  # of Landlock from version 6: abstract sockets and signals of other processes
 _READABLE = (
-    "/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types",
+    "/usr/lib",
+    "/lib",
+    "/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/mime.types",
     "/dev/urandom",
-)  # fmt: skip
+)
 _WRITABLE = ("/dev/null",)
 
 _PROCESSES = "starting processes and using the network"
@@ -53,7 +105,12 @@ class _Rule(ctypes.Structure):  # struct landlock_path_beneath_attr
 
 
 class _Instruction(ctypes.Structure):  # struct sock_filter
-    _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("value", ctypes.c_uint32)]
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("yes", ctypes.c_uint8),
+        ("no", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    ]
 
 
 class _Program(ctypes.Structure):  # struct sock_fprog
@@ -63,10 +120,18 @@ class _Program(ctypes.Structure):  # struct sock_fprog
 def find_missing() -> list[str]:
     """Return what a program is not kept from on this machine."""
     linux = sys.platform == "linux"
-    missing = [] if _landlock_version() else ["reading and writing files"]
-    if not linux or platform.machine() != "x86_64" or _libc.prctl(21, 0, 0, 0, 0) < 0:  # PR_GET_SECCOMP
+    if _landlock_version():
+        missing = []
+    else:
+        missing = ["reading and writing files"]
+    if (
+        not linux or platform.machine() != "x86_64" or _libc.prctl(21, 0, 0, 0, 0) < 0
+    ):  # PR_GET_SECCOMP
         missing.append(_PROCESSES)
-        missing += ["emptying files"] if 0 < _landlock_version() < 3 else []
+        if 0 < _landlock_version() < 3:
+            missing += ["emptying files"]
+        else:
+            missing += []
     return missing
 
 
@@ -90,7 +155,9 @@ def restrict_files(folder: str) -> None:
     for path, allowed in rights.items():
         if os.path.exists(path):
             handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = _Rule(allowed if os.path.isdir(path) else allowed & (_EXECUTE | _READ | _WRITE), handle)
+            rule = _Rule(
+                allowed if os.path.isdir(path) else allowed & (_EXECUTE | _READ | _WRITE), handle
+            )
             _check(_libc.syscall(_LANDLOCK_ADD, rules, 1, ctypes.byref(rule), ctypes.c_uint32(0)))
             os.close(handle)
     _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, ctypes.c_uint32(0)))
@@ -98,7 +165,8 @@ def restrict_files(folder: str) -> None:
 
 
 def restrict_system_calls() -> None:
-    """Refuse the system calls of `_REFUSED`, new processes, changes of limits, and signals to other processes.
+    """Refuse the system calls of `_REFUSED`, new processes, changes of limits, and signals to other
+    processes.
 
     Threads are allowed.
     """
@@ -107,7 +175,10 @@ def restrict_system_calls() -> None:
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL)]
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), refuse]
-    lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]  # the C library then uses clone
+    lines += [
+        (_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
+    ]  # the C library then uses clone
     refused = [number for numbers in _REFUSED.values() for number in numbers]
     for number in refused if _landlock_version() >= 3 else [*refused, _PATH_TRUNCATE]:
         lines += [(_EQUAL, 0, 1, number), refuse]
@@ -117,10 +188,32 @@ def restrict_system_calls() -> None:
     for number, commands in _COMMANDS.items():
         count = len(commands)
         lines += [(_EQUAL, 0, count + 3, number), (_LOAD, 0, 0, 24)]
-        lines += [*((_EQUAL, count - at, 0, command) for at, command in enumerate(commands)), allow, refuse]
-    lines += [(_EQUAL, 0, 4, _TGKILL), (_LOAD, 0, 0, 16), (_EQUAL, 0, 1, os.getpid()), allow, refuse]
-    lines += [(_EQUAL, 0, 4, _CLONE), (_LOAD, 0, 0, 16), (_HAS_BIT, 0, 1, _CLONE_THREAD), allow, refuse]
-    lines += [(_EQUAL, 0, 5, _PRLIMIT), (_LOAD, 0, 0, 32), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 36), (_EQUAL, 1, 0, 0)]
+        lines += [
+            *((_EQUAL, count - at, 0, command) for at, command in enumerate(commands)),
+            allow,
+            refuse,
+        ]
+    lines += [
+        (_EQUAL, 0, 4, _TGKILL),
+        (_LOAD, 0, 0, 16),
+        (_EQUAL, 0, 1, os.getpid()),
+        allow,
+        refuse,
+    ]
+    lines += [
+        (_EQUAL, 0, 4, _CLONE),
+        (_LOAD, 0, 0, 16),
+        (_HAS_BIT, 0, 1, _CLONE_THREAD),
+        allow,
+        refuse,
+    ]
+    lines += [
+        (_EQUAL, 0, 5, _PRLIMIT),
+        (_LOAD, 0, 0, 32),
+        (_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, 36),
+        (_EQUAL, 1, 0, 0),
+    ]
     lines += [refuse, allow]  # prlimit without a new limit only reads
     program = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
     _check(_libc.prctl(_SECCOMP, _FILTER, ctypes.byref(_Program(len(lines), program)), 0, 0))
@@ -134,8 +227,12 @@ def _check(result: int) -> int:
 
 
 def main() -> None:
-    """Set the limits, and run completion.py and test.py of the current folder. Write `PASSED` if both end."""
-    writer, limits = int(sys.argv[1]), json.loads(sys.argv[2])
+    """Set the limits, and run completion.py and test.py of the current folder.
+
+    Write `PASSED` if both end.
+    """
+    writer = int(sys.argv[1])
+    limits = json.loads(sys.argv[2])
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, name), (most, most))
     if sys.platform == "linux":

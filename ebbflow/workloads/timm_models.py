@@ -17,7 +17,9 @@ from ebbflow.workloads.vision import ImageWorkload
 try:
     import timm  # pyright: ignore[reportMissingImports]
     from timm.data import create_transform  # pyright: ignore[reportMissingImports]
-except Exception as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
+except (
+    Exception
+) as error:  # a torchvision that was built for another torch raises RuntimeError or OSError
     raise WorkloadError(describe_import_failure("timm", error)) from error
 
 _OPTIONS = ("model", "dataset", "size", "workers", "worker_start", "corrupt_samples")
@@ -26,19 +28,27 @@ _OPTIONS = ("model", "dataset", "size", "workers", "worker_start", "corrupt_samp
 class ImageModel(ImageWorkload):
     """A model of timm, initialised as timm does it, with timm's standard augmentation.
 
-    `workload_options`: `model` (timm's name), `dataset` (folder with one subfolder for each class, or with `train` and
-    `val`), `size` (of an image, in pixels; 224), `workers` (2), `worker_start` (fork),
-    `corrupt_samples` (0).
+    `workload_options`: `model` (timm's name), `dataset` (folder with one subfolder for each class,
+    or with `train` and `val`), `size` (of an image, in pixels; 224), `workers` (2), `worker_start`
+    (fork), `corrupt_samples` (0).
     """
 
     def __init__(self, context: WorkloadContext) -> None:
         options = context.options
         if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise WorkloadError(f"workload_options: there is no {', '.join(unknown)}; fix: {', '.join(_OPTIONS)}")
-        self._name, self.size = str(options.get("model", "")), int(options.get("size", 224))
+            raise WorkloadError(
+                f"workload_options: there is no {', '.join(unknown)}; fix: {', '.join(_OPTIONS)}"
+            )
+        self._name = str(options.get("model", ""))
+        self.size = int(options.get("size", 224))
         if not timm.is_model(self._name):
-            close = ", ".join(timm.list_models(f"*{self._name}*")[:5]) or "python -c 'import timm; timm.list_models()'"
-            raise WorkloadError(f"workload_options.model: timm has no {self._name!r}; fix: one of {close}")
+            close = (
+                ", ".join(timm.list_models(f"*{self._name}*")[:5])
+                or "python -c 'import timm; timm.list_models()'"
+            )
+            raise WorkloadError(
+                f"workload_options.model: timm has no {self._name!r}; fix: one of {close}"
+            )
         self._root = locate(context.project_root, str(options.get("dataset", ".")))
         super().__init__(context)
 
@@ -59,7 +69,10 @@ class ImageModel(ImageWorkload):
 
 
 class _Built:
-    """A model that timm has built and initialised on the CPU, on first use. Its tensors are handed out once."""
+    """A model that timm has built and initialised on the CPU, on first use.
+
+    Its tensors are handed out once.
+    """
 
     def __init__(self, workload: ImageModel) -> None:
         self._workload = workload
@@ -80,10 +93,15 @@ class _Copy:
     """`reset_parameters` of one module: copy its tensors from the built model."""
 
     def __init__(self, module: nn.Module, built: _Built, prefix: str) -> None:
-        self._module, self._built, self._prefix = module, built, prefix
+        self._module = module
+        self._built = built
+        self._prefix = prefix
 
     @torch.no_grad()
     def __call__(self) -> None:
-        own = [*self._module.named_parameters(recurse=False), *self._module.named_buffers(recurse=False)]
+        own = [
+            *self._module.named_parameters(recurse=False),
+            *self._module.named_buffers(recurse=False),
+        ]
         for name, tensor in own:
             tensor.copy_(self._built.take(self._prefix + name))

@@ -1,4 +1,6 @@
-"""`ebbflow adopt` on accounts made up in moto: what it writes, what it leaves open, what it never does."""
+"""`ebbflow adopt` on accounts made up in moto: what it writes, what it leaves open, what it never
+does.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def adopted(tmp_path: Path, *options: str) -> tuple[Any, dict[str, str]]:
     assert main(["adopt", "--out", str(out), *options]) == 0
     config = load_config(out, project_root=tmp_path, environment={}).config
     lines = [
-        line.removeprefix("export ").split("=", 1) for line in (tmp_path / "adopted.env").read_text().splitlines()[1:]
+        line.removeprefix("export ").split("=", 1)
+        for line in (tmp_path / "adopted.env").read_text().splitlines()[1:]
     ]
     return config, dict(lines)
 
@@ -48,10 +51,17 @@ def test_an_account_without_hints_is_read_by_its_names(aws: Account, tmp_path: P
     assert [(queue.name, queue.market, queue.instance_types) for queue in config.batch.queues] == [
         ("spot-g5", "spot", ["g5"])
     ]
-    assert (config.batch.light_queue, config.batch.image, config.batch.job_role) == ("light", IMAGE, JOB_ROLE)
+    assert (config.batch.light_queue, config.batch.image, config.batch.job_role) == (
+        "light",
+        IMAGE,
+        JOB_ROLE,
+    )
     assert (config.batch.region, config.cost.regions) == ("us-east-1", ["us-east-1"])
     assert settings["METAFLOW_DATASTORE_SYSROOT_S3"] == f"s3://{BUCKET}/metaflow"
-    assert settings["METAFLOW_DEFAULT_DATASTORE"] == "s3" and settings["METAFLOW_BATCH_JOB_QUEUE"] == "light"
+    assert (
+        settings["METAFLOW_DEFAULT_DATASTORE"] == "s3"
+        and settings["METAFLOW_BATCH_JOB_QUEUE"] == "light"
+    )
     assert "METAFLOW_DEFAULT_METADATA" not in settings
     text = (tmp_path / "adopted.yaml").read_text()
     assert "left out: queue gang-p4d is DISABLED" in text and "no metadata service found" in text
@@ -82,23 +92,33 @@ def test_metaflows_stack_and_the_users_own_settings_come_first(
     assert "METAFLOW_SERVICE_AUTH_KEY is a secret" in (tmp_path / "adopted.yaml").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")  # what moto does not make is not read here
-def test_what_the_template_makes_is_adopted_as_the_example_has_it(aws: Account, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Tried to parse:UserWarning"
+)  # what moto does not make is not read here
+def test_what_the_template_makes_is_adopted_as_the_example_has_it(
+    aws: Account, tmp_path: Path
+) -> None:
     assert main(["deploy", "--apply", "--stack", "ebbflow"]) == 0
     config, settings = adopted(tmp_path, "--stack", "ebbflow")
-    example = load_config(ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}).config.batch
+    example = load_config(
+        ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}
+    ).config.batch
     own = {queue.name: queue for queue in config.batch.queues if queue.name.startswith("ebbflow-")}
     assert own == {queue.name: queue for queue in example.queues}
     assert config.batch.light_queue == example.light_queue == settings["METAFLOW_BATCH_JOB_QUEUE"]
     assert config.store.startswith("s3://ebbflow-bucket") and config.store.endswith("/ebbflow")
-    assert str(config.batch.image).endswith("/ebbflow:v1") and ":role/ebbflow-" in str(config.batch.job_role)
+    assert str(config.batch.image).endswith("/ebbflow:v1") and ":role/ebbflow-" in str(
+        config.batch.job_role
+    )
 
 
 def test_what_is_ambiguous_is_left_open_until_it_is_said(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     aws.add_stack("production", METAFLOWS_STACK)
-    aws.add_stack("trial", {**METAFLOWS_STACK, "MetaflowDataStoreS3Url": "s3://trial-data/metaflow"})
+    aws.add_stack(
+        "trial", {**METAFLOWS_STACK, "MetaflowDataStoreS3Url": "s3://trial-data/metaflow"}
+    )
     aws.s3.create_bucket(Bucket="metaflow-too")
     config, _ = adopted(tmp_path)
     said = capsys.readouterr().err
@@ -125,7 +145,9 @@ def test_buckets_of_other_names_are_offered_and_a_single_one_is_taken(
     assert not config.store.startswith("s3://")
 
 
-def test_a_file_is_never_overwritten_unasked(aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_never_overwritten_unasked(
+    aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.env").write_text("mine")
     assert main(["adopt", "--out", str(tmp_path / "a.yaml")]) == 2
     assert "exists; fix: choose another --out, or --force" in capsys.readouterr().err
@@ -151,13 +173,20 @@ def test_what_may_not_be_read_is_told_and_the_rest_is_written(
     assert main(["adopt"]) == 0
     said = capsys.readouterr()
     assert "name: spot-g5" in said.out and "job_role" not in said.out
-    assert "could not be read: iam:ListRoles in aws-global: denied (AccessDenied); fix: allow iam:ListRoles" in said.err
+    assert (
+        "could not be read: iam:ListRoles in aws-global: denied (AccessDenied); fix: allow "
+        "iam:ListRoles" in said.err
+    )
     reading = ("describe", "list", "get")
-    assert len(asked) > 3 and not [action for action in asked if not action.lower().startswith(reading)], asked
+    assert len(asked) > 3 and not [
+        action for action in asked if not action.lower().startswith(reading)
+    ], asked
 
 
 def test_an_account_without_queues_is_told_what_to_do(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["adopt", "--region", "eu-west-1", "--out", str(tmp_path / "a.yaml")]) == 1
-    assert "eu-west-1 has no queue for training; fix: create queues with ebbflow deploy" in (capsys.readouterr().err)
+    assert "eu-west-1 has no queue for training; fix: create queues with ebbflow deploy" in (
+        capsys.readouterr().err
+    )

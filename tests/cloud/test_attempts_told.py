@@ -1,4 +1,7 @@
-"""What Batch tells of a job, and what it means: AWS's own texts, and jobs of the local Batch that really ran."""
+"""What Batch tells of a job, and what it means:
+
+AWS's own texts, and jobs of the local Batch that really ran.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ from typing import Any
 import pytest
 from botocore.stub import Stubber
 
-from ebbflow.infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
+from ebbflow.infra.batch import (
+    BatchAttempt,
+    batch_client,
+    cancel_job,
+    describe_attempts,
+    describe_queues,
+)
 from ebbflow.infra.batch.jobs import classify_cause
 from ebbflow.infra.errors import CloudForbidden, CloudRefused, CloudUnavailable
 from tests.support.batch.fixture import LocalBatch, local_batch
@@ -34,9 +43,21 @@ _PULL = "CannotPullContainerError: Error response from daemon: "
         (["Job attempt duration exceeded timeout"], 143, "terminated"),
         (["Metaflow initiated job termination."], 143, "terminated"),
         (["Operator initiated termination"], None, "terminated"),
-        ([_PULL + "manifest for 1.dkr.ecr.us-east-1.amazonaws.com/a:b not found"], None, "user_code"),
-        ([_PULL + "Get https://registry/v2/: net/http: request canceled while waiting"], None, "never_started"),
-        (["ResourceInitializationError: failed to configure the log driver"], None, "never_started"),
+        (
+            [_PULL + "manifest for 1.dkr.ecr.us-east-1.amazonaws.com/a:b not found"],
+            None,
+            "user_code",
+        ),
+        (
+            [_PULL + "Get https://registry/v2/: net/http: request canceled while waiting"],
+            None,
+            "never_started",
+        ),
+        (
+            ["ResourceInitializationError: failed to configure the log driver"],
+            None,
+            "never_started",
+        ),
         (["something that AWS has not said before"], 1, "unknown"),
         ([], None, "unknown"),
     ],
@@ -50,16 +71,27 @@ def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
 @pytest.mark.parametrize(
     "reason",
     [
-        "Canceled by JobStateTimeLimit action due to reason: CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
-        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT - The job resource requirement (vCPU/memory/GPU) is higher",
+        "Canceled by JobStateTimeLimit action due to reason: "
+        "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
+        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT - The job resource requirement "
+        "(vCPU/memory/GPU) is higher",
         "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
         "Ebbflow: did not start in time: 31 minutes in RUNNABLE",
     ],
 )
 def test_what_never_ran_is_told_from_what_was_ended(reason: str) -> None:
-    assert classify_cause("FAILED", [reason], None, started=False, ended_by_call=True) == "never_started"
-    assert classify_cause("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True) == "terminated"
-    late = ["Ebbflow: its container was not made in time: had capacity, and no container after 45.0 minutes"]
+    assert (
+        classify_cause("FAILED", [reason], None, started=False, ended_by_call=True)
+        == "never_started"
+    )
+    assert (
+        classify_cause("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True)
+        == "terminated"
+    )
+    late = [
+        "Ebbflow: its container was not made in time: had capacity, and no container after 45.0 "
+        "minutes"
+    ]
     assert classify_cause("FAILED", late, None, started=False, ended_by_call=True) == "not_made"
     assert classify_cause("RUNNABLE", [reason], None, started=False) == "unknown"
     assert classify_cause("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
@@ -78,7 +110,9 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
         "off": {"state": "DISABLED"},
         "ill": {"environment_status": "INVALID"},
     }
-    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues, time_scale=600, start_seconds=0.0) as running:
+    with local_batch(
+        tmp_path_factory.mktemp("batch"), queues=queues, time_scale=600, start_seconds=0.0
+    ) as running:
         yield running
 
 
@@ -97,9 +131,17 @@ def client(batch: LocalBatch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def submit(batch: LocalBatch, command: str, queue: str) -> str:
     aws = batch.client()
-    properties = {"image": "image", "command": ["bash", "-c", command], "resourceRequirements": _RESOURCES}
-    made = aws.register_job_definition(jobDefinitionName="plain", type="container", containerProperties=properties)
-    return aws.submit_job(jobName="told", jobQueue=queue, jobDefinition=made["jobDefinitionArn"])["jobId"]
+    properties = {
+        "image": "image",
+        "command": ["bash", "-c", command],
+        "resourceRequirements": _RESOURCES,
+    }
+    made = aws.register_job_definition(
+        jobDefinitionName="plain", type="container", containerProperties=properties
+    )
+    return aws.submit_job(jobName="told", jobQueue=queue, jobDefinition=made["jobDefinitionArn"])[
+        "jobId"
+    ]
 
 
 def submit_gang(batch: LocalBatch, main: str) -> str:
@@ -108,13 +150,21 @@ def submit_gang(batch: LocalBatch, main: str) -> str:
     ranges = [
         {
             "targetNodes": f"{node}:{node}",
-            "container": {"image": "image", "command": ["bash", "-c", command], "resourceRequirements": _RESOURCES},
+            "container": {
+                "image": "image",
+                "command": ["bash", "-c", command],
+                "resourceRequirements": _RESOURCES,
+            },
         }
         for node, command in enumerate((main, "sleep 600"))
     ]
     properties = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": ranges}
-    made = aws.register_job_definition(jobDefinitionName="gang", type="multinode", nodeProperties=properties)
-    return aws.submit_job(jobName="gang", jobQueue="gang", jobDefinition=made["jobDefinitionArn"])["jobId"]
+    made = aws.register_job_definition(
+        jobDefinitionName="gang", type="multinode", nodeProperties=properties
+    )
+    return aws.submit_job(jobName="gang", jobQueue="gang", jobDefinition=made["jobDefinitionArn"])[
+        "jobId"
+    ]
 
 
 def told(job: str, client: Any, *statuses: str) -> BatchAttempt:
@@ -128,12 +178,12 @@ def told(job: str, client: Any, *statuses: str) -> BatchAttempt:
     raise AssertionError(f"{job} was never {statuses}: {attempt}")
 
 
-def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, client: Any, tmp_path: Path) -> None:
-    bug, sleeper, stuck = (
-        submit(batch, "exit 3", "spot"),
-        submit(batch, "sleep 600", "spot"),
-        submit(batch, "true", "full"),
-    )
+def test_jobs_that_ran_are_told_with_their_times_and_causes(
+    batch: LocalBatch, client: Any, tmp_path: Path
+) -> None:
+    bug = submit(batch, "exit 3", "spot")
+    sleeper = submit(batch, "sleep 600", "spot")
+    stuck = submit(batch, "true", "full")
     lost = tmp_path / "lost"
     gang = submit_gang(batch, f"while [ ! -e {lost} ]; do sleep 0.1; done; exit 1")
     told(sleeper, client, "RUNNING")
@@ -142,7 +192,13 @@ def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, c
     batch.reclaim(gang, node=1, notice=False)
     lost.touch()  # the main node leaves with an error of its own: only the other one tells why
     found = told(bug, client, "FAILED")
-    assert (found.cause, found.exit_code, found.queue, found.nodes, found.finished) == ("user_code", 3, "spot", 1, True)
+    assert (found.cause, found.exit_code, found.queue, found.nodes, found.finished) == (
+        "user_code",
+        3,
+        "spot",
+        1,
+        True,
+    )
     assert found.created_utc <= found.started_utc <= found.stopped_utc
     assert BatchAttempt.from_json(json.loads(json.dumps(vars(found)))) == found
     reclaimed = told(sleeper, client, "FAILED")
@@ -151,7 +207,9 @@ def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, c
     assert (ended.cause, ended.nodes, ended.exit_code) == ("reclaimed", 2, 1), ended
     main, other = ended.node_times
     assert main == (ended.started_utc, ended.stopped_utc)
-    assert main[0] <= other[1] and other[0] <= other[1], "which of the two ends first is anybody's guess"
+    assert main[0] <= other[1] and other[0] <= other[1], (
+        "which of the two ends first is anybody's guess"
+    )
     assert BatchAttempt.from_json(json.loads(json.dumps(vars(ended)))) == ended
     waiting = told(stuck, client, "RUNNABLE", "SUBMITTED", "PENDING")
     assert (waiting.started_utc, waiting.cause, waiting.finished) == (None, "unknown", False)
@@ -161,7 +219,9 @@ def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, c
     assert describe_attempts(["00000000-0000-0000-0000-000000000000"], client) == {}
 
 
-def test_nodes_of_a_gang_that_succeeded_have_times_of_their_own(batch: LocalBatch, client: Any, tmp_path: Path) -> None:
+def test_nodes_of_a_gang_that_succeeded_have_times_of_their_own(
+    batch: LocalBatch, client: Any, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     gang = submit_gang(batch, f"while [ ! -e {go} ]; do sleep 0.1; done")
     told(gang, client, "RUNNING")
@@ -175,11 +235,22 @@ def test_nodes_of_a_gang_that_succeeded_have_times_of_their_own(batch: LocalBatc
 @pytest.mark.parametrize("told_by_job", [True, False])
 def test_a_gang_whose_job_tells_no_times_has_its_nodes(client: Any, told_by_job: bool) -> None:
     """Each of the fields may be missing in an answer; the bill is then by those that are there."""
-    job = {"jobId": "j", "jobName": "gang", "jobQueue": "q", "jobDefinition": "d", "status": "FAILED"}
-    nodes = [job | {"jobId": "j#0", "startedAt": 2000, "stoppedAt": 9000}, job | {"jobId": "j#1", "startedAt": 3000}]
+    job = {
+        "jobId": "j",
+        "jobName": "gang",
+        "jobQueue": "q",
+        "jobDefinition": "d",
+        "status": "FAILED",
+    }
+    nodes = [
+        job | {"jobId": "j#0", "startedAt": 2000, "stoppedAt": 9000},
+        job | {"jobId": "j#1", "startedAt": 3000},
+    ]
     job["nodeProperties"] = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": []}
     with Stubber(client) as batch:
-        batch.add_response("describe_jobs", {"jobs": [job | {"startedAt": 1000 if told_by_job else 0}]})
+        batch.add_response(
+            "describe_jobs", {"jobs": [job | {"startedAt": 1000 if told_by_job else 0}]}
+        )
         batch.add_response("describe_jobs", {"jobs": nodes})
         found = describe_attempts(["j"], client)["j"]
     assert (found.started_utc, found.stopped_utc) == (1.0 if told_by_job else 2.0, 9.0)
@@ -188,7 +259,11 @@ def test_a_gang_whose_job_tells_no_times_has_its_nodes(client: Any, told_by_job:
 
 def test_queues_that_take_nothing_say_why(client: Any) -> None:
     found = describe_queues(["spot", "gang", "off", "ill", "none"], client)
-    assert (found["spot"].market, found["spot"].multi_node, found["spot"].usable) == ("spot", False, True)
+    assert (found["spot"].market, found["spot"].multi_node, found["spot"].usable) == (
+        "spot",
+        False,
+        True,
+    )
     assert (found["gang"].market, found["gang"].multi_node) == ("on_demand", True)
     assert found["off"].problem == "queue off is DISABLED and accepts no jobs"
     assert not found["ill"].usable and "is INVALID" in found["ill"].problem
@@ -196,12 +271,16 @@ def test_queues_that_take_nothing_say_why(client: Any) -> None:
     assert sorted(describe_queues(None, client)) == ["full", "gang", "ill", "off", "spot"]
 
 
-def test_a_throttled_question_is_asked_again_until_the_deadline(batch: LocalBatch, client: Any) -> None:
+def test_a_throttled_question_is_asked_again_until_the_deadline(
+    batch: LocalBatch, client: Any
+) -> None:
     batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "throttle", "times": 3}])
     assert describe_queues(["spot"], client, deadline_seconds=60)["spot"].usable
     assert batch.told()["met"]["throttle"] == 3
     batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "throttle", "times": 10_000}])
-    with pytest.raises(CloudUnavailable, match=r"batch:DescribeJobQueues in us-east-1: throttled \(TooManyRequests"):
+    with pytest.raises(
+        CloudUnavailable, match=r"batch:DescribeJobQueues in us-east-1: throttled \(TooManyRequests"
+    ):
         describe_queues(["spot"], client, deadline_seconds=1.5)
 
 
@@ -210,7 +289,9 @@ def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client
     with pytest.raises(CloudForbidden, match="fix: allow batch:DescribeJobQueues"):
         describe_queues(["spot"], client)
     batch.change(rules=[{"operation": "TerminateJob", "kind": "refuse", "times": 1}])
-    with pytest.raises(CloudRefused, match="batch:TerminateJob in us-east-1: refused: ClientException"):
+    with pytest.raises(
+        CloudRefused, match="batch:TerminateJob in us-east-1: refused: ClientException"
+    ):
         cancel_job("00000000-0000-0000-0000-000000000000", "why", client)
     batch.change(rules=[], clock_ahead_seconds=400)
     with pytest.raises(CloudForbidden, match="set the clock"):
@@ -218,6 +299,8 @@ def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client
 
 
 def test_who_never_answers_is_left_within_the_deadline(batch: LocalBatch, client: Any) -> None:
-    batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "slow", "seconds": 120, "times": 10_000}])
+    batch.change(
+        rules=[{"operation": "DescribeJobQueues", "kind": "slow", "seconds": 120, "times": 10_000}]
+    )
     with pytest.raises(CloudUnavailable, match="timed out after"):
         describe_queues(["spot"], client, deadline_seconds=1.0)

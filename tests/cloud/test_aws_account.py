@@ -1,4 +1,6 @@
-"""Preflight of an account made up in moto: each check is seen to fail, to pass, and to be skipped with its reason."""
+"""Preflight of an account made up in moto: each check is seen to fail, to pass, and to be skipped
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -37,50 +39,85 @@ def batch(*queues: dict[str, Any], nodes: int | str = "auto", **section: Any) ->
     return {"store": STORE, "cluster": cluster, "batch": {"queues": list(queues), **section}}
 
 
-def test_an_account_is_asked_only_for_a_job_that_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # where an answer would be a refusal
-    for name in ("aws-queues", "aws-role", "aws-bucket", "aws-image", "aws-clock", "aws-capacity", "aws-quota"):
+def test_an_account_is_asked_only_for_a_job_that_goes_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(
+        "AWS_ENDPOINT_URL", "http://127.0.0.1:1"
+    )  # where an answer would be a refusal
+    for name in (
+        "aws-queues",
+        "aws-role",
+        "aws-bucket",
+        "aws-image",
+        "aws-clock",
+        "aws-capacity",
+        "aws-quota",
+    ):
         assert "the store is a folder" in skipped(name).detail
-        assert "cluster.plan_for is kubernetes" in skipped(name, store=STORE, cluster={"plan_for": "kubernetes"}).detail
+        assert (
+            "cluster.plan_for is kubernetes"
+            in skipped(name, store=STORE, cluster={"plan_for": "kubernetes"}).detail
+        )
     results = run_all_checks(RunConfig(), "laptop.yaml", quick_only=True)
     assert results and not [result.id for result in results if result.id.startswith("aws-")]
 
 
 def test_queues(aws: Account) -> None:
     found = passed("aws-queues", **batch(SPOT, GANG, nodes=2, light_queue="light"))
-    assert "gang-p4d: EC2 (p4d.24xlarge), several nodes" in found.detail and "placement group" not in found.detail
+    assert (
+        "gang-p4d: EC2 (p4d.24xlarge), several nodes" in found.detail
+        and "placement group" not in found.detail
+    )
     assert "no jobStateTimeLimitActions" in found.detail
-    assert "is Fargate: Metaflow runs none there without METAFLOW_ECS_FARGATE_EXECUTION_ROLE" in found.detail
+    assert (
+        "is Fargate: Metaflow runs none there without METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
+        in found.detail
+    )
     passed("aws-queues", **batch())  # none declared: those of the account
     assert (
         "there is no job queue spot-g6 in us-east-1"
         in failed("aws-queues", **batch({**SPOT, "name": "spot-g6"})).detail
     )
     wrong = failed("aws-queues", **batch({"name": "spot-g5", "market": "on_demand"}))
-    assert "queue spot-g5 is declared on_demand, but its compute environments are SPOT" in wrong.detail
-    wrong = failed("aws-queues", **batch({"name": "light", "market": "on_demand", "multi_node": True}))
+    assert (
+        "queue spot-g5 is declared on_demand, but its compute environments are SPOT" in wrong.detail
+    )
+    wrong = failed(
+        "aws-queues", **batch({"name": "light", "market": "on_demand", "multi_node": True})
+    )
     assert "is declared multi_node, but only managed EC2 environments run it" in wrong.detail
     wrong = failed("aws-queues", **batch({**SPOT, "instance_types": ["g5.xlarge", "g6"]}))
     assert "is declared to have g6, but has g5" in wrong.detail
-    assert "for the steps around training" in failed("aws-queues", **batch(SPOT, light_queue="dark")).detail
+    assert (
+        "for the steps around training"
+        in failed("aws-queues", **batch(SPOT, light_queue="dark")).detail
+    )
     aws.disable("gang-p4d")
     assert "queue gang-p4d is DISABLED" in failed("aws-queues", **batch(SPOT, GANG)).detail
-    no_gang = failed("aws-queues", **batch(nodes=2))  # as discovered, what is left takes one node only
+    no_gang = failed(
+        "aws-queues", **batch(nodes=2)
+    )  # as discovered, what is left takes one node only
     assert (
-        "cluster.nodes is 2, and no queue takes several nodes" in no_gang.detail and "spot-g5: SPOT" in no_gang.detail
+        "cluster.nodes is 2, and no queue takes several nodes" in no_gang.detail
+        and "spot-g5: SPOT" in no_gang.detail
     )
 
 
 def test_a_queue_of_both_markets_has_no_price(aws: Account) -> None:
     arns = [aws.add_environment(f"mixed-{kind}", kind, ["g5"]) for kind in ("SPOT", "EC2")]
     aws.add_queue("mixed", arns)
-    assert "mixes markets" in failed("aws-queues", **batch({"name": "mixed", "market": "spot"})).detail
+    assert (
+        "mixes markets" in failed("aws-queues", **batch({"name": "mixed", "market": "spot"})).detail
+    )
 
 
 def test_metaflow(aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     found = failed("aws-metaflow", **batch(SPOT))
     assert "datastore is local" in found.detail and f"SYSROOT_S3={STORE}/metaflow" in str(found.fix)
-    (tmp_path / "config.json").write_text(f'{{"METAFLOW_DATASTORE_SYSROOT_S3": "s3://{BUCKET}/metaflow"}}')
+    (tmp_path / "config.json").write_text(
+        f'{{"METAFLOW_DATASTORE_SYSROOT_S3": "s3://{BUCKET}/metaflow"}}'
+    )
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path))
     monkeypatch.setenv("METAFLOW_DEFAULT_DATASTORE", "s3")
     assert "no role is named" in failed("aws-metaflow", **batch(SPOT)).detail
@@ -101,7 +138,11 @@ def test_role_and_rights(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(self: Any) -> str:
         """IAM's answer, which moto does not know: objects may be read and written, and that is all."""
         asked.append(dict(self.querystring))
-        names = [value[0] for key, value in self.querystring.items() if key.startswith("ActionNames.member")]
+        names = [
+            value[0]
+            for key, value in self.querystring.items()
+            if key.startswith("ActionNames.member")
+        ]
         members = "".join(
             f"<member><EvalActionName>{name}</EvalActionName><EvalResourceName>*</EvalResourceName><EvalDecision>"
             f"{'implicitDeny' if 'Delete' in name else 'allowed'}</EvalDecision></member>"
@@ -118,17 +159,24 @@ def test_role_and_rights(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bucket(aws: Account) -> None:
     found = failed("aws-bucket", **batch(SPOT))
-    assert "public access is not blocked" in found.detail and "unfinished uploads stay" in found.detail
+    assert (
+        "public access is not blocked" in found.detail and "unfinished uploads stay" in found.detail
+    )
     aws.tidy_bucket()
     assert "deleted after 2 days" in passed("aws-bucket", **batch(SPOT)).detail
     far = failed("aws-bucket", **batch(SPOT, region="eu-west-1"))
     assert "it is in us-east-1, the queues in eu-west-1" in far.detail
-    assert "NoSuchBucket" in skipped("aws-bucket", **{**batch(SPOT), "store": "s3://not-there/x"}).detail
+    assert (
+        "NoSuchBucket"
+        in skipped("aws-bucket", **{**batch(SPOT), "store": "s3://not-there/x"}).detail
+    )
 
 
 def test_image(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no image is named" in skipped("aws-image", **batch(SPOT)).detail
-    assert "is not in ECR" in skipped("aws-image", **batch(SPOT, image="pytorch/pytorch:2.13")).detail
+    assert (
+        "is not in ECR" in skipped("aws-image", **batch(SPOT, image="pytorch/pytorch:2.13")).detail
+    )
     assert f"there is no image {IMAGE}" in failed("aws-image", **batch(SPOT, image=IMAGE)).detail
     aws.push_image()
     passed("aws-image", **batch(SPOT, image=IMAGE))
@@ -142,21 +190,33 @@ def test_capacity_and_quota(aws: Account, monkeypatch: pytest.MonkeyPatch) -> No
     assert "spot-g5: 1 × g5" in passed("aws-capacity", **job).detail
     dear = {**batch(SPOT, GANG, nodes=1), "cost": {"budget_usd": 0.5, "deadline_hours": 5}}
     refused = failed("aws-capacity", **dear)
-    assert refused.detail.startswith("with the queues that AWS Batch lists: no on-demand pool can take over")
+    assert refused.detail.startswith(
+        "with the queues that AWS Batch lists: no on-demand pool can take over"
+    )
     cpu = failed("aws-capacity", **batch({"name": "cpu-spot", "market": "spot"}, nodes=1))
     assert "cpu-spot: has c6i" in cpu.detail
     aws.add_queue("small", [aws.add_environment("small", "SPOT", ["g5"], vcpus=2)])
     small = failed("aws-capacity", **batch({"name": "small", "market": "spot"}, nodes=1))
     assert "may have 2 vCPUs" in small.detail
-    assert "servicequotas:GetServiceQuota" in skipped("aws-quota", **job).detail  # moto knows none of EC2's
+    assert (
+        "servicequotas:GetServiceQuota" in skipped("aws-quota", **job).detail
+    )  # moto knows none of EC2's
     quotas = {"L-3819A6DF": 3.0}
 
     def quota(self: Any, service_code: str, quota_code: str) -> dict[str, Any]:
-        return {"ServiceCode": service_code, "QuotaCode": quota_code, "QuotaName": "All G", "Value": quotas[quota_code]}
+        return {
+            "ServiceCode": service_code,
+            "QuotaCode": quota_code,
+            "QuotaName": "All G",
+            "Value": quotas[quota_code],
+        }
 
     monkeypatch.setattr(ServiceQuotasBackend, "get_service_quota", quota)
     few = failed("aws-quota", **job)
-    assert "All G (L-3819A6DF): 3 vCPUs in us-east-1, too few for 1 × g5" in few.detail and "L-3819A6DF" in str(few.fix)
+    assert (
+        "All G (L-3819A6DF): 3 vCPUs in us-east-1, too few for 1 × g5" in few.detail
+        and "L-3819A6DF" in str(few.fix)
+    )
     quotas["L-3819A6DF"] = 64.0
     assert "64 vCPUs in us-east-1, enough for 1 × g5" in passed("aws-quota", **job).detail
 
@@ -164,9 +224,12 @@ def test_capacity_and_quota(aws: Account, monkeypatch: pytest.MonkeyPatch) -> No
 def test_quotas_are_those_of_the_regions_of_the_queues(
     aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    there, prices = aws.in_region("us-west-2"), tmp_path / "prices.csv"
+    there = aws.in_region("us-west-2")
+    prices = tmp_path / "prices.csv"
     there.add_queue("far-spot", [there.add_environment("far-spot", "SPOT", ["g5"])])
-    rows = [f"2026-11-01T00:00:00Z,g5.xlarge,{region}a,0.5" for region in ("us-east-1", "us-west-2")]
+    rows = [
+        f"2026-11-01T00:00:00Z,g5.xlarge,{region}a,0.5" for region in ("us-east-1", "us-west-2")
+    ]
     prices.write_text("\n".join(["Timestamp,InstanceType,AvailabilityZone,SpotPrice", *rows]))
     quotas = {"us-east-1": 3.0, "us-west-2": 64.0}
 
@@ -174,21 +237,40 @@ def test_quotas_are_those_of_the_regions_of_the_queues(
         return {"QuotaCode": quota_code, "QuotaName": "All G", "Value": quotas[self.region_name]}
 
     monkeypatch.setattr(ServiceQuotasBackend, "get_service_quota", quota)
-    job = batch(SPOT, {"name": "far-spot", "market": "spot", "region": "us-west-2"}, nodes=1, region="us-east-1")
+    job = batch(
+        SPOT,
+        {"name": "far-spot", "market": "spot", "region": "us-west-2"},
+        nodes=1,
+        region="us-east-1",
+    )
     job |= {"cost": {"prices": str(prices), "store_region": "us-east-1", "budget_usd": 5}}
     found = passed("aws-quota", **job).detail
-    assert "3 vCPUs in us-east-1, too few for" in found and "64 vCPUs in us-west-2, enough for" in found
+    assert (
+        "3 vCPUs in us-east-1, too few for" in found
+        and "64 vCPUs in us-west-2, enough for" in found
+    )
     quotas["us-west-2"] = 2.0
     assert "L-3819A6DF in us-east-1, L-3819A6DF in us-west-2" in str(failed("aws-quota", **job).fix)
 
 
-def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    with local_batch(tmp_path, queues={"spot-g5": {"market": "spot"}}, clock_ahead_seconds=400.0) as local:
-        settings = {"AWS_ENDPOINT_URL_BATCH": local.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    with local_batch(
+        tmp_path, queues={"spot-g5": {"market": "spot"}}, clock_ahead_seconds=400.0
+    ) as local:
+        settings = {
+            "AWS_ENDPOINT_URL_BATCH": local.endpoint,
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+        }
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         found = failed("aws-clock", **batch(SPOT))
-        assert "s behind" in found.detail and "(300 s allowed); signed requests are refused" in found.detail
+        assert (
+            "s behind" in found.detail
+            and "(300 s allowed); signed requests are refused" in found.detail
+        )
         assert "the credentials are not accepted" in failed("aws-queues", **batch(SPOT)).detail
         local.change(clock_ahead_seconds=0)
         passed("aws-clock", **batch(SPOT))
@@ -196,13 +278,17 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest
         local.change(rules=[{"operation": "DescribeJobQueues", "kind": "forbid", "times": 2}])
         assert "allow batch:DescribeJobQueues" in str(failed("aws-queues", **batch(SPOT)).fix)
         monkeypatch.setenv("AWS_BATCH_JOB_ID", "a-container")  # its role need not have the right
-        assert "the launching machine has checked the queues" in skipped("aws-queues", **batch(SPOT)).detail
+        assert (
+            "the launching machine has checked the queues"
+            in skipped("aws-queues", **batch(SPOT)).detail
+        )
         monkeypatch.delenv("AWS_BATCH_JOB_ID")
         assert main(["adopt"]) == 0
         # Amazon has no account that would say anything of this Batch, and is not asked.
         assert "is Amazon" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
         assert "is Amazon" in skipped("aws-quota", **batch(SPOT, nodes=1)).detail
-        # Who leads all of AWS to one stand-in, which is Batch and nothing else, is not refused for what it lacks.
+        # Who leads all of AWS to one stand-in, which is Batch and nothing else, is not refused for
+        # what it lacks.
         monkeypatch.setenv("AWS_ENDPOINT_URL", local.endpoint)
         assert "is not this service" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
         skipped("aws-rights", **batch(SPOT, job_role=JOB_ROLE))
@@ -223,11 +309,31 @@ def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
     ("service", "call", "check", "told"),
     [
         ("iam", "GetRole", "aws-role", "iam:GetRole in aws-global: the answer lacks Role"),
-        ("iam", "SimulatePrincipalPolicy", "aws-rights", "iam:SimulatePrincipalPolicy in aws-global: the answer lacks"),
-        ("s3", "GetPublicAccessBlock", "aws-bucket", "the answer lacks PublicAccessBlockConfiguration"),
+        (
+            "iam",
+            "SimulatePrincipalPolicy",
+            "aws-rights",
+            "iam:SimulatePrincipalPolicy in aws-global: the answer lacks",
+        ),
+        (
+            "s3",
+            "GetPublicAccessBlock",
+            "aws-bucket",
+            "the answer lacks PublicAccessBlockConfiguration",
+        ),
         ("s3", "GetBucketLifecycleConfiguration", "aws-bucket", "the answer lacks Rules"),
-        ("ecr", "DescribeImages", "aws-image", "ecr:DescribeImages in us-east-1: the answer lacks imageDetails"),
-        ("service-quotas", "GetServiceQuota", "aws-quota", "GetServiceQuota in us-east-1: the answer lacks Quota"),
+        (
+            "ecr",
+            "DescribeImages",
+            "aws-image",
+            "ecr:DescribeImages in us-east-1: the answer lacks imageDetails",
+        ),
+        (
+            "service-quotas",
+            "GetServiceQuota",
+            "aws-quota",
+            "GetServiceQuota in us-east-1: the answer lacks Quota",
+        ),
     ],
 )
 def test_an_answer_with_nothing_in_it_names_the_call_and_passes_nothing(
@@ -250,7 +356,9 @@ def test_an_answer_with_nothing_in_it_names_the_call_and_passes_nothing(
 
 def test_a_declared_family_means_those_of_its_types_that_the_queue_has(aws: Account) -> None:
     """A job for another one would wait in RUNNABLE for ever."""
-    aws.add_queue("some-g5", [aws.add_environment("some-g5", "SPOT", ["g5.xlarge", "g5.2xlarge", "g6"])])
+    aws.add_queue(
+        "some-g5", [aws.add_environment("some-g5", "SPOT", ["g5.xlarge", "g5.2xlarge", "g6"])]
+    )
     for declared, meant in (
         (["g5"], ("g5.xlarge", "g5.2xlarge")),
         (["g6.xlarge", "g5.2xlarge"], ("g6.xlarge", "g5.2xlarge")),
@@ -264,9 +372,13 @@ def test_a_declared_family_means_those_of_its_types_that_the_queue_has(aws: Acco
         assert queue.usable and set(queue.instance_types) == set(meant)
 
 
-def test_what_another_batch_chooses_from_is_not_known(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_batch_chooses_from_is_not_known(
+    aws: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At Amazon "optimal" has no GPUs; elsewhere nothing is known of it."""
     aws.add_queue("any", [aws.add_environment("any", "SPOT", ["optimal"])])
     for amazons, types in ((True, ("optimal",)), (False, ())):
-        monkeypatch.setattr("ebbflow.infra.batch.queues.is_amazons", lambda client, amazons=amazons: amazons)
+        monkeypatch.setattr(
+            "ebbflow.infra.batch.queues.is_amazons", lambda client, amazons=amazons: amazons
+        )
         assert describe_queues(["any"], batch_client(REGION))["any"].instance_types == types

@@ -1,4 +1,7 @@
-"""The image's recipe, read: nothing here builds it. What it installs, holds and lacks is what the project says."""
+"""The image's recipe, read: nothing here builds it.
+
+What it installs, holds and lacks is what the project says.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ DOCKERFILE = ROOT / "ebbflow/infra" / "docker" / "Dockerfile"
 @pytest.fixture(scope="module")
 def steps() -> list[tuple[str, str]]:
     """(instruction, the rest) of each line, continued lines put together."""
-    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
     return [(instruction, rest.strip()) for instruction, _, rest in found]
@@ -27,7 +32,9 @@ def of(steps: list[tuple[str, str]], instruction: str) -> list[str]:
     return [rest for name, rest in steps if name == instruction]
 
 
-def test_both_bases_are_named_to_the_patch_and_can_be_pinned_by_digest(steps: list[tuple[str, str]]) -> None:
+def test_both_bases_are_named_to_the_patch_and_can_be_pinned_by_digest(
+    steps: list[tuple[str, str]],
+) -> None:
     arguments = dict(rest.split("=", 1) for rest in of(steps, "ARG"))
     assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu\d+\.\d+", arguments["CUDA_IMAGE"])
     major, minor = re.match(r"python:(\d+)\.(\d+)\.\d+-", arguments["PYTHON_IMAGE"]).groups()
@@ -35,33 +42,56 @@ def test_both_bases_are_named_to_the_patch_and_can_be_pinned_by_digest(steps: li
     assert of(steps, "FROM") == ["${PYTHON_IMAGE} AS python", "${CUDA_IMAGE}"]
 
 
-def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(steps: list[tuple[str, str]]) -> None:
+def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(
+    steps: list[tuple[str, str]],
+) -> None:
     [install] = [rest for rest in of(steps, "RUN") if "pip install" in rest]
     assert "-r requirements.txt" in install
-    assert not re.search(r"pip install[^&]*[a-z0-9_-]+[=~]=", install), "no version is named beside requirements.txt"
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    assert not re.search(r"pip install[^&]*[a-z0-9_-]+[=~]=", install), (
+        "no version is named beside requirements.txt"
+    )
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+    ]
     names = set()
     for line in filter(None, lines):
         pin = re.fullmatch(r"([a-z0-9.-]+)(==|~=)\d+(\.\d+)+", line)
         assert pin, line
         names.add(pin[1])
     [told] = re.findall(r"import (torch[^;]*);", install)
-    assert {name.strip() for name in told.split(",")} <= names, "the check of the build imports what is installed"
+    assert {name.strip() for name in told.split(",")} <= names, (
+        "the check of the build imports what is installed"
+    )
 
 
-def test_it_compiles_models_reads_tokenizers_and_sees_faults_of_gpus(steps: list[tuple[str, str]]) -> None:
+def test_it_compiles_models_reads_tokenizers_and_sees_faults_of_gpus(
+    steps: list[tuple[str, str]],
+) -> None:
     packages = next(rest for rest in of(steps, "RUN") if "apt-get install" in rest).split()
     assert "g++" in packages, "torch.compile needs a compiler: of C for GPUs, of C++ for CPUs"
     pinned = (ROOT / "requirements.txt").read_text()
-    assert all(re.search(rf"^{name}~=", pinned, re.MULTILINE) for name in ("tokenizers", "nvidia-ml-py", "py-spy"))
-    assert re.search(r"^torch==2\.13\.0\b", pinned, re.MULTILINE) and "assert torch.version.cuda" in " ".join(
-        of(steps, "RUN")
+    assert all(
+        re.search(rf"^{name}~=", pinned, re.MULTILINE)
+        for name in ("tokenizers", "nvidia-ml-py", "py-spy")
     )
+    assert re.search(
+        r"^torch==2\.13\.0\b", pinned, re.MULTILINE
+    ) and "assert torch.version.cuda" in " ".join(of(steps, "RUN"))
 
 
 def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, str]]) -> None:
     copied = {rest.split()[0] for rest in of(steps, "COPY") if not rest.startswith("--from")}
-    assert copied == {"requirements.txt", "ebbflow", "flows", "training", "cost", "infra", "configs", "examples"}
+    assert copied == {
+        "requirements.txt",
+        "ebbflow",
+        "flows",
+        "training",
+        "cost",
+        "infra",
+        "configs",
+        "examples",
+    }
     assert all((ROOT / name).exists() for name in copied)
     allowed = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in allowed if line.startswith("!")} == copied and "*" in allowed
@@ -74,38 +104,56 @@ def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, 
 
 def test_it_does_not_run_as_root_and_reaps_what_dies(steps: list[tuple[str, str]]) -> None:
     assert [rest for name, rest in steps if name == "USER"][-1] == "ebbflow"
-    assert steps.index(("USER", "ebbflow")) > max(at for at, (name, _) in enumerate(steps) if name in ("RUN", "COPY"))
+    assert steps.index(("USER", "ebbflow")) > max(
+        at for at, (name, _) in enumerate(steps) if name in ("RUN", "COPY")
+    )
     assert "tini" in of(steps, "ENTRYPOINT")[-1]
     assert "tini" in next(rest for rest in of(steps, "RUN") if "apt-get install" in rest)
 
 
-def test_nothing_secret_and_nothing_that_forbids_sockets_stands_in_it(steps: list[tuple[str, str]]) -> None:
+def test_nothing_secret_and_nothing_that_forbids_sockets_stands_in_it(
+    steps: list[tuple[str, str]],
+) -> None:
     environment = " ".join(of(steps, "ENV"))
-    assert "METAFLOW_SKIP_INSTALL_DEPENDENCIES=1" in environment, "no container installs anything as it starts"
+    assert "METAFLOW_SKIP_INSTALL_DEPENDENCIES=1" in environment, (
+        "no container installs anything as it starts"
+    )
     assert "FI_PROVIDER" not in environment and "NCCL_SOCKET_IFNAME" not in environment
     assert not re.search(r"(?i)secret|token|password|AWS_ACCESS", DOCKERFILE.read_text())
 
 
 def lint(recipe: str) -> set[str]:
-    """The rules of hadolint that a recipe breaks, by their numbers; those that matter for this image."""
+    """The rules of hadolint that a recipe breaks, by their numbers; those that matter for this
+    image.
+    """
     joined = re.sub(
-        r"\\\n\s*", " ", "\n".join(line for line in recipe.splitlines() if not line.lstrip().startswith("#"))
+        r"\\\n\s*",
+        " ",
+        "\n".join(line for line in recipe.splitlines() if not line.lstrip().startswith("#")),
     )
     lines = [line.strip() for line in joined.splitlines() if line.strip()]
     runs = [line for line in lines if line.startswith("RUN ")]
     user = [line.split()[1] for line in lines if line.startswith("USER ")][-1:]
-    installs = [part for run in runs for part in re.split(r"&&|;", run) if "apt-get install" in part]
+    installs = [
+        part for run in runs for part in re.split(r"&&|;", run) if "apt-get install" in part
+    ]
     bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
-    named = dict(line[4:].split("=", 1) for line in lines if line.startswith("ARG ") and "=" in line)
+    named = dict(
+        line[4:].split("=", 1) for line in lines if line.startswith("ARG ") and "=" in line
+    )
     bases = [named.get(base.strip("${}"), base) for base in bases]
     found = {
-        "DL3000": any(line.startswith("WORKDIR ") and not line.split()[1].startswith("/") for line in lines),
+        "DL3000": any(
+            line.startswith("WORKDIR ") and not line.split()[1].startswith("/") for line in lines
+        ),
         "DL3002": user in ([], ["root"], ["0"]),
         "DL3004": any(re.search(r"\bsudo\b", run) for run in runs),
         "DL3006": any(":" not in base and "@" not in base for base in bases),
         "DL3007": any(base.endswith(":latest") for base in bases),
         "DL3009": any(
-            "apt-get update" in run and "rm -rf /var/lib/apt/lists" not in run.replace("/tmp/efa ", "") for run in runs
+            "apt-get update" in run
+            and "rm -rf /var/lib/apt/lists" not in run.replace("/tmp/efa ", "")
+            for run in runs
         ),
         "DL3014": any(" -y" not in part for part in installs),
         "DL3015": any("--no-install-recommends" not in part for part in installs),
@@ -114,7 +162,8 @@ def lint(recipe: str) -> set[str]:
         "DL3027": any(re.search(r"\bapt (install|update)", run) for run in runs),
         "DL3042": any("pip install" in run and "--no-cache-dir" not in run for run in runs),
         "DL3045": any(
-            line.startswith("COPY ") and not line.split()[-1].startswith("/") for line in before_workdir(lines)
+            line.startswith("COPY ") and not line.split()[-1].startswith("/")
+            for line in before_workdir(lines)
         ),
         "DL4000": any(line.startswith("MAINTAINER") for line in lines),
     }
@@ -122,7 +171,9 @@ def lint(recipe: str) -> set[str]:
 
 
 def before_workdir(lines: list[str]) -> list[str]:
-    at = next((number for number, line in enumerate(lines) if line.startswith("WORKDIR ")), len(lines))
+    at = next(
+        (number for number, line in enumerate(lines) if line.startswith("WORKDIR ")), len(lines)
+    )
     return lines[:at]
 
 
@@ -137,6 +188,10 @@ WORKDIR work
 CMD python train.py
 MAINTAINER me
 """
-    rules = "DL3000 DL3002 DL3004 DL3006 DL3009 DL3014 DL3015 DL3020 DL3025 DL3027 DL3042 DL3045 DL4000"
+    rules = (
+        "DL3000 DL3002 DL3004 DL3006 DL3009 DL3014 DL3015 DL3020 DL3025 DL3027 DL3042 DL3045 DL4000"
+    )
     assert lint(careless) == set(rules.split())
-    assert lint(careless.replace("FROM ubuntu", "FROM ubuntu:latest")) == (set(rules.split()) - {"DL3006"}) | {"DL3007"}
+    assert lint(careless.replace("FROM ubuntu", "FROM ubuntu:latest")) == (
+        set(rules.split()) - {"DL3006"}
+    ) | {"DL3007"}

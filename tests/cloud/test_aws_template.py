@@ -1,4 +1,6 @@
-"""The stack's template: valid, small enough, as the example configuration and the documentation say, and no more."""
+"""The stack's template: valid, small enough, as the example configuration and the documentation
+say, and no more.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, condense_template, planned_resources, read_template
+from ebbflow.infra.aws.deploy import (
+    LARGEST_TEMPLATE,
+    TEMPLATE,
+    condense_template,
+    planned_resources,
+    read_template,
+)
 from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import TOMBSTONE_TAGS
 
 ROOT = Path(__file__).resolve().parents[2]
-# What Batch cancels by itself: docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable_time_limit_actions.html
+# What Batch cancels by itself:
+# docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable_time_limit_actions.html
 RUNNABLE_REASONS = {
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
     "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
@@ -31,11 +40,17 @@ def template() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return load_config(ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}).config
+    return load_config(
+        ROOT / "ebbflow/configs" / "aws.yaml", project_root=ROOT, environment={}
+    ).config
 
 
 def of_type(template: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
-    return {name: one["Properties"] for name, one in template["Resources"].items() if one["Type"] == kind}
+    return {
+        name: one["Properties"]
+        for name, one in template["Resources"].items()
+        if one["Type"] == kind
+    }
 
 
 def queues(template: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -52,7 +67,8 @@ def queues(template: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str
 def test_the_template_is_clean_by_cfn_lint_and_fits_into_a_request() -> None:
     from cfnlint.api import ManualArgs, lint  # a second of imports, in one process of tests
 
-    text, regions = TEMPLATE.read_text(encoding="utf-8"), ["us-east-1", "us-west-2", "eu-west-1"]
+    text = TEMPLATE.read_text(encoding="utf-8")
+    regions = ["us-east-1", "us-west-2", "eu-west-1"]
     assert [str(match) for match in lint(text, config=ManualArgs(regions=regions))] == []
     assert lint(text.replace("CidrBlock:", "CidrBlok:", 1), config=ManualArgs(regions=regions))
     sent = condense_template(read_template(text))
@@ -63,39 +79,56 @@ def test_the_template_is_clean_by_cfn_lint_and_fits_into_a_request() -> None:
 def test_every_parameter_says_what_it_is_and_has_a_default(template: dict[str, Any]) -> None:
     for name, parameter in template["Parameters"].items():
         assert len(parameter["Description"]) > 20 and "Default" in parameter, name
-        assert json.dumps(template["Resources"]).count(name) or json.dumps(template["Conditions"]).count(name), name
+        assert json.dumps(template["Resources"]).count(name) or json.dumps(
+            template["Conditions"]
+        ).count(name), name
 
 
 def test_the_example_configuration_names_the_queues_of_the_template(
     template: dict[str, Any], config: RunConfig
 ) -> None:
     there = queues(template)
-    assert {queue.name for queue in config.batch.queues} == {f"ebbflow-{name}" for name in there if name != "light"}
+    assert {queue.name for queue in config.batch.queues} == {
+        f"ebbflow-{name}" for name in there if name != "light"
+    }
     assert config.batch.light_queue == "ebbflow-light"
     for queue in config.batch.queues:
         _, resources = there[queue.name.removeprefix("ebbflow-")]
         assert resources["Type"] == {"spot": "SPOT", "on_demand": "EC2"}[queue.market]
         assert queue.name.endswith(queue.instance_types[0])
         types = json.dumps(resources["InstanceTypes"])
-        assert queue.instance_types[0] in re.findall(r'"([a-z0-9]+)"', types), "the family that the name says"
+        assert queue.instance_types[0] in re.findall(r'"([a-z0-9]+)"', types), (
+            "the family that the name says"
+        )
         assert queue.multi_node == ("PlacementGroup" in resources)
     patience = template["Parameters"]["RunnableSeconds"]["Default"]
-    assert config.batch.runnable_minutes == patience / 60 == RunConfig(store="runs").batch.runnable_minutes
+    assert (
+        config.batch.runnable_minutes
+        == patience / 60
+        == RunConfig(store="runs").batch.runnable_minutes
+    )
 
 
 def test_every_queue_ends_what_cannot_start(template: dict[str, Any]) -> None:
     for name, (queue, _) in queues(template).items():
         actions = queue["JobStateTimeLimitActions"]
-        assert {one["Reason"] for one in actions} == RUNNABLE_REASONS, name
-        assert {(one["State"], one["Action"]) for one in actions} == {("RUNNABLE", "CANCEL")}
-        assert all(one["MaxTimeSeconds"] == {"Ref": "RunnableSeconds"} for one in actions)
+        assert {action["Reason"] for action in actions} == RUNNABLE_REASONS, name
+        assert {(action["State"], action["Action"]) for action in actions} == {
+            ("RUNNABLE", "CANCEL")
+        }
+        assert all(action["MaxTimeSeconds"] == {"Ref": "RunnableSeconds"} for action in actions)
 
 
-def test_compute_environments_are_of_one_market_and_cost_nothing_when_idle(template: dict[str, Any]) -> None:
+def test_compute_environments_are_of_one_market_and_cost_nothing_when_idle(
+    template: dict[str, Any],
+) -> None:
     for name, (_, resources) in queues(template).items():
         spot = name.startswith("spot-")
         assert resources["Type"] == ("SPOT" if spot else "EC2")
-        strategy = "SPOT_PRICE_CAPACITY_OPTIMIZED" if spot else "BEST_FIT_PROGRESSIVE"
+        if spot:
+            strategy = "SPOT_PRICE_CAPACITY_OPTIMIZED"
+        else:
+            strategy = "BEST_FIT_PROGRESSIVE"
         assert (resources["AllocationStrategy"], resources["MinvCpus"]) == (strategy, 0)
         assert resources["Tags"]["ebbflow-queue"] == name
         many = name.startswith("gang-")
@@ -105,29 +138,49 @@ def test_compute_environments_are_of_one_market_and_cost_nothing_when_idle(templ
     assert of_type(template, "AWS::EC2::PlacementGroup")["GangGroup"] == {"Strategy": "cluster"}
 
 
-def test_with_efa_only_types_with_all_adapters_of_their_launch_template_are_taken(template: dict[str, Any]) -> None:
-    types, adapters = load_catalogue().types, {}
+def test_with_efa_only_types_with_all_adapters_of_their_launch_template_are_taken(
+    template: dict[str, Any],
+) -> None:
+    types = load_catalogue().types
+    adapters = {}
     for name, (_, resources) in queues(template).items():
         if not name.startswith("gang-"):
             continue
-        family, taken, launch = name.removeprefix("gang-"), resources["InstanceTypes"], resources["LaunchTemplate"]
-        own = [kind for kind in types if kind.name.split(".")[0] == family and not kind.name.endswith(".metal")]
+        family = name.removeprefix("gang-")
+        taken = resources["InstanceTypes"]
+        launch = resources["LaunchTemplate"]
+        own = [
+            kind
+            for kind in types
+            if kind.name.split(".")[0] == family and not kind.name.endswith(".metal")
+        ]
         if taken == [family]:
             taken = {"Fn::If": ["HasEfa", [kind.name for kind in own], [family]]}
-        launch = launch["Fn::If"][1] if "Fn::If" in launch else launch
-        interfaces = template["Resources"][launch["LaunchTemplateId"]["Ref"]]["Properties"]["LaunchTemplateData"]
-        cards = [one["NetworkCardIndex"] for one in interfaces["NetworkInterfaces"]]
+        if "Fn::If" in launch:
+            launch = launch["Fn::If"][1]
+        else:
+            launch = launch
+        interfaces = template["Resources"][launch["LaunchTemplateId"]["Ref"]]["Properties"][
+            "LaunchTemplateData"
+        ]
+        cards = [interface["NetworkCardIndex"] for interface in interfaces["NetworkInterfaces"]]
         adapters[family] = len(cards)
         assert taken["Fn::If"] == ["HasEfa", taken["Fn::If"][1], [family]]
         assert set(taken["Fn::If"][1]) == {kind.name for kind in own if kind.efa == len(cards)}, (
             "see cost/instances.csv"
         )
         assert cards == list(range(len(cards))), "one on each card"
-        for one in interfaces["NetworkInterfaces"]:
-            first = one["NetworkCardIndex"] == 0
-            assert one["DeviceIndex"] == (0 if first else 1) and one["Groups"] == [{"Ref": "Nodes"}]
-            assert one["InterfaceType"] in ("efa", {"Fn::If": ["HasEfa", "efa", "interface"]}) if first else "efa-only"
-            assert one["DeleteOnTermination"] is True
+        for interface in interfaces["NetworkInterfaces"]:
+            first = interface["NetworkCardIndex"] == 0
+            assert interface["DeviceIndex"] == (0 if first else 1) and interface["Groups"] == [
+                {"Ref": "Nodes"}
+            ]
+            assert (
+                interface["InterfaceType"] in ("efa", {"Fn::If": ["HasEfa", "efa", "interface"]})
+                if first
+                else "efa-only"
+            )
+            assert interface["DeleteOnTermination"] is True
     assert adapters == {"g5": 1, "g6e": 1, "p4d": 4, "p5": 32}
 
 
@@ -139,7 +192,8 @@ def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
         assert data["MetadataOptions"] == {
             "HttpEndpoint": "enabled",
             "HttpTokens": "required",
-            "HttpPutResponseHopLimit": 1,  # jobs run in the host's network, or have an interface each
+            # jobs run in the host's network, or have an interface each
+            "HttpPutResponseHopLimit": 1,
         }
         [disk] = data["BlockDeviceMappings"]
         assert disk["Ebs"]["Encrypted"] is True and disk["Ebs"]["DeleteOnTermination"] is True
@@ -147,7 +201,9 @@ def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
     assert "memlock=-1:-1" in template["Mappings"]["Node"]["UserData"]["Text"]
 
 
-def test_what_is_stored_is_encrypted_private_and_forgotten_in_time(template: dict[str, Any]) -> None:
+def test_what_is_stored_is_encrypted_private_and_forgotten_in_time(
+    template: dict[str, Any],
+) -> None:
     [bucket] = of_type(template, "AWS::S3::Bucket").values()
     assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
     assert len(bucket["PublicAccessBlockConfiguration"]) == 4
@@ -165,20 +221,34 @@ def test_what_is_stored_is_encrypted_private_and_forgotten_in_time(template: dic
         assert "ExpirationInDays" not in rule or rule.get("TagFilters")
     [policy] = of_type(template, "AWS::S3::BucketPolicy").values()
     plain, keep = policy["PolicyDocument"]["Statement"]
-    assert plain["Effect"] == "Deny" and plain["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
-    assert keep["Effect"] == "Deny" and {"s3:DeleteObjectVersion", "s3:PutBucketVersioning"} <= set(keep["Action"])
-    assert keep["Principal"] == {"AWS": [{"Fn::GetAtt": [role, "Arn"]} for role in ("JobRole", "HeadRole")]}
+    assert plain["Effect"] == "Deny" and plain["Condition"] == {
+        "Bool": {"aws:SecureTransport": "false"}
+    }
+    assert keep["Effect"] == "Deny" and {"s3:DeleteObjectVersion", "s3:PutBucketVersioning"} <= set(
+        keep["Action"]
+    )
+    assert keep["Principal"] == {
+        "AWS": [{"Fn::GetAtt": [role, "Arn"]} for role in ("JobRole", "HeadRole")]
+    }
     logs = of_type(template, "AWS::Logs::LogGroup").values()
     assert len(logs) >= 2
     for log in logs:
         assert log["RetentionInDays"] == {"Ref": "LogRetentionDays"}
     [repository] = of_type(template, "AWS::ECR::Repository").values()
     images = json.loads(repository["LifecyclePolicy"]["LifecyclePolicyText"])["rules"]
-    assert {rule["action"]["type"] for rule in images} == {"expire"} and repository["ImageTagMutability"] == "IMMUTABLE"
+    assert {rule["action"]["type"] for rule in images} == {"expire"} and repository[
+        "ImageTagMutability"
+    ] == "IMMUTABLE"
 
 
-def test_the_bucket_outlives_the_stack_and_nothing_else_that_costs(template: dict[str, Any]) -> None:
-    kept = {name for name, one in template["Resources"].items() if "Retain" in one.get("DeletionPolicy", "")}
+def test_the_bucket_outlives_the_stack_and_nothing_else_that_costs(
+    template: dict[str, Any],
+) -> None:
+    kept = {
+        name
+        for name, one in template["Resources"].items()
+        if "Retain" in one.get("DeletionPolicy", "")
+    }
     assert kept == {"Bucket", "BatchLogs"}
     assert of_type(template, "AWS::ECR::Repository")["Repository"]["EmptyOnDelete"] is True
 
@@ -192,10 +262,15 @@ def test_money_and_failures_are_told_to_somebody(template: dict[str, Any]) -> No
     }
     assert told == {("ACTUAL", 80), ("ACTUAL", 100), ("FORECASTED", 100)}
     alarms = of_type(template, "AWS::CloudWatch::Alarm")
-    assert {alarm["MetricName"] for alarm in alarms.values()} == {"EstimatedCharges", "BytesOutToDestination"}
+    assert {alarm["MetricName"] for alarm in alarms.values()} == {
+        "EstimatedCharges",
+        "BytesOutToDestination",
+    }
     assert all(alarm["AlarmActions"] == [{"Ref": "Topic"}] for alarm in alarms.values())
     [rule] = of_type(template, "AWS::Events::Rule").values()
-    assert rule["EventPattern"]["detail"]["status"] == ["FAILED"] and rule["Targets"][0]["Arn"] == {"Ref": "Topic"}
+    assert rule["EventPattern"]["detail"]["status"] == ["FAILED"] and rule["Targets"][0]["Arn"] == {
+        "Ref": "Topic"
+    }
     [policy] = of_type(template, "AWS::SNS::TopicPolicy").values()
     [allow] = policy["PolicyDocument"]["Statement"]
     services = {f"{name}.amazonaws.com" for name in ("budgets", "cloudwatch", "events")}
@@ -211,16 +286,28 @@ def test_the_schedule_starts_the_head_job_once_it_is_switched_on(template: dict[
     command = template["Parameters"]["HeadCommand"]["Default"]
     names = {one["Name"] for one in head["ContainerProperties"]["Environment"] if "Name" in one}
     assert set(re.findall(r"\$(\w+)", command)) <= names, "the command's variables are set"
-    assert (head["ContainerProperties"]["User"], head["ContainerProperties"]["Privileged"]) == ("ebbflow", False)
-    assert "run --with batch" in command and "--job" in command, "a head job that starts again goes on with its job"
+    assert (head["ContainerProperties"]["User"], head["ContainerProperties"]["Privileged"]) == (
+        "ebbflow",
+        False,
+    )
+    assert "run --with batch" in command and "--job" in command, (
+        "a head job that starts again goes on with its job"
+    )
     assert {one["Action"] for one in head["RetryStrategy"]["EvaluateOnExit"]} == {"RETRY", "EXIT"}
     assert (ROOT / re.search(r"--config (\S+)", command)[1]).exists()
 
 
-def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(template: dict[str, Any]) -> None:
+def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(
+    template: dict[str, Any],
+) -> None:
     region = "eu-west-1"
-    everything = {one.name: one.kind for one in planned_resources(template, {}, region=region)}
-    without = {one.name: one.kind for one in planned_resources(template, {"Nat": "no"}, region=region)}
+    everything = {
+        resource.name: resource.kind for resource in planned_resources(template, {}, region=region)
+    }
+    without = {
+        resource.name: resource.kind
+        for resource in planned_resources(template, {"Nat": "no"}, region=region)
+    }
     gone = {name for name in everything if name not in without}
     assert {"NatGateway", "NatAddress", "NatAlarm", "GangG5Queue", "GangTemplate"} <= gone
     assert not {"AWS::EC2::NatGateway", "AWS::EC2::EIP"} & set(without.values())
@@ -238,13 +325,19 @@ def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(template
 def test_there_is_an_alarm_on_the_bill_only_where_the_bill_is_published(
     template: dict[str, Any], region: str, published: str, made: bool
 ) -> None:
-    names = {one.name for one in planned_resources(template, {"BillingAlerts": published}, region=region)}
+    names = {
+        resource.name
+        for resource in planned_resources(template, {"BillingAlerts": published}, region=region)
+    }
     assert ("BillAlarm" in names) is made
-    assert template["Parameters"]["BillingAlerts"]["Default"] == "no", "an alarm without data never warns"
+    assert template["Parameters"]["BillingAlerts"]["Default"] == "no", (
+        "an alarm without data never warns"
+    )
 
 
 def test_nothing_secret_stands_in_the_template() -> None:
     text = TEMPLATE.read_text(encoding="utf-8")
     assert not re.findall(
-        r"AKIA[0-9A-Z]{16}|(?i:secret_?access_?key|password)|\b[0-9]{12}\b(?!\n)", text.replace("107374182400", "")
+        r"AKIA[0-9A-Z]{16}|(?i:secret_?access_?key|password)|\b[0-9]{12}\b(?!\n)",
+        text.replace("107374182400", ""),
     )

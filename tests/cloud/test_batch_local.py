@@ -16,8 +16,12 @@ from tests.support.batch.fixture import LocalBatch, local_batch
 from tests.support.flow import processes_with, wait_until
 
 _RESOURCES = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
-# A node that sleeps in a child of its own session, which a signal to the process group would not reach.
-_ENDLESS = f"{sys.executable} -c \"import subprocess; subprocess.run(['sleep', '613'], start_new_session=True)\""
+# A node that sleeps in a child of its own session, which a signal to the process group would not
+# reach.
+_ENDLESS = (
+    f"{sys.executable} -c \"import subprocess; subprocess.run(['sleep', '613'], "
+    'start_new_session=True)"'
+)
 _NO_CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
 _AWAITS_NOTICE = """
 import time
@@ -40,7 +44,9 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
         "spot": {"market": "spot", "instance_types": ["g5.xlarge"], "zone": "us-west-2b"},
         "gang": {"instance_types": ["g5.xlarge"]},
     }
-    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues, time_scale=60, start_seconds=0.05) as running:
+    with local_batch(
+        tmp_path_factory.mktemp("batch"), queues=queues, time_scale=60, start_seconds=0.05
+    ) as running:
         yield running
 
 
@@ -50,10 +56,16 @@ def usual(batch: LocalBatch) -> Iterator[None]:
     batch.change(rules=[], clock_ahead_seconds=0, attempt_scale=1, time_scale=60, stop_seconds=1)
 
 
-def submit(batch: LocalBatch, command: str, *, queue: str = "light", name: str = "job", **request: Any) -> str:
+def submit(
+    batch: LocalBatch, command: str, *, queue: str = "light", name: str = "job", **request: Any
+) -> str:
     """The id of a plain job that runs `command` in a shell."""
     client = batch.client()
-    properties = {"image": "image", "command": ["bash", "-c", command], "resourceRequirements": _RESOURCES}
+    properties = {
+        "image": "image",
+        "command": ["bash", "-c", command],
+        "resourceRequirements": _RESOURCES,
+    }
     definition = client.register_job_definition(
         jobDefinitionName="plain", type="container", containerProperties=properties
     )
@@ -64,13 +76,20 @@ def submit(batch: LocalBatch, command: str, *, queue: str = "light", name: str =
 def submit_gang(batch: LocalBatch, main: str, child: str, *, queue: str = "gang") -> str:
     client = batch.client()
     ranges = [
-        {"targetNodes": nodes, "container": {"image": "image", "command": ["true"], "resourceRequirements": _RESOURCES}}
+        {
+            "targetNodes": nodes,
+            "container": {
+                "image": "image",
+                "command": ["true"],
+                "resourceRequirements": _RESOURCES,
+            },
+        }
         for nodes in ("0:0", "1:2")
     ]
     properties = {"numNodes": 3, "mainNode": 0, "nodeRangeProperties": ranges}
-    definition = client.register_job_definition(jobDefinitionName="gang", type="multinode", nodeProperties=properties)[
-        "jobDefinitionArn"
-    ]
+    definition = client.register_job_definition(
+        jobDefinitionName="gang", type="multinode", nodeProperties=properties
+    )["jobDefinitionArn"]
     overrides = [
         {"targetNodes": nodes, "containerOverrides": {"command": ["bash", "-c", command]}}
         for nodes, command in (("0:0", main), ("1:", child))
@@ -86,7 +105,9 @@ def described(batch: LocalBatch, job: str) -> dict[str, Any]:
 def ended(batch: LocalBatch, job: str) -> dict[str, Any]:
     def look() -> dict[str, Any] | None:
         found = described(batch, job)
-        return found if found["status"] in ("SUCCEEDED", "FAILED") else None
+        if found["status"] in ("SUCCEEDED", "FAILED"):
+            return found
+        return None
 
     return wait_until(f"the end of {job}", look)
 
@@ -95,14 +116,28 @@ def started(batch: LocalBatch, job: str) -> bool:
     return described(batch, job)["status"] == "RUNNING"
 
 
-def test_a_job_runs_in_a_folder_of_its_own_with_batchs_variables_and_tells_its_times(batch: LocalBatch) -> None:
+def test_a_job_runs_in_a_folder_of_its_own_with_batchs_variables_and_tells_its_times(
+    batch: LocalBatch,
+) -> None:
     before = 1000 * time.time()
     own = {"environment": [{"name": "GREETING", "value": "hello"}]}
-    job = submit(batch, "echo $GREETING $AWS_BATCH_JOB_ID $AWS_BATCH_JQ_NAME $PWD; exit 3", containerOverrides=own)
+    job = submit(
+        batch,
+        "echo $GREETING $AWS_BATCH_JOB_ID $AWS_BATCH_JQ_NAME $PWD; exit 3",
+        containerOverrides=own,
+    )
     told = ended(batch, job)
-    assert told["status"] == "FAILED" and told["statusReason"] == "Essential container in task exited"
+    assert (
+        told["status"] == "FAILED" and told["statusReason"] == "Essential container in task exited"
+    )
     assert told["container"]["exitCode"] == told["attempts"][0]["container"]["exitCode"] == 3
-    assert before - 1 <= told["createdAt"] <= told["startedAt"] <= told["stoppedAt"] <= 1000 * time.time() + 1
+    assert (
+        before - 1
+        <= told["createdAt"]
+        <= told["startedAt"]
+        <= told["stoppedAt"]
+        <= 1000 * time.time() + 1
+    )
     assert batch.output(job).split() == ["hello", job, "light", str(batch.folder / job / "1-0")]
     job = submit(batch, "env")
     assert ended(batch, job)["status"] == "SUCCEEDED"
@@ -122,7 +157,10 @@ def test_the_main_nodes_end_is_the_gangs_and_a_childs_is_nobodys(batch: LocalBat
     assert ended(batch, job)["status"] == "SUCCEEDED"
     assert described(batch, f"{job}#2")["status"] == "FAILED"
     assert batch.output(job).split() == ["0/3", "main"]
-    assert batch.output(job, node=2).split()[0] == "2/3" and batch.output(job, node=2).split()[1] != "main"
+    assert (
+        batch.output(job, node=2).split()[0] == "2/3"
+        and batch.output(job, node=2).split()[1] != "main"
+    )
     listed = batch.client().list_jobs(multiNodeJobId=job, jobStatus="FAILED")["jobSummaryList"]
     assert [item["jobId"] for item in listed] == [f"{job}#1", f"{job}#2"]
 
@@ -134,8 +172,13 @@ def test_a_gang_on_spot_is_refused(batch: LocalBatch) -> None:
 
 def test_a_reclaim_is_told_to_the_instance_and_takes_everything_on_it(batch: LocalBatch) -> None:
     root = Path(__file__).resolve().parents[2]
-    job = submit(batch, f"{_ENDLESS} & cd {root} && {sys.executable} -c '{_AWAITS_NOTICE}'", queue="spot")
-    wait_until("its instance's identity", lambda: "us-west-2b" in batch.output(job) if started(batch, job) else "")
+    job = submit(
+        batch, f"{_ENDLESS} & cd {root} && {sys.executable} -c '{_AWAITS_NOTICE}'", queue="spot"
+    )
+    wait_until(
+        "its instance's identity",
+        lambda: "us-west-2b" in batch.output(job) if started(batch, job) else "",
+    )
     assert processes_with(job)
     batch.reclaim(job)
     told = ended(batch, job)
@@ -147,18 +190,27 @@ def test_a_reclaim_is_told_to_the_instance_and_takes_everything_on_it(batch: Loc
 
 
 def test_capacity_comes_and_goes_by_a_trace(batch: LocalBatch) -> None:
-    batch.change(queues={"traced": {"market": "spot", "capacity": [[0, 1], [300, 0]]}}, time_scale=300)
+    batch.change(
+        queues={"traced": {"market": "spot", "capacity": [[0, 1], [300, 0]]}}, time_scale=300
+    )
     batch.begin_traces()
     first = submit(batch, "sleep 600", queue="traced")
     second = submit(batch, "true", queue="traced")
-    reason = wait_until("why the second waits", lambda: described(batch, second).get("statusReason"))
+    reason = wait_until(
+        "why the second waits", lambda: described(batch, second).get("statusReason")
+    )
     assert described(batch, second)["status"] == "RUNNABLE"
-    assert reason.startswith(f"{_NO_CAPACITY} - Service cannot fulfill the capacity requested for instance type")
+    assert reason.startswith(
+        f"{_NO_CAPACITY} - Service cannot fulfill the capacity requested for instance type"
+    )
     assert ended(batch, first)["statusReason"].startswith("Host EC2 (instance i-")
     limit = {"reason": _NO_CAPACITY, "state": "RUNNABLE", "maxTimeSeconds": 600, "action": "CANCEL"}
     batch.client().update_job_queue(jobQueue="traced", jobStateTimeLimitActions=[limit])
     told = ended(batch, second)
-    assert told["statusReason"] == f"Canceled by JobStateTimeLimit action due to reason: {_NO_CAPACITY}"
+    assert (
+        told["statusReason"]
+        == f"Canceled by JobStateTimeLimit action due to reason: {_NO_CAPACITY}"
+    )
     assert "startedAt" not in told
 
 
@@ -169,7 +221,10 @@ def test_what_no_instance_can_hold_waits_and_says_why(batch: LocalBatch) -> None
     assert reason.startswith("MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT")
     batch.client().cancel_job(jobId=job, reason="it never fits")
     told = ended(batch, job)
-    assert (told["status"], told["statusReason"]) == ("FAILED", "it never fits") and "startedAt" not in told
+    assert (told["status"], told["statusReason"]) == (
+        "FAILED",
+        "it never fits",
+    ) and "startedAt" not in told
     assert (told["isCancelled"], told["isTerminated"]) == (True, False)
     batch.client().terminate_job(jobId=job, reason="again")
     assert described(batch, job)["statusReason"] == "it never fits", "what has ended stays as it is"
@@ -178,9 +233,9 @@ def test_what_no_instance_can_hold_waits_and_says_why(batch: LocalBatch) -> None
 def test_no_more_vcpus_run_than_the_environment_may_have(batch: LocalBatch) -> None:
     """4 of each g5.xlarge: a second job waits for the first to end, one of three nodes for ever."""
     batch.change(queues={"small": {"instance_types": ["g5.xlarge"], "max_vcpus": 7}})
-    [environment] = batch.client().describe_compute_environments(computeEnvironments=["small-environment"])[
-        "computeEnvironments"
-    ]
+    [environment] = batch.client().describe_compute_environments(
+        computeEnvironments=["small-environment"]
+    )["computeEnvironments"]
     assert environment["computeResources"]["maxvCpus"] == 7
     first = submit(batch, "until [ -e leave ]; do sleep 0.05; done", queue="small")
     wait_until("its start", lambda: started(batch, first))
@@ -192,8 +247,15 @@ def test_no_more_vcpus_run_than_the_environment_may_have(batch: LocalBatch) -> N
 
     gang = submit_gang(batch, "true", "true", queue="small")
     reason = wait_until("why it waits", lambda: described(batch, gang).get("statusReason"))
-    assert reason.startswith("MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE - CE(s) associated with the job queue")
-    limit = {"reason": reason.partition(" ")[0], "state": "RUNNABLE", "maxTimeSeconds": 600, "action": "CANCEL"}
+    assert reason.startswith(
+        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE - CE(s) associated with the job queue"
+    )
+    limit = {
+        "reason": reason.partition(" ")[0],
+        "state": "RUNNABLE",
+        "maxTimeSeconds": 600,
+        "action": "CANCEL",
+    }
     batch.client().update_job_queue(jobQueue="small", jobStateTimeLimitActions=[limit])
     batch.change(time_scale=6000)
     assert ended(batch, gang)["statusReason"].startswith("Canceled by JobStateTimeLimit action")
@@ -202,27 +264,43 @@ def test_no_more_vcpus_run_than_the_environment_may_have(batch: LocalBatch) -> N
 def test_an_attempt_ends_after_its_duration_and_when_it_is_terminated(batch: LocalBatch) -> None:
     batch.change(attempt_scale=60)
     late = ended(batch, submit(batch, "sleep 600", timeout={"attemptDurationSeconds": 60}))
-    assert late["statusReason"] == "Job attempt duration exceeded timeout" and late["container"]["exitCode"] == 137
+    assert (
+        late["statusReason"] == "Job attempt duration exceeded timeout"
+        and late["container"]["exitCode"] == 137
+    )
     job = submit(batch, _ENDLESS)
     wait_until("its start", lambda: started(batch, job))
     batch.client().cancel_job(jobId=job, reason="too late to cancel")
     assert described(batch, job)["status"] == "RUNNING" and not described(batch, job)["isCancelled"]
     batch.client().terminate_job(jobId=job, reason="enough")
     told = ended(batch, job)
-    assert (told["statusReason"], told["isTerminated"], told["isCancelled"]) == ("enough", True, False)
+    assert (told["statusReason"], told["isTerminated"], told["isCancelled"]) == (
+        "enough",
+        True,
+        False,
+    )
     wait_until("the end of all its processes", lambda: not processes_with(job))
     batch.change(stop_seconds=60)
     job = submit(batch, "trap 'exit 0' TERM; echo up; while :; do sleep 0.1; done")
     wait_until("its start", lambda: started(batch, job) and "up" in batch.output(job))
     batch.client().terminate_job(jobId=job, reason="enough")
     told = ended(batch, job)
-    assert (told["status"], told["statusReason"], told["container"]["exitCode"]) == ("FAILED", "enough", 0)
+    assert (told["status"], told["statusReason"], told["container"]["exitCode"]) == (
+        "FAILED",
+        "enough",
+        0,
+    )
 
 
 def test_a_retry_strategy_starts_a_job_again_for_what_it_names(batch: LocalBatch) -> None:
     hosts = {"onStatusReason": "Host EC2*", "action": "RETRY"}
     strategy = {"attempts": 3, "evaluateOnExit": [hosts, {"onReason": "*", "action": "EXIT"}]}
-    job = submit(batch, "[ $AWS_BATCH_JOB_ATTEMPT = 1 ] && sleep 600; exit 7", queue="spot", retryStrategy=strategy)
+    job = submit(
+        batch,
+        "[ $AWS_BATCH_JOB_ATTEMPT = 1 ] && sleep 600; exit 7",
+        queue="spot",
+        retryStrategy=strategy,
+    )
     wait_until("its start", lambda: started(batch, job))
     batch.reclaim(job, notice=False)
     attempts = ended(batch, job)["attempts"]
@@ -252,10 +330,15 @@ def test_requests_that_aws_refuses(batch: LocalBatch) -> None:
     batch.change(missing_images=["^image$"])
     told = ended(batch, submit(batch, "true"))
     batch.change(missing_images=[])
-    assert told["container"]["reason"].startswith("CannotPullContainerError") and "startedAt" not in told
+    assert (
+        told["container"]["reason"].startswith("CannotPullContainerError")
+        and "startedAt" not in told
+    )
 
 
-def test_a_clock_that_differs_shows_in_all_times_and_beyond_five_minutes_in_signatures(batch: LocalBatch) -> None:
+def test_a_clock_that_differs_shows_in_all_times_and_beyond_five_minutes_in_signatures(
+    batch: LocalBatch,
+) -> None:
     batch.change(clock_ahead_seconds=290)
     job = submit(batch, "true")
     assert ended(batch, job)["createdAt"] > 1000 * (time.time() + 280)

@@ -1,7 +1,8 @@
-"""A whole run on the local Batch: it waits for capacity in vain, is placed elsewhere, reclaimed with notice, finishes.
+"""A whole run on the local Batch: it waits for capacity in vain, is placed elsewhere, reclaimed
+with notice, finishes.
 
-Weights and losses equal those of a quiet run of one rank on this machine, bit for bit; the bill is Batch's own; and no
-secret that the machines have in their environment is told to anybody.
+Weights and losses equal those of a quiet run of one rank on this machine, bit for bit; the bill is
+Batch's own; and no secret that the machines have in their environment is told to anybody.
 """
 
 from __future__ import annotations
@@ -64,15 +65,23 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Lo
 
 
 @pytest.fixture(scope="module")
-def reclaimed(tmp_path_factory: pytest.TempPathFactory, swift: Swift, cloud: LocalBatch) -> Reclaimed:
+def reclaimed(
+    tmp_path_factory: pytest.TempPathFactory, swift: Swift, cloud: LocalBatch
+) -> Reclaimed:
     """Every step in Batch. The first submit of training is throttled three times."""
     runner = BatchRunner(tmp_path_factory.mktemp("reclaimed"), swift, cloud)
     runner.environment |= _PLANTED | with_paced(cloud.folder)
     types = json.dumps(["g4dn.xlarge", "g5.xlarge"])
-    settings = {"cluster__instance_types": types, "batch__queues": json.dumps(_QUEUES), "batch__runnable_minutes": 0.05}
+    settings = {
+        "cluster__instance_types": types,
+        "batch__queues": json.dumps(_QUEUES),
+        "batch__runnable_minutes": 0.05,
+    }
     settings |= paced_settings(0.2)  # it still trains when the notice comes
     process = runner.start("run", "--with", "batch", *runner.options(**settings))
-    runner.await_so("the preparation", lambda: [job for job in cloud.jobs() if "-prepare-" in job["jobName"]])
+    runner.await_so(
+        "the preparation", lambda: [job for job in cloud.jobs() if "-prepare-" in job["jobName"]]
+    )
     cloud.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])
     runner.await_commit()
     cloud.change(queues={FULL: {"capacity": []}})
@@ -80,7 +89,9 @@ def reclaimed(tmp_path_factory: pytest.TempPathFactory, swift: Swift, cloud: Loc
     return Reclaimed(runner, runner.finish(process, 400), runner.training_jobs())
 
 
-def test_it_finishes_with_the_weights_of_a_quiet_run(reclaimed: Reclaimed, quiet: dict[str, Any]) -> None:
+def test_it_finishes_with_the_weights_of_a_quiet_run(
+    reclaimed: Reclaimed, quiet: dict[str, Any]
+) -> None:
     run = reclaimed.run
     assert run.exit_code == 0, run.output
     assert run.report["outcome"] == "completed"
@@ -106,7 +117,9 @@ def test_each_attempt_went_where_it_was_placed_and_why_is_told(reclaimed: Reclai
 
 def test_both_machines_are_billed_from_batchs_own_times(reclaimed: Reclaimed) -> None:
     report = reclaimed.run.report
-    seconds = [(job["stoppedAt"] - job["startedAt"]) / 1000 for job in reclaimed.jobs if "startedAt" in job]
+    seconds = [
+        (job["stoppedAt"] - job["startedAt"]) / 1000 for job in reclaimed.jobs if "startedAt" in job
+    ]
     assert len(seconds) == 2
     assert report["paid_rank_seconds"] == pytest.approx(sum(seconds), abs=0.1)
     assert round(sum(line["usd"] for line in report["ledger"]), 6) == report["total_usd"] > 0
@@ -118,17 +131,31 @@ def test_a_throttled_submit_is_only_tried_again(reclaimed: Reclaimed) -> None:
 
 
 def test_no_secret_reaches_logs_cards_artifacts_events_or_reports(reclaimed: Reclaimed) -> None:
-    """Looked for where anybody can read: Metaflow's artifacts are compressed pickles, code packages archives."""
+    """Looked for where anybody can read:
+
+    Metaflow's artifacts are compressed pickles, code packages archives.
+    """
     runner = reclaimed.runner
-    told = {"output": reclaimed.run.output.encode(), "jobs": json.dumps(runner.batch.jobs()).encode()}
+    told = {
+        "output": reclaimed.run.output.encode(),
+        "jobs": json.dumps(runner.batch.jobs()).encode(),
+    }
     told |= {f"bucket: {key}": runner.content(key) for key in runner.keys("")}
     told |= {str(path): path.read_bytes() for path in runner.folder.rglob("*") if path.is_file()}
-    told |= {str(path): path.read_bytes() for path in runner.batch.folder.rglob("*") if path.is_file()}
+    told |= {
+        str(path): path.read_bytes() for path in runner.batch.folder.rglob("*") if path.is_file()
+    }
     assert any("/artifacts" in name or "data/" in name for name in told)
     secrets = [SECRET_KEY, *_PLANTED.values()]
-    found = {name for name, content in told.items() if any(one.encode() in _plain(content) for one in secrets)}
+    found = {
+        name
+        for name, content in told.items()
+        if any(secret.encode() in _plain(content) for secret in secrets)
+    }
     assert not found
-    assert SECRET_KEY.encode() in _plain(gzip.compress(SECRET_KEY.encode()))  # what is looked for would be found
+    assert SECRET_KEY.encode() in _plain(
+        gzip.compress(SECRET_KEY.encode())
+    )  # what is looked for would be found
 
 
 def _plain(content: bytes) -> bytes:

@@ -1,5 +1,7 @@
-"""What keeps a run from AWS Batch is answered with one clear line, before or after the submit, and nothing waits for
-ever: unknown and disabled queues, a store that containers cannot read, an image that cannot be pulled."""
+"""What keeps a run from AWS Batch is answered with one clear line, before or after the submit, and
+nothing waits for
+ever: unknown and disabled queues, a store that containers cannot read, an image that cannot be
+    pulled."""
 
 from __future__ import annotations
 
@@ -23,12 +25,17 @@ def batch(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Lo
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory, swift: Swift, batch: LocalBatch) -> BatchRunner:
+def runner(
+    tmp_path_factory: pytest.TempPathFactory, swift: Swift, batch: LocalBatch
+) -> BatchRunner:
     return BatchRunner(tmp_path_factory.mktemp("refused"), swift, batch)
 
 
 def queues(*names: str, **changes: Any) -> str:
-    known = [{"name": name, "market": "on_demand", "instance_types": ["g5.xlarge"], **changes} for name in names]
+    known = [
+        {"name": name, "market": "on_demand", "instance_types": ["g5.xlarge"], **changes}
+        for name in names
+    ]
     return json.dumps(known)
 
 
@@ -53,7 +60,9 @@ def test_a_store_that_is_a_folder_is_refused(runner: BatchRunner) -> None:
     assert "which containers cannot read" in run.output and "s3://" in run.output
 
 
-def test_an_image_that_cannot_be_pulled_ends_the_job_and_says_so(runner: BatchRunner, batch: LocalBatch) -> None:
+def test_an_image_that_cannot_be_pulled_ends_the_job_and_says_so(
+    runner: BatchRunner, batch: LocalBatch
+) -> None:
     batch.change(missing_images=["^nobody/has:this$"])
     options = runner.options(batch__image="nobody/has:this", batch__queues=queues(ON_DEMAND))
     run = runner.run("run", "--with", "cloud", *options, timeout=400)

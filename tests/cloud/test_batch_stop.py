@@ -1,4 +1,7 @@
-"""A container of AWS Batch is told to stop: Docker tells its first process alone, and kills all when that has ended."""
+"""A container of AWS Batch is told to stop:
+
+Docker tells its first process alone, and kills all when that has ended.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ if {{listens}}:
 Path("up").touch()
 time.sleep(120)
 """
-# As Metaflow's: the task's lines pass through another process, and what comes after the task must run as well.
+# As Metaflow's: the task's lines pass through another process, and what comes after the task must
+# run as well.
 _COMMAND = """set -o pipefail; python task.py 2>&1 | python -c 'import sys
 for line in sys.stdin: open("log", "a").write(line)'; code=$?; touch after; exit $code"""
 
@@ -49,7 +53,9 @@ def _started(folder: Path, text: str) -> subprocess.Popen[bytes]:
     wrap_job_commands(request)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = request["containerOverrides"]["command"]
-    return subprocess.Popen(command, cwd=folder, env={**os.environ, "PATH": path}, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PATH": path}, start_new_session=True
+    )
 
 
 def _await(file: Path) -> None:

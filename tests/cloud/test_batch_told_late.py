@@ -1,4 +1,6 @@
-"""Batch tells that a job has ended before it tells when and why: that is waited for, and else told as soon as it is."""
+"""Batch tells that a job has ended before it tells when and why: that is waited for, and else told
+as soon as it is.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,19 @@ from ebbflow.infra.batch import batch_client
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, read_events
 
-_EARLY = {"jobId": "j", "jobName": "n", "jobQueue": "q", "jobDefinition": "d", "status": "FAILED", "startedAt": 1000}
-_WHOLE = {**_EARLY, "stoppedAt": 9000, "statusReason": "Host EC2 (instance i-0123456789abcdef0) terminated."}
+_EARLY = {
+    "jobId": "j",
+    "jobName": "n",
+    "jobQueue": "q",
+    "jobDefinition": "d",
+    "status": "FAILED",
+    "startedAt": 1000,
+}
+_WHOLE = {
+    **_EARLY,
+    "stoppedAt": 9000,
+    "statusReason": "Host EC2 (instance i-0123456789abcdef0) terminated.",
+}
 
 
 @pytest.fixture
@@ -37,7 +50,9 @@ def settled(job: Job, *answers: dict[str, Any], deadline_seconds: float) -> list
     with Stubber(client) as batch, job.events("placing") as log:
         for answer in answers:
             batch.add_response("describe_jobs", {"jobs": [answer]})
-        told = settle_attempts(job, read_events(job.store), client, log, deadline_seconds=deadline_seconds)
+        told = settle_attempts(
+            job, read_events(job.store), client, log, deadline_seconds=deadline_seconds
+        )
         batch.assert_no_pending_responses()
     return told
 

@@ -1,4 +1,6 @@
-"""Spot by a trace, on a virtual clock: the deadline is kept, and on-demand is taken only when slack runs out."""
+"""Spot by a trace, on a virtual clock: the deadline is kept, and on-demand is taken only when slack
+runs out.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,42 @@ from tests.support.timelines import WALL
 DEADLINE = 8.0
 CONFIG = batch_config(f"cost.deadline_hours={DEADLINE}", "batch.runnable_minutes=20")
 CASE = planned(CONFIG, WALL).ranked[0].case
-# Made up: spells of capacity and of none, alternately, 195 s each, short ones among long ones as in recorded zones.
+# Made up: spells of capacity and of none, alternately, 195 s each, short ones among long ones as in
+# recorded zones.
 MIXED = (14, 3, 1, 2, 29, 41, 2, 1, 37, 60)
 
 
 def spells(lengths: tuple[int, ...], *, first: bool = True) -> list[bool]:
-    return [bool(number % 2) is not first for number, length in enumerate(lengths) for _ in range(length)]
+    return [
+        bool(number % 2) is not first
+        for number, length in enumerate(lengths)
+        for _ in range(length)
+    ]
 
 
 def assert_on_demand_only_at_the_end(course: Course) -> None:
-    """Whenever on-demand was taken, the slack did not bear another start of Spot with all that must be in reserve."""
+    """Whenever on-demand was taken, the slack did not bear another start of Spot with all that must
+    be in reserve.
+    """
     for at, placement, work_hours in course.decisions:
         case = CASE
         slack = DEADLINE - at / HOUR - work_hours
-        save, undone = CONFIG.checkpoint.deadline_seconds / HOUR, CONFIG.survival.hang_floor_seconds / HOUR
+        save = CONFIG.checkpoint.deadline_seconds / HOUR
+        undone = CONFIG.survival.hang_floor_seconds / HOUR
         needed = 3 * case.fixed_lost_hours + 20 / 60 + case.interval_hours + undone + save
         if placement.market == "on_demand":
-            assert slack < needed + 5 / 60 + 0.02, f"{slack:.2f} h of slack at {at / HOUR:.2f} h, {placement.reason}"
+            assert slack < needed + 5 / 60 + 0.02, (
+                f"{slack:.2f} h of slack at {at / HOUR:.2f} h, {placement.reason}"
+            )
         else:
             assert slack >= needed - 0.01, "a start of Spot that could endanger the deadline"
             assert placement.start_by_utc is not None
             by = (placement.start_by_utc - BEGAN_UTC) / HOUR
             assert by - at / HOUR >= placement.runnable_seconds / HOUR - 0.01
             after = 20 / 60 + case.fixed_lost_hours + work_hours
-            assert by + after <= DEADLINE, "a container that is never made there leaves time for one on demand"
+            assert by + after <= DEADLINE, (
+                "a container that is never made there leaves time for one on demand"
+            )
 
 
 @pytest.mark.parametrize(
@@ -75,21 +89,30 @@ def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() ->
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.booleans(), st.integers(0, 1000))
-def test_whatever_the_trace_the_deadline_is_kept(lengths: list[int], first: bool, seed: int) -> None:
+def test_whatever_the_trace_the_deadline_is_kept(
+    lengths: list[int], first: bool, seed: int
+) -> None:
     course = VirtualBatch(spells(tuple(lengths), first=first), seed=seed).run(CONFIG)
     assert course.finished is not None and course.finished <= DEADLINE * HOUR + 1e-6
     assert_on_demand_only_at_the_end(course)
 
 
 def test_another_process_decides_alike() -> None:
-    """All that a decision knows is in the events: read again, in any order, each decision is made again as it was."""
+    """All that a decision knows is in the events: read again, in any order, each decision is made
+    again as it was.
+    """
     course = VirtualBatch(spells(MIXED)).run(CONFIG)
     assert len(course.decisions) > 2
-    whole, spent = course.decisions[0][2], course.spent_before
+    whole = course.decisions[0][2]
+    spent = course.spent_before
     for number, (at, placement, work_hours) in enumerate(course.decisions):
-        events = [Event.from_json(one.to_json()) for one in reversed(course.log.events[: 2 * number])]
+        events = [
+            Event.from_json(event.to_json()) for event in reversed(course.log.events[: 2 * number])
+        ]
         history = read_attempts(events)
         assert len(history.attempts) == number
-        plan = planned(CONFIG, WALL + at, share_done=(whole - work_hours) / whole, spent_usd=spent[number])
+        plan = planned(
+            CONFIG, WALL + at, share_done=(whole - work_hours) / whole, spent_usd=spent[number]
+        )
         again = choose_placement(CONFIG, plan=plan, history=history, queues=BOTH, now_utc=WALL + at)
         assert again == placement

@@ -1,4 +1,6 @@
-"""The tables renewed from what AWS answers: recorded answers, from botocore's own stubs, which check the questions."""
+"""The tables renewed from what AWS answers: recorded answers, from botocore's own stubs, which
+check the questions.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,61 @@ REGIONS = ["us-east-1", "us-west-2"]
 
 def product(name: str, usd: str, unit: str = "Hrs") -> str:
     """As the price list answers: JSON in a string, the price below two keys of its own."""
-    dimension = {"unit": unit, "pricePerUnit": {"USD": usd}, "description": f"${usd} per On Demand Linux {name}"}
-    terms = {"OnDemand": {"SKU.JRTCKXETXF": {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}}}
-    return json.dumps({"product": {"attributes": {"instanceType": name}}, "terms": terms, "serviceCode": "AmazonEC2"})
+    dimension = {
+        "unit": unit,
+        "pricePerUnit": {"USD": usd},
+        "description": f"${usd} per On Demand Linux {name}",
+    }
+    terms = {
+        "OnDemand": {
+            "SKU.JRTCKXETXF": {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}
+        }
+    }
+    return json.dumps(
+        {
+            "product": {"attributes": {"instanceType": name}},
+            "terms": terms,
+            "serviceCode": "AmazonEC2",
+        }
+    )
 
 
-def described(name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0, efa: int = 0) -> dict:
-    card = {"NetworkCardIndex": 0} | ({} if baseline is None else {"BaselineBandwidthInGbps": baseline})
-    has_efa = {"EfaInfo": {"MaximumEfaInterfaces": efa}} if efa else {}
+def described(
+    name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0, efa: int = 0
+) -> dict:
+    card = {"NetworkCardIndex": 0} | (
+        {} if baseline is None else {"BaselineBandwidthInGbps": baseline}
+    )
+    if efa:
+        has_efa = {"EfaInfo": {"MaximumEfaInterfaces": efa}}
+    else:
+        has_efa = {}
     return {
         "InstanceType": name,
         "VCpuInfo": {"DefaultVCpus": 4},
         "MemoryInfo": {"SizeInMiB": 16384},
         "NetworkInfo": {"EfaSupported": efa > 0, "NetworkCards": [card]} | has_efa,
         "GpuInfo": {
-            "Gpus": [{"Name": gpu, "Manufacturer": "NVIDIA", "Count": count, "MemoryInfo": {"SizeInMiB": 24576}}]
+            "Gpus": [
+                {
+                    "Name": gpu,
+                    "Manufacturer": "NVIDIA",
+                    "Count": count,
+                    "MemoryInfo": {"SizeInMiB": 24576},
+                }
+            ]
         },
     }
 
 
 class Aws:
-    """Clients that answer what was recorded, one page after the other, and refuse a question of another shape."""
+    """Clients that answer what was recorded, one page after the other, and refuse a question of
+    another shape.
+    """
 
     def __init__(self, prices: dict[str, list[list[str]]], types: dict[str, list[dict]]) -> None:
-        self.prices, self.types = prices, types
+        self.prices = prices
+        self.types = types
         self.stubs: list[Stubber] = []
 
     def __call__(self, service: str, region: str):
@@ -58,8 +91,12 @@ class Aws:
             for pages in self.prices.values():
                 for number, page in enumerate(pages):
                     more = number + 1 < len(pages)
-                    asked = {"ServiceCode": "AmazonEC2", "Filters": ANY} | ({"NextToken": "more"} if number else {})
-                    answer = {"PriceList": page, "FormatVersion": "aws_v1"} | ({"NextToken": "more"} if more else {})
+                    asked = {"ServiceCode": "AmazonEC2", "Filters": ANY} | (
+                        {"NextToken": "more"} if number else {}
+                    )
+                    answer = {"PriceList": page, "FormatVersion": "aws_v1"} | (
+                        {"NextToken": "more"} if more else {}
+                    )
                     stub.add_response("get_products", answer, asked)
         stub.activate()
         self.stubs.append(stub)
@@ -75,28 +112,45 @@ def refresh(tmp_path: Path, aws: Aws, *, advisor: bytes = b"", bands: bool = Tru
 
 
 ADVISOR = json.dumps(
-    {"spot_advisor": {"us-west-2": {"Linux": {"g5.xlarge": {"s": 55, "r": 1}, "m5.large": {"s": 70, "r": 0}}}}}
+    {
+        "spot_advisor": {
+            "us-west-2": {"Linux": {"g5.xlarge": {"s": 55, "r": 1}, "m5.large": {"s": 70, "r": 0}}}
+        }
+    }
 ).encode()
 ANSWERS = {
-    "us-east-1": [[product("g5.xlarge", "1.1000000000")], [product("p5.48xlarge", "0.0000000000", "Quantity")]],
+    "us-east-1": [
+        [product("g5.xlarge", "1.1000000000")],
+        [product("p5.48xlarge", "0.0000000000", "Quantity")],
+    ],
     "us-west-2": [[product("g5.xlarge", "1.0060000000"), product("x9.huge", "9.0000000000")]],
 }
 TYPES = {
-    "us-east-1": [described("g5.xlarge", "A10G"), described("g9.xlarge", "L4"), described("g9.2xlarge", "Z100")],
-    "us-west-2": [described("g9.4xlarge", "L4", baseline=None), described("p9.xlarge", "H100", count=8, efa=32)],
+    "us-east-1": [
+        described("g5.xlarge", "A10G"),
+        described("g9.xlarge", "L4"),
+        described("g9.2xlarge", "Z100"),
+    ],
+    "us-west-2": [
+        described("g9.4xlarge", "L4", baseline=None),
+        described("p9.xlarge", "H100", count=8, efa=32),
+    ],
 }
 
 
 def test_prices_of_more_regions_are_taken_in_and_old_ones_keep_their_day(tmp_path: Path, capsys):
     folder = refresh(tmp_path, Aws(ANSWERS, TYPES), advisor=ADVISOR)
-    before, after = load_catalogue(), reread(folder)
+    before = load_catalogue()
+    after = reread(folder)
     g5 = after["g5.xlarge"]
     assert {region: str(price.usd_per_hour) for region, price in g5.on_demand.items()} == {
         "us-east-1": "1.1",
         "us-west-2": "1.006",
     }
     assert g5.on_demand["us-west-2"].recorded > before["g5.xlarge"].on_demand["us-east-1"].recorded
-    assert after["p5.48xlarge"].on_demand == before["p5.48xlarge"].on_demand, "no longer listed by the hour"
+    assert after["p5.48xlarge"].on_demand == before["p5.48xlarge"].on_demand, (
+        "no longer listed by the hour"
+    )
     assert StaticPrices().on_demand(g5, "us-west-2").describe(2e9, 24).startswith("recorded 20")
     (spot,) = StaticPrices().spot(g5, "us-west-2")
     assert str(spot.usd_per_hour) == "0.4527", "1.006 less 55 %"
@@ -139,11 +193,16 @@ def test_new_types_are_added_and_what_is_not_known_is_left_out_by_name(tmp_path:
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"us-east-1": [[product("g5.xlarge", "1.0"), product("g5.xlarge", "2.0")]]}, "costs 1.0 and 2.0"),
+        (
+            {"us-east-1": [[product("g5.xlarge", "1.0"), product("g5.xlarge", "2.0")]]},
+            "costs 1.0 and 2.0",
+        ),
         ({**ANSWERS, "us-west-2": [[]]}, "the price list has no GPU instance in us-west-2"),
     ],
 )
-def test_nothing_is_written_when_an_answer_cannot_be_right(answers: dict, reason: str, tmp_path: Path):
+def test_nothing_is_written_when_an_answer_cannot_be_right(
+    answers: dict, reason: str, tmp_path: Path
+):
     arguments = argparse.Namespace(regions=REGIONS, output=tmp_path / "new", no_advisor=True)
     with pytest.raises(PriceError, match=reason):
         refresh_catalogue(arguments, client=Aws(answers, TYPES))
@@ -152,7 +211,9 @@ def test_nothing_is_written_when_an_answer_cannot_be_right(answers: dict, reason
 
 def test_no_right_to_ask_is_said_with_the_right(tmp_path: Path):
     def denied(service: str, region: str):
-        client = boto3.client(service, region_name=region, aws_access_key_id="test", aws_secret_access_key="test")
+        client = boto3.client(
+            service, region_name=region, aws_access_key_id="test", aws_secret_access_key="test"
+        )
         stub = Stubber(client)
         stub.add_client_error("get_products", "AccessDeniedException", "no")
         stub.activate()

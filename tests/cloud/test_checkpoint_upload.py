@@ -1,4 +1,6 @@
-"""The uploader process and what the trainer knows of it: caps, deadlines, a real bucket, many ranks."""
+"""The uploader process and what the trainer knows of it: caps, deadlines, a real bucket, many
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_a_capped_upload_is_busy_for_as_long_and_hurries_when_told(tmp_path: Pat
     job = Store.open(str(tmp_path / "jobs" / "capped"))
     model = model_of(16)
     with Checkpointer(
-        job.uri, generation=open_generation(job, run="r", attempt=0), upload_bytes_per_second=4 * MIB
+        job.uri,
+        generation=open_generation(job, run="r", attempt=0),
+        upload_bytes_per_second=4 * MIB,
     ) as saver:
         saver.prepare(model, None)
         assert saver.expected_seconds is None, "nothing is known before the first save"
@@ -49,14 +53,17 @@ def test_a_capped_upload_is_busy_for_as_long_and_hurries_when_told(tmp_path: Pat
         waited = saver.save(2, model, None, {})
         assert waited > 2.0, "at most one save is under way: the second waits for the first"
         assert time.monotonic() - began > 2.0 > stall
-        assert saver.expected_seconds == pytest.approx(8, rel=0.5), "4 s for one that is under way, 4 s for another"
+        assert saver.expected_seconds == pytest.approx(8, rel=0.5), (
+            "4 s for one that is under way, 4 s for another"
+        )
         saver.hurry()
         began = time.monotonic()
         assert saver.wait().step == 2
         assert time.monotonic() - began < max(3.0, 0.75 * waited)
         step, seconds = saver.last_durable
         assert step == 2 and seconds < 60
-    size, cpu_seconds = 2 * 16 * MIB, saver.upload_cost[1]
+    size = 2 * 16 * MIB
+    cpu_seconds = saver.upload_cost[1]
     assert saver.upload_cost[0] == pytest.approx(size, rel=0.01) and cpu_seconds > 0
 
 
@@ -79,7 +86,10 @@ def test_the_plan_is_kept_until_a_tensor_is_another_one(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     expected: dict[int, dict[str, Any]] = {}
     generation = open_generation(job, run="r", attempt=0)
-    with Checkpointer(job.uri, generation=generation) as saver, Checkpointer(job.uri, generation=generation) as reader:
+    with (
+        Checkpointer(job.uri, generation=generation) as saver,
+        Checkpointer(job.uri, generation=generation) as reader,
+    ):
         for step in range(1, 7):
             if step == 2:  # the optimizer gets its state
                 model(torch.randn(5, 3)).sum().backward()
@@ -105,8 +115,13 @@ def test_the_plan_is_kept_until_a_tensor_is_another_one(tmp_path: Path) -> None:
 def _durable(store: Store, save: CheckpointId, rank: int, folder: Path) -> None:
     throttle = Throttle()
     uploader = PartUploader(open_sink(str(folder), throttle), PartSettings(), throttle)
-    data = uploader.upload(data_key(save.generation, save.step, rank), memoryview(b"x" * 10), Deadline(10))
-    common = {"extra": {}, "optimizer": None, "parent": None} if rank == 0 else None
+    data = uploader.upload(
+        data_key(save.generation, save.step, rank), memoryview(b"x" * 10), Deadline(10)
+    )
+    if rank == 0:
+        common = {"extra": {}, "optimizer": None, "parent": None}
+    else:
+        common = None
     index = RankIndex(save=save, rank=rank, data=data, items=(), common=common)
     store.put(index_key(save.generation, save.step, rank), index.to_bytes())
 
@@ -132,7 +147,10 @@ def test_requests_of_a_save_grow_with_the_ranks_and_not_with_their_square() -> N
     figures = bench_many_ranks(96, rounds=1)["worlds"]
     for world, found in figures.items():
         assert found["requests"] / int(world) < 9, (world, found)
-        assert found["finding"] == {"requests": found["finding"]["requests"], "pages_of_the_longest_list": 1}
+        assert found["finding"] == {
+            "requests": found["finding"]["requests"],
+            "pages_of_the_longest_list": 1,
+        }
     assert figures["96"]["manifest_bytes"] < 7 * figures["16"]["manifest_bytes"]
 
 
@@ -144,7 +162,9 @@ def test_a_real_bucket_gets_parts_keeps_commits_and_is_left_clean(
     bucket = swift.new_bucket()
     job = Store.open(f"s3://{bucket}/store/jobs/real")
     model = model_of(70)
-    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0), deadline_seconds=60) as saver:
+    with Checkpointer(
+        job.uri, generation=open_generation(job, run="r", attempt=0), deadline_seconds=60
+    ) as saver:
         for step in (1, 2):
             saver.save(step, model, None, {"cursor": step})
             assert saver.wait().step == step
@@ -156,6 +176,8 @@ def test_a_real_bucket_gets_parts_keeps_commits_and_is_left_clean(
     begun = sink.begin("data/left", 70 * MIB, parts=3, seconds=10)
     sink.put_part(begun, 1, 0, bytes(5 * MIB), crc64nvme(bytes(5 * MIB)), seconds=10)
     other_job = open_sink(f"s3://{bucket}/store/jobs/other", Throttle())
-    assert other_job.sweep("data/", older_than_seconds=-5, seconds=10) == [], "another job's uploads are not ours"
+    assert other_job.sweep("data/", older_than_seconds=-5, seconds=10) == [], (
+        "another job's uploads are not ours"
+    )
     assert sink.sweep("data/", older_than_seconds=600, seconds=10) == [], "too young"
     assert sink.sweep("data/", older_than_seconds=-5, seconds=10) == ["store/jobs/real/data/left"]

@@ -1,4 +1,6 @@
-"""Placing an attempt through its door, without a flow: on queues that answer, that do not, and that hang."""
+"""Placing an attempt through its door, without a flow: on queues that answer, that do not, and that
+hang.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,32 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
 
 @pytest.fixture
 def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What a step finds of the steps before it. The store is a folder: who places an attempt is where the store is."""
-    for name, value in (("ACCESS_KEY_ID", "local"), ("SECRET_ACCESS_KEY", "local"), ("DEFAULT_REGION", "us-east-1")):
+    """What a step finds of the steps before it.
+
+    The store is a folder: who places an attempt is where the store is.
+    """
+    for name, value in (
+        ("ACCESS_KEY_ID", "local"),
+        ("SECRET_ACCESS_KEY", "local"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     document = {
         "store": str(tmp_path / "store"),
         "cluster": {"nodes": 1, "instance_types": ["g5.xlarge"]},
-        "batch": {"queues": [{"name": "spot-g5", "market": "spot"}, {"name": "od-g5", "market": "on_demand"}]},
+        "batch": {
+            "queues": [
+                {"name": "spot-g5", "market": "spot"},
+                {"name": "od-g5", "market": "on_demand"},
+            ]
+        },
     }
     config = RunConfig.model_validate_json(json.dumps(document))
     settings = {"config": config.model_dump(mode="json"), "sources": {}}
     plan = make_plan(config, now_utc=time.time()).brief().to_json()
-    return SimpleNamespace(job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=1)
+    return SimpleNamespace(
+        job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=1
+    )
 
 
 def ask(flow: SimpleNamespace, name: AttemptName = NAME, *, last: bool = False) -> PlacementRequest:
@@ -67,7 +83,9 @@ def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
     as_stored = replace(answer.order, plan=json.loads(json.dumps(answer.order.plan)))
     assert AttemptOrder.get(store, NAME) == as_stored
     placed = [event for event in read_events(store) if event.name == PLACED]
-    assert [(event.run, event.attempt, event.data["task"]) for event in placed] == [("1733", 0, "5")]
+    assert [(event.run, event.attempt, event.data["task"]) for event in placed] == [
+        ("1733", 0, "5")
+    ]
 
     batch.client().update_job_queue(jobQueue="spot-g5", state="DISABLED")
     batch.client().update_job_queue(jobQueue="od-g5", state="DISABLED")
@@ -90,24 +108,50 @@ def test_prices_are_those_of_the_queues_region_whatever_the_configuration_names(
 
 
 def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_named(
-    batch: LocalBatch, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: LocalBatch,
+    flow: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And Metaflow's records beside the job, where nobody has said otherwise."""
-    named, root = "METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3"
-    for name in (named, root, "METAFLOW_DEFAULT_DATASTORE", "METAFLOW_S3_ENDPOINT_URL", "AWS_RETRY_MODE",
-                 "AWS_MAX_ATTEMPTS", "EBBFLOW_RUNNABLE_SECONDS"):  # fmt: skip
+    named = "METAFLOW_BATCH_JOB_QUEUE"
+    root = "METAFLOW_DATASTORE_SYSROOT_S3"
+    for name in (
+        named,
+        root,
+        "METAFLOW_DEFAULT_DATASTORE",
+        "METAFLOW_S3_ENDPOINT_URL",
+        "AWS_RETRY_MODE",
+        "AWS_MAX_ATTEMPTS",
+        "EBBFLOW_RUNNABLE_SECONDS",
+    ):
         monkeypatch.setenv(name, "")  # what the function sets is undone with it
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
     batch.client().update_job_queue(jobQueue="od-g5", state="ENABLED")
-    set_environment(RunConfig(store="s3://bucket/x"), "batch")  # the account's queues, Spot among them
+    set_environment(
+        RunConfig(store="s3://bucket/x"), "batch"
+    )  # the account's queues, Spot among them
     assert os.environ[named] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
-    assert "to queue od-g5: whose machines all have unused GPUs or other accelerators" in capsys.readouterr().out
-    batch.change(queues={"any-m5": {"instance_types": ["m5.2xlarge"]}, "small": {"instance_types": ["m5.large"]}})
+    assert (
+        "to queue od-g5: whose machines all have unused GPUs or other accelerators"
+        in capsys.readouterr().out
+    )
+    batch.change(
+        queues={
+            "any-m5": {"instance_types": ["m5.2xlarge"]},
+            "small": {"instance_types": ["m5.large"]},
+        }
+    )
     monkeypatch.delenv(named)
     set_environment(RunConfig(store="s3://bucket/x"), "batch")
-    assert os.environ[named] == "small" and "the smallest of 3 on demand (m5.large)" in capsys.readouterr().out
-    told = RunConfig.model_validate_json('{"store": "s3://other", "batch": {"light_queue": "light"}}')
+    assert (
+        os.environ[named] == "small"
+        and "the smallest of 3 on demand (m5.large)" in capsys.readouterr().out
+    )
+    told = RunConfig.model_validate_json(
+        '{"store": "s3://other", "batch": {"light_queue": "light"}}'
+    )
     set_environment(told, "batch")
     assert os.environ[named] == "light" and os.environ[root] == "s3://bucket/x/metaflow"
 
@@ -117,25 +161,54 @@ def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_nam
     [
         ({"gpu": ["g5.xlarge"], "cpu": ["c6i.4xlarge"]}, "cpu"),
         ({"large": ["m5.4xlarge"], "family": ["m5"], "p": ["p4d"]}, "family"),
-        ({"tiny": ["t3.micro"], "four-gib": ["c5.large"], "gpu": ["g4dn.xlarge"], "enough": ["m5.metal"]}, "enough"),
+        (
+            {
+                "tiny": ["t3.micro"],
+                "four-gib": ["c5.large"],
+                "gpu": ["g4dn.xlarge"],
+                "enough": ["m5.metal"],
+            },
+            "enough",
+        ),
         ({"gpu": ["trn1.2xlarge"], "unnamed": [], "batchs": ["optimal"]}, "batchs"),
         ({"gpu": ["g5"], "unnamed": []}, "unnamed"),
         ({"tiny": ["t3.micro"], "gpu": ["g5"]}, "gpu"),
-        ({"arm": ["m6g.large"], "arms": ["default_arm64"], "nitro": ["c7gn"], "cpu": ["m5dn.24xlarge"]}, "cpu"),
+        (
+            {
+                "arm": ["m6g.large"],
+                "arms": ["default_arm64"],
+                "nitro": ["c7gn"],
+                "cpu": ["m5dn.24xlarge"],
+            },
+            "cpu",
+        ),
     ],
 )
-def test_the_smallest_machine_that_holds_a_light_step_is_taken(types: dict[str, list[str]], chosen: str) -> None:
-    known = queues(*(queue(name, "on_demand", kinds) for name, kinds in types.items()), queue("spot", "spot", ["m5"]))
+def test_the_smallest_machine_that_holds_a_light_step_is_taken(
+    types: dict[str, list[str]], chosen: str
+) -> None:
+    known = queues(
+        *(queue(name, "on_demand", kinds) for name, kinds in types.items()),
+        queue("spot", "spot", ["m5"]),
+    )
     found = lightest_queue(known)
     assert found is not None and found[0] == chosen
-    assert ("batch.light_queue" in found[1]) is (chosen in ("gpu", "unnamed")), "a choice that may be dear is told"
+    assert ("batch.light_queue" in found[1]) is (chosen in ("gpu", "unnamed")), (
+        "a choice that may be dear is told"
+    )
     assert lightest_queue(queues(queue("spot", "spot", ["m5"]))) is None
 
 
 def test_fargate_has_no_gpus_and_comes_behind_small_machines() -> None:
-    fargate, gpu = queue("far", "on_demand", fargate=True), queue("gpu", "on_demand", ["g5"])
+    fargate = queue("far", "on_demand", fargate=True)
+    gpu = queue("gpu", "on_demand", ["g5"])
     found = lightest_queue(queues(gpu, fargate, queue("unnamed", "on_demand")))
-    assert found is not None and found[0] == "far" and "may have GPUs" not in found[1] and "FARGATE" in found[1]
+    assert (
+        found is not None
+        and found[0] == "far"
+        and "may have GPUs" not in found[1]
+        and "FARGATE" in found[1]
+    )
     assert lightest_queue(queues(fargate, queue("cpu", "on_demand", ["m5"])))[0] == "cpu"
 
 
@@ -150,7 +223,9 @@ def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(
     assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
 
 
-def test_a_service_that_hangs_holds_up_nobody(flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_hangs_holds_up_nobody(
+    flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
         monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", f"http://127.0.0.1:{silent.getsockname()[1]}")
         answer = place_attempt(ask(flow), deadline_seconds=0.5)
@@ -159,7 +234,9 @@ def test_a_service_that_hangs_holds_up_nobody(flow: SimpleNamespace, monkeypatch
         name = replace(NAME, attempt=1)
         nowhere = place_attempt(ask(flow, name), deadline_seconds=0.5)
     assert nowhere.order is None and "no queue" in nowhere.trouble
-    assert AttemptOrder.get(Job.of(flow, NAME.run).store, name) is None, "no container may take it for a word to stop"
+    assert AttemptOrder.get(Job.of(flow, NAME.run).store, name) is None, (
+        "no container may take it for a word to stop"
+    )
 
 
 def test_what_its_submitter_left_running_is_ended_before_the_next_attempt(
@@ -171,7 +248,9 @@ def test_what_its_submitter_left_running_is_ended_before_the_next_attempt(
     aws.update_job_queue(jobQueue="od-g5", state="ENABLED")
     needs = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
     container = {"image": "local", "command": ["sleep", "600"], "resourceRequirements": needs}
-    aws.register_job_definition(jobDefinitionName="left", type="container", containerProperties=container)
+    aws.register_job_definition(
+        jobDefinitionName="left", type="container", containerProperties=container
+    )
     job_id = aws.submit_job(jobName="left", jobQueue="od-g5", jobDefinition="left")["jobId"]
     with Job.of(flow, NAME.run).events("test") as log:
         log.emit(BATCH_SUBMITTED, job_id=job_id, step=NAME.step, task=NAME.task)
@@ -179,7 +258,9 @@ def test_what_its_submitter_left_running_is_ended_before_the_next_attempt(
     assert job_when(batch, "left", "FAILED")["status"] == "FAILED"
 
 
-def test_jobs_whose_end_is_untold_are_known_by_their_submit_or_by_their_agent(flow: SimpleNamespace) -> None:
+def test_jobs_whose_end_is_untold_are_known_by_their_submit_or_by_their_agent(
+    flow: SimpleNamespace,
+) -> None:
     with Job.of(flow, "1733").events("test") as log:
         log.emit(NODE_STARTED, batch_job_id="gang#1")
         log.emit(BATCH_SUBMITTED, job_id="gang", step="train", task="6")
@@ -188,4 +269,7 @@ def test_jobs_whose_end_is_untold_are_known_by_their_submit_or_by_their_agent(fl
         log.emit(NODE_STARTED, batch_job_id="alone")
         log.emit(NODE_STARTED)
     found = unsettled_jobs(read_events(Job.of(flow, "1733").store))
-    assert {job_id: event.name for job_id, event in found.items()} == {"gang": BATCH_SUBMITTED, "alone": NODE_STARTED}
+    assert {job_id: event.name for job_id, event in found.items()} == {
+        "gang": BATCH_SUBMITTED,
+        "alone": NODE_STARTED,
+    }

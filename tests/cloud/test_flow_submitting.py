@@ -1,4 +1,6 @@
-"""The process that submits, on the SDK and the local Batch: throttled, without capacity, stuck while starting."""
+"""The process that submits, on the SDK and the local Batch: throttled, without capacity, stuck
+while starting.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.support.flow import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).resolve().parents[2]
-# What Metaflow's `batch step` does, as far as the SDK sees it: a submit, and then waiting for the job's end.
+# What Metaflow's `batch step` does, as far as the SDK sees it: a submit, and then waiting for the
+# job's end.
 SUBMITTER = """
 import sys, time
 import boto3
@@ -49,20 +52,36 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
         yield running
 
 
-def submit(batch: LocalBatch, store: Path, name: str, queue: str, **limits: float) -> subprocess.CompletedProcess[str]:
+def submit(
+    batch: LocalBatch, store: Path, name: str, queue: str, **limits: float
+) -> subprocess.CompletedProcess[str]:
     """limits: of the submission. The SDK itself tries twice."""
     process = submitting(batch, store, name, queue, **limits)
     output, said = process.communicate(timeout=150)
     return subprocess.CompletedProcess(process.args, process.returncode, output, said)
 
 
-def submitting(batch: LocalBatch, store: Path, name: str, queue: str, **limits: float) -> subprocess.Popen[str]:
-    of_job = {"job": "j", "store": str(store), "region": batch.region, "run": "1", "step": "train", "task": "3"}
+def submitting(
+    batch: LocalBatch, store: Path, name: str, queue: str, **limits: float
+) -> subprocess.Popen[str]:
+    of_job = {
+        "job": "j",
+        "store": str(store),
+        "region": batch.region,
+        "run": "1",
+        "step": "train",
+        "task": "3",
+    }
     variables = {
-        "AWS_ENDPOINT_URL_BATCH": batch.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": batch.region, "AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2",
-        "EBBFLOW_SUBMIT": json.dumps({**of_job, "attempt": 0, **limits}), "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "AWS_ENDPOINT_URL_BATCH": batch.endpoint,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": batch.region,
+        "AWS_RETRY_MODE": "standard",
+        "AWS_MAX_ATTEMPTS": "2",
+        "EBBFLOW_SUBMIT": json.dumps({**of_job, "attempt": 0, **limits}),
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", SUBMITTER, name, queue]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env={**os.environ, **variables}, cwd=ROOT, **pipes)
@@ -81,9 +100,15 @@ def outcomes(store: Path) -> list[tuple[str, str]]:
     return [(data["outcome"], data["message"]) for data in told]
 
 
-def cause(batch: LocalBatch, done: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def cause(
+    batch: LocalBatch, done: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
     """Of the job that was submitted, as the next attempt is told it."""
-    for name, value in (("ENDPOINT_URL_BATCH", batch.endpoint), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+    for name, value in (
+        ("ENDPOINT_URL_BATCH", batch.endpoint),
+        ("ACCESS_KEY_ID", "a"),
+        ("SECRET_ACCESS_KEY", "b"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     job = done.stdout.split()[-1]
     return describe_attempts([job], batch_client(batch.region))[job].cause
@@ -101,8 +126,8 @@ def test_a_job_that_waits_too_long_for_capacity_is_ended(
 def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
     batch: LocalBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its image takes longer than anybody waits. As long as it may start, the limit of waiting is not its own: it has
-    that long to be seen starting, and is ended after it."""
+    """Its image takes longer than anybody waits. As long as it may start, the limit of waiting is
+    not its own: it has that long to be seen starting, and is ended after it."""
     limits = {"runnable_seconds": 8.0, "starting_seconds": 8.2, "look_seconds": 0.2}
     batch.change(start_seconds=600.0)
     try:
@@ -110,7 +135,10 @@ def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
     finally:
         batch.change(start_seconds=0.2)
     assert done.returncode == 0, done.stderr
-    assert "pulls had capacity but no container after 0.1 minutes of starting (an image too large" in done.stderr
+    assert (
+        "pulls had capacity but no container after 0.1 minutes of starting (an image too large"
+        in done.stderr
+    )
     assert "for capacity" not in done.stderr
     assert cause(batch, done, monkeypatch) == "not_made"
 
@@ -121,24 +149,36 @@ def test_a_job_that_is_starting_is_left_while_on_demand_would_still_be_in_time(
     """Not made there in time, it is placed elsewhere as if there had been no capacity."""
     batch.change(start_seconds=600.0)
     try:
-        done = submit(batch, tmp_path, "slow", "free", runnable_seconds=600.0, start_by_utc=time.time() + 12)
+        done = submit(
+            batch, tmp_path, "slow", "free", runnable_seconds=600.0, start_by_utc=time.time() + 12
+        )
     finally:
         batch.change(start_seconds=0.2)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"slow (was starting for|waited) .* minutes", done.stderr) and "to be placed anew" in done.stderr
+    assert (
+        re.search(r"slow (was starting for|waited) .* minutes", done.stderr)
+        and "to be placed anew" in done.stderr
+    )
     assert cause(batch, done, monkeypatch) == "never_started"
 
 
-def test_a_throttled_submit_is_made_again_beyond_what_the_sdk_tries(batch: LocalBatch, tmp_path: Path) -> None:
+def test_a_throttled_submit_is_made_again_beyond_what_the_sdk_tries(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
     batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])
     done = submit(batch, tmp_path, "late", "free", submit_seconds=120.0)
     assert done.returncode == 0, done.stderr
-    assert "SubmitJob: throttled (TooManyRequestsException); retrying for at most 2.0 min" in done.stderr
+    assert (
+        "SubmitJob: throttled (TooManyRequestsException); retrying for at most 2.0 min"
+        in done.stderr
+    )
     assert job_when(batch, "late", "SUCCEEDED")["status"] == "SUCCEEDED"
     assert len([job for job in batch.jobs() if job["jobName"] == "late"]) == 1
 
 
-def test_a_submit_that_is_throttled_for_too_long_ends_with_one_clear_line(batch: LocalBatch, tmp_path: Path) -> None:
+def test_a_submit_that_is_throttled_for_too_long_ends_with_one_clear_line(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
     batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 1000}])
     try:
         done = submit(batch, tmp_path, "never", "free", submit_seconds=2.0)
@@ -146,13 +186,19 @@ def test_a_submit_that_is_throttled_for_too_long_ends_with_one_clear_line(batch:
         batch.change(rules=[])
     assert done.returncode != 0 and "TooManyRequestsException" in done.stderr.splitlines()[-1]
     told = [line for line in done.stderr.splitlines() if "given up" in line]
-    assert len(told) == 1 and "Nothing of the job is lost" in told[0] and "batch:SubmitJob" in told[0]
+    assert (
+        len(told) == 1 and "Nothing of the job is lost" in told[0] and "batch:SubmitJob" in told[0]
+    )
     assert not [job for job in batch.jobs() if job["jobName"] == "never"]
     assert outcomes(tmp_path) == [], "it may be taken another time"
 
 
-def test_other_refusals_are_left_to_the_sdk_and_end_the_job_as_failed(batch: LocalBatch, tmp_path: Path) -> None:
-    """Told nothing, a report would take the run for one that was interrupted, and a script would start it again."""
+def test_other_refusals_are_left_to_the_sdk_and_end_the_job_as_failed(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
+    """Told nothing, a report would take the run for one that was interrupted, and a script would
+    start it again.
+    """
     batch.change(rules=[{"operation": "SubmitJob", "kind": "forbid", "times": 9}])
     try:
         done = submit(batch, tmp_path, "denied", "free", submit_seconds=120.0)
@@ -160,12 +206,19 @@ def test_other_refusals_are_left_to_the_sdk_and_end_the_job_as_failed(batch: Loc
         batch.change(rules=[])
     assert done.returncode != 0 and "retrying" not in done.stderr and "AccessDenied" in done.stderr
     [(outcome, why)] = outcomes(tmp_path)
-    assert outcome == "failed" and why.startswith("AWS Batch refused the submit of train: ") and "AccessDenied" in why
+    assert (
+        outcome == "failed"
+        and why.startswith("AWS Batch refused the submit of train: ")
+        and "AccessDenied" in why
+    )
 
 
 def test_a_submit_whose_answer_is_lost_makes_one_job(batch: LocalBatch, tmp_path: Path) -> None:
     """Found by its mark; as long as nobody can look for it, no other is made."""
-    rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "error", "times": 60}]
+    rules = [
+        {"operation": "SubmitJob", "kind": "lost"},
+        {"operation": "ListJobs", "kind": "error", "times": 60},
+    ]
     before = batch.told()["requests"]
     batch.change(rules=rules)
 
@@ -181,14 +234,22 @@ def test_a_submit_whose_answer_is_lost_makes_one_job(batch: LocalBatch, tmp_path
     output, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     [job] = [job for job in batch.jobs() if job["jobName"] == "lost"]
-    assert output.split()[-1] == job["jobId"] and job["status"] == "SUCCEEDED" and asked("SubmitJob") == 1
+    assert (
+        output.split()[-1] == job["jobId"]
+        and job["status"] == "SUCCEEDED"
+        and asked("SubmitJob") == 1
+    )
     assert "SubmitJob: no answer, so the job may exist" in said
     assert f"an unanswered submit created job {job['jobId']}" in said
 
 
-def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(batch: LocalBatch, tmp_path: Path) -> None:
+def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
     batch.change(rules=[{"operation": "SubmitJob", "kind": "late"}])
-    process = submitting(batch, tmp_path, "twice", "full", submit_seconds=120.0, runnable_seconds=600.0)
+    process = submitting(
+        batch, tmp_path, "twice", "full", submit_seconds=120.0, runnable_seconds=600.0
+    )
     try:
         job_when(batch, "twice", "FAILED")  # the newest, which came late
         told = wait_until("both in the events", lambda: (two := submitted(tmp_path))[1:] and two)
@@ -198,12 +259,23 @@ def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(batch: Loc
         process.kill()
         process.communicate()
     own, twin = [job for job in batch.jobs() if job["jobName"] == "twice"]
-    assert "was asked to leave" in own["statusReason"] and f"{own['jobId']} is used" in twin["statusReason"]
-    assert {one["job_id"]: one.get("twin_of") for one in told} == {own["jobId"]: None, twin["jobId"]: own["jobId"]}
+    assert (
+        "was asked to leave" in own["statusReason"]
+        and f"{own['jobId']} is used" in twin["statusReason"]
+    )
+    assert {one["job_id"]: one.get("twin_of") for one in told} == {
+        own["jobId"]: None,
+        twin["jobId"]: own["jobId"],
+    }
 
 
-def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(batch: LocalBatch, tmp_path: Path) -> None:
-    rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "error", "times": 60}]
+def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
+    rules = [
+        {"operation": "SubmitJob", "kind": "lost"},
+        {"operation": "ListJobs", "kind": "error", "times": 60},
+    ]
     batch.change(rules=rules)
     before = batch.told()["requests"].get("ListJobs", 0)
     process = submitting(batch, tmp_path, "orphan", "full", submit_seconds=120.0)
@@ -218,9 +290,14 @@ def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(batch: Loc
     assert job["status"] == "FAILED" and "Ebbflow: ended" in job["statusReason"]
 
 
-def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(batch: LocalBatch, tmp_path: Path) -> None:
+def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
     """It may have begun while nobody could look for it, and cost something."""
-    rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "error", "times": 7}]
+    rules = [
+        {"operation": "SubmitJob", "kind": "lost"},
+        {"operation": "ListJobs", "kind": "error", "times": 7},
+    ]
     batch.change(rules=rules)
     try:
         done = submit(batch, tmp_path, "given-up", "full", submit_seconds=0.1)
@@ -229,15 +306,24 @@ def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(batch: LocalBatch,
     assert done.returncode == 1 and "given up" in done.stderr, done.stderr
     [job] = [job for job in batch.jobs() if job["jobName"] == "given-up"]
     assert job["status"] == "FAILED" and "no process waits for it" in job["statusReason"]
-    assert [(one["job_id"], one["twin_of"]) for one in submitted(tmp_path)] == [(job["jobId"], None)]
+    assert [(one["job_id"], one["twin_of"]) for one in submitted(tmp_path)] == [
+        (job["jobId"], None)
+    ]
 
 
-def test_without_the_right_to_look_a_submit_is_made_again_and_said(batch: LocalBatch, tmp_path: Path) -> None:
-    rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "forbid", "times": 9}]
+def test_without_the_right_to_look_a_submit_is_made_again_and_said(
+    batch: LocalBatch, tmp_path: Path
+) -> None:
+    rules = [
+        {"operation": "SubmitJob", "kind": "lost"},
+        {"operation": "ListJobs", "kind": "forbid", "times": 9},
+    ]
     batch.change(rules=rules)
     try:
         done = submit(batch, tmp_path, "blind", "free", submit_seconds=120.0)
     finally:
         batch.change(rules=[])
     assert done.returncode == 0, done.stderr
-    assert "submitted again without a search" in done.stderr and "allow batch:ListJobs" in done.stderr
+    assert (
+        "submitted again without a search" in done.stderr and "allow batch:ListJobs" in done.stderr
+    )

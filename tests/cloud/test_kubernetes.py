@@ -1,7 +1,9 @@
-"""Kubernetes without a cluster: the manifests are valid, and a placement becomes pods that say where they belong.
+"""Kubernetes without a cluster: the manifests are valid, and a placement becomes pods that say
+where they belong.
 
-Validated against the API's own schemas (kubernetes-validate). Of Karpenter, JobSet and the Prometheus operator, whose
-schemas are not in there, the fields that are used here are written by hand.
+Validated against the API's own schemas (kubernetes-validate). Of Karpenter, JobSet and the
+Prometheus operator, whose schemas are not in there, the fields that are used here are written by
+hand.
 """
 
 from __future__ import annotations
@@ -35,9 +37,18 @@ VERSIONS = ("1.31", "1.34", "1.37")
 OTHERS = {"karpenter.sh/v1": {"NodePool"}, "karpenter.k8s.aws/v1": {"EC2NodeClass"}}
 OTHERS |= {"monitoring.coreos.com/v1": {"ServiceMonitor"}}
 PLACEMENT = {
-    "queue": "spot", "market": "spot", "instance_type": "g5.12xlarge", "region": "us-east-1", "zone": "use1-az1",
-    "nodes": 2, "processes_per_node": 4, "cpu": 48, "gpu": 4, "memory_mib": 180000, "wall_seconds": 7200,
-}  # fmt: skip
+    "queue": "spot",
+    "market": "spot",
+    "instance_type": "g5.12xlarge",
+    "region": "us-east-1",
+    "zone": "use1-az1",
+    "nodes": 2,
+    "processes_per_node": 4,
+    "cpu": 48,
+    "gpu": 4,
+    "memory_mib": 180000,
+    "wall_seconds": 7200,
+}
 SETTINGS: dict[str, Any] = {
     "store": "s3://bucket/prefix",
     "batch": {"image": "ebbflow:1", "shared_memory_mib": 4096},
@@ -47,7 +58,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def documents() -> list[tuple[str, dict[str, Any]]]:
-    return [(path.name, one) for path in sorted(FOLDER.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text())]
+    return [
+        (path.name, one)
+        for path in sorted(FOLDER.glob("*.yaml"))
+        for one in yaml.safe_load_all(path.read_text())
+    ]
 
 
 def of_kind(kind: str) -> list[dict[str, Any]]:
@@ -61,19 +76,31 @@ def test_every_manifest_is_valid_strictly(version: str) -> None:
         kubernetes_validate.validate(one, version, strict=True)
     kinds = {one["kind"] for one in checked}
     assert kinds == {
-        "Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy",
-        "Job", "CronJob", "LimitRange", "Service",
-    }  # fmt: skip
+        "Namespace",
+        "ServiceAccount",
+        "Role",
+        "RoleBinding",
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "NetworkPolicy",
+        "Job",
+        "CronJob",
+        "LimitRange",
+        "Service",
+    }
     broken = json.loads(json.dumps(of_kind("NetworkPolicy")[0]))
     broken["spec"]["ingres"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, version, strict=True)
 
 
-# Fields of custom resources that the manifests use, with their types. All manifests were validated in 2026-11, unknown
-# fields refused, against the published definitions of Karpenter 1.0 to 1.14 (karpenter.sh/v1, karpenter.k8s.aws/v1) and
-# of the Prometheus operator 0.70 to 0.93 (monitoring.coreos.com/v1): look up there what you add here.
-_TAINT, _LABELS, _TAGS = {"key": str, "value": str, "effect": str}, {"*": str}, [{"tags": {"*": str}}]
+# Fields of custom resources that the manifests use, with their types. All manifests were validated
+# in 2026-11, unknown fields refused, against the published definitions of Karpenter 1.0 to 1.14
+# (karpenter.sh/v1, karpenter.k8s.aws/v1) and of the Prometheus operator 0.70 to 0.93
+# (monitoring.coreos.com/v1): look up there what you add here.
+_TAINT = {"key": str, "value": str, "effect": str}
+_LABELS = {"*": str}
+_TAGS = [{"tags": {"*": str}}]
 _NODE = {
     "nodeClassRef": {"group": str, "kind": str, "name": str},
     "taints": [_TAINT],
@@ -88,49 +115,85 @@ FIELDS: dict[str, Any] = {
         "limits": {"*": str},
     },
     "EC2NodeClass": {
-        "role": str, "amiSelectorTerms": [{"alias": str}], "subnetSelectorTerms": _TAGS,
-        "securityGroupSelectorTerms": _TAGS, "tags": _LABELS, "kubelet": {"maxPods": int},
+        "role": str,
+        "amiSelectorTerms": [{"alias": str}],
+        "subnetSelectorTerms": _TAGS,
+        "securityGroupSelectorTerms": _TAGS,
+        "tags": _LABELS,
+        "kubelet": {"maxPods": int},
         "metadataOptions": {"httpEndpoint": str, "httpTokens": str, "httpPutResponseHopLimit": int},
-        "blockDeviceMappings": [{
-            "deviceName": str,
-            "ebs": {"volumeSize": str, "volumeType": str, "encrypted": bool, "deleteOnTermination": bool},
-        }],
+        "blockDeviceMappings": [
+            {
+                "deviceName": str,
+                "ebs": {
+                    "volumeSize": str,
+                    "volumeType": str,
+                    "encrypted": bool,
+                    "deleteOnTermination": bool,
+                },
+            }
+        ],
     },
     "ServiceMonitor": {
-        "selector": {"matchLabels": _LABELS}, "podTargetLabels": [str], "jobLabel": str,
+        "selector": {"matchLabels": _LABELS},
+        "podTargetLabels": [str],
+        "jobLabel": str,
         "endpoints": [{"port": str, "interval": str, "path": str, "honorLabels": bool}],
     },
-}  # fmt: skip
+}
 
 
 def unknown_fields(value: Any, known: Any, path: str = "spec") -> list[str]:
     if isinstance(known, type):
-        return [] if type(value) is known else [f"{path}: {value!r}"]
+        if type(value) is known:
+            return []
+        return [f"{path}: {value!r}"]
     if type(value) is not type(known):
         return [f"{path}: {value!r}"]
     if isinstance(known, list):
-        return [one for at, each in enumerate(value) for one in unknown_fields(each, known[0], f"{path}[{at}]")]
+        return [
+            one
+            for at, each in enumerate(value)
+            for one in unknown_fields(each, known[0], f"{path}[{at}]")
+        ]
     kinds = {name: known.get(name, known.get("*")) for name in value}
     return [
-        one for name, kind in kinds.items()
-        for one in ([f"{path}.{name}"] if kind is None else unknown_fields(value[name], kind, f"{path}.{name}"))
-    ]  # fmt: skip
+        one
+        for name, kind in kinds.items()
+        for one in (
+            [f"{path}.{name}"]
+            if kind is None
+            else unknown_fields(value[name], kind, f"{path}.{name}")
+        )
+    ]
 
 
 def test_custom_resources_have_only_fields_of_their_published_definitions() -> None:
     found = [one for _, one in documents() if one["apiVersion"] in OTHERS]
     assert {one["kind"] for one in found} == set(FIELDS)
     for one in found:
-        assert one["kind"] in OTHERS[one["apiVersion"]] and set(one) == {"apiVersion", "kind", "metadata", "spec"}
+        assert one["kind"] in OTHERS[one["apiVersion"]] and set(one) == {
+            "apiVersion",
+            "kind",
+            "metadata",
+            "spec",
+        }
         assert unknown_fields(one["spec"], FIELDS[one["kind"]]) == []
     wrong = {**of_kind("ServiceMonitor")[0]["spec"], "endpoint": [], "podTargetLabels": [5]}
-    assert unknown_fields(wrong, FIELDS["ServiceMonitor"]) == ["spec.podTargetLabels[0]: 5", "spec.endpoint"]
+    assert unknown_fields(wrong, FIELDS["ServiceMonitor"]) == [
+        "spec.podTargetLabels[0]: 5",
+        "spec.endpoint",
+    ]
 
 
 def test_scraped_pods_keep_their_job_and_the_target_has_the_label_that_the_rules_select() -> None:
     monitor = of_kind("ServiceMonitor")[0]["spec"]
     services = [one["metadata"]["labels"] for one in of_kind("Service")]
-    [labels] = [one for one in services if one.items() >= monitor["selector"]["matchLabels"].items()]
+    [labels] = [
+        service
+        for service in services
+        if service.items() >= monitor["selector"]["matchLabels"].items()
+    ]
     assert [endpoint["honorLabels"] for endpoint in monitor["endpoints"]] == [True]
     assert f'up{{job="{labels[monitor["jobLabel"]]}"}}' in RULES.read_text()
 
@@ -149,7 +212,10 @@ def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
         wanted = {one["key"]: one["values"] for one in spec["requirements"]}
         assert all(one["operator"] == "In" for one in spec["requirements"])
         assert len(wanted["topology.kubernetes.io/zone"]) == 1, "a gang never spans zones"
-        assert pool["spec"]["disruption"]["consolidationPolicy"] in ("WhenEmpty", "WhenEmptyOrUnderutilized")
+        assert pool["spec"]["disruption"]["consolidationPolicy"] in (
+            "WhenEmpty",
+            "WhenEmptyOrUnderutilized",
+        )
         pod_markets |= set(wanted["karpenter.sh/capacity-type"])
     chosen = [node_selector({**PLACEMENT, "market": market}) for market in ("spot", "on_demand")]
     placed = {one["karpenter.sh/capacity-type"] for one in chosen}
@@ -159,24 +225,40 @@ def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
 
 
 def test_prometheus_finds_the_training_pods_where_the_network_policy_lets_it() -> None:
-    [service], [monitor] = of_kind("Service"), of_kind("ServiceMonitor")
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    [endpoint], [port] = monitor["spec"]["endpoints"], service["spec"]["ports"]
+    [service] = of_kind("Service")
+    [monitor] = of_kind("ServiceMonitor")
+    assert (
+        monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    )
+    [endpoint] = monitor["spec"]["endpoints"]
+    [port] = service["spec"]["ports"]
     assert endpoint["port"] == port["name"]
-    [policy] = [one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-training"]
+    [policy] = [
+        one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-training"
+    ]
     assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"]
-    assert port["port"] in [one["port"] for rule in policy["spec"]["ingress"] for one in rule.get("ports", [])]
+    assert port["port"] in [
+        one["port"] for rule in policy["spec"]["ingress"] for one in rule.get("ports", [])
+    ]
 
 
 def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_calls() -> None:
     accounts = {one["metadata"]["name"]: one for one in of_kind("ServiceAccount")}
     assert accounts["ebbflow-job"]["automountServiceAccountToken"] is False
-    [binding], [role] = of_kind("RoleBinding"), of_kind("Role")
+    [binding] = of_kind("RoleBinding")
+    [role] = of_kind("Role")
     assert [one["name"] for one in binding["subjects"]] == ["ebbflow-head"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
-        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/eviction", "localqueues", "events",
+        "jobs",
+        "jobs/status",
+        "jobsets",
+        "jobsets/status",
+        "pods",
+        "pods/eviction",
+        "localqueues",
+        "events",
         "localqueues/pendingworkloads",
-    }  # fmt: skip
+    }
     [nodes] = of_kind("ClusterRole")
     assert nodes["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}]
     assert not any("*" in rule["verbs"] + rule["resources"] for rule in role["rules"])
@@ -185,24 +267,40 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
 def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
     policies = of_kind("NetworkPolicy")
     assert [one["metadata"]["name"] for one in policies] == ["ebbflow-training", "ebbflow-head"]
-    [supervisor] = [one for one in of_kind("Job") if one["metadata"]["name"] == "ebbflow-supervisor"]
+    [supervisor] = [
+        one for one in of_kind("Job") if one["metadata"]["name"] == "ebbflow-supervisor"
+    ]
     [container] = supervisor["spec"]["template"]["spec"]["containers"]
     [url] = [one["value"] for one in container["env"] if one["name"] == "METAFLOW_SERVICE_URL"]
     address = urlsplit(url)
-    namespace = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": address.hostname.split(".")[1]}}}
+    namespace = {
+        "namespaceSelector": {
+            "matchLabels": {"kubernetes.io/metadata.name": address.hostname.split(".")[1]}
+        }
+    }
     ports = {"protocol": "TCP", "port": address.port}
     for policy in policies:
-        assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
+        assert [
+            rule
+            for rule in policy["spec"]["egress"]
+            if namespace in rule["to"] and ports in rule["ports"]
+        ]
     command = container["command"]
-    assert command[command.index("--set") + 1] == "cluster.plan_for=kubernetes", "the file names another"
+    assert command[command.index("--set") + 1] == "cluster.plan_for=kubernetes", (
+        "the file names another"
+    )
 
 
 def test_a_schedule_starts_what_the_supervisor_starts_under_a_name_of_each_execution() -> None:
-    [scheduled], [once] = of_kind("CronJob"), of_kind("Job")
+    [scheduled] = of_kind("CronJob")
+    [once] = of_kind("Job")
     job = json.loads(json.dumps(scheduled["spec"]["jobTemplate"]["spec"]))
     [container] = job["template"]["spec"]["containers"]
     execution = container["env"].pop(0)
-    assert execution["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['batch.kubernetes.io/job-name']"
+    assert (
+        execution["valueFrom"]["fieldRef"]["fieldPath"]
+        == "metadata.labels['batch.kubernetes.io/job-name']"
+    )
     words = [word.replace("$(EXECUTION)", "NAME") for word in container["command"]]
     container["command"] = words
     assert job == once["spec"] and execution["name"] == "EXECUTION"
@@ -216,7 +314,9 @@ def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> No
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     user = pod["spec"]["securityContext"]["runAsUser"]
-    assert f"--uid {user} ebbflow" in (ROOT / "ebbflow/infra" / "docker" / "Dockerfile").read_text(), "the image's own user"
+    assert (
+        f"--uid {user} ebbflow" in (ROOT / "ebbflow/infra" / "docker" / "Dockerfile").read_text()
+    ), "the image's own user"
     [container] = pod["spec"]["containers"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -227,7 +327,9 @@ def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> No
     environment = {one["name"]: one["value"] for one in container["env"]}
     for name in ("HOME", "EBBFLOW_RUNS", "METAFLOW_DATASTORE_SYSROOT_LOCAL"):
         assert any(Path(environment[name]).is_relative_to(folder) for folder in writable), name
-    [policy] = [one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-head"]
+    [policy] = [
+        one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-head"
+    ]
     assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
     assert "Ingress" in policy["spec"]["policyTypes"] and "ingress" not in policy["spec"]
 
@@ -235,7 +337,10 @@ def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> No
 def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_known() -> None:
     assert node_selector(PLACEMENT)["topology.k8s.aws/zone-id"] == "use1-az1"
     named = node_selector({**PLACEMENT, "zone": "us-east-1a"})
-    assert named["topology.kubernetes.io/zone"] == "us-east-1a" and "topology.k8s.aws/zone-id" not in named
+    assert (
+        named["topology.kubernetes.io/zone"] == "us-east-1a"
+        and "topology.k8s.aws/zone-id" not in named
+    )
     assert set(node_selector({**PLACEMENT, "zone": None})) == {
         "karpenter.sh/capacity-type",
         "node.kubernetes.io/instance-type",
@@ -243,14 +348,18 @@ def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_know
 
 
 def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
-    config = batch_config("cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000")
+    config = batch_config(
+        "cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000"
+    )
     found = placed_now(config, JobLog(), 0.0, where=pod_markets())
     assert (found.market, found.nodes, found.queue) == ("spot", 2, "spot")
     assert placed_now(config, JobLog(), 0.0).market == "on_demand", "in AWS Batch"
     assert config.changed("cluster", nodes=3).cluster.nodes == 3 and config.cluster.nodes == 2
 
 
-def rendered(tmp_path: Path, *, efa: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def rendered(
+    tmp_path: Path, *, efa: int = 0, **changes: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(options, manifest) as Metaflow renders them for a placement."""
     settings = {**SETTINGS, "batch": {**SETTINGS["batch"], "efa_interfaces": efa}}
     config = tmp_path / "kubeconfig"
@@ -258,14 +367,24 @@ def rendered(tmp_path: Path, *, efa: int = 0, **changes: Any) -> tuple[dict[str,
     context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
     user = {"name": "none", "user": {}}
     config.write_text(
-        json.dumps({"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "none"})
+        json.dumps(
+            {
+                "clusters": [cluster],
+                "contexts": [context],
+                "users": [user],
+                "current-context": "none",
+            }
+        )
     )
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.pod_manifest"],
         input=json.dumps({"placement": {**PLACEMENT, **changes}, "settings": settings}),
-        cwd=ROOT, env={**os.environ, "KUBECONFIG": str(config), "METAFLOW_USER": "tester"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "KUBECONFIG": str(config), "METAFLOW_USER": "tester"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     return answer["options"], answer["manifest"]
@@ -274,11 +393,15 @@ def rendered(tmp_path: Path, *, efa: int = 0, **changes: Any) -> tuple[dict[str,
 def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
     assert pod["nodeSelector"] == node_selector(PLACEMENT)
     assert {one["key"] for one in pod["tolerations"]} == {TAINT, "nvidia.com/gpu"}
-    assert pod["terminationGracePeriodSeconds"] == 110, "the time that a last save has, which Metaflow sets to 0"
+    assert pod["terminationGracePeriodSeconds"] == 110, (
+        "the time that a last save has, which Metaflow sets to 0"
+    )
     [shared] = [one for one in pod["volumes"] if one["name"] == "dhsm"]
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "4096Mi"}
     [container] = pod["containers"]
-    assert "trap" in container["command"][2] and "train_flow.py step train" in container["command"][-1]
+    assert (
+        "trap" in container["command"][2] and "train_flow.py step train" in container["command"][-1]
+    )
     requests = container["resources"]["requests"]
     assert requests["cpu"] == "47" and requests["memory"] == f"{pod_memory_mib(180000)}M"
     assert pod["activeDeadlineSeconds"] == PLACEMENT["wall_seconds"]
@@ -287,24 +410,43 @@ def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+def manifests(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
     """By the number of nodes."""
     return {nodes: rendered(tmp_path_factory.mktemp("manifest"), nodes=nodes) for nodes in (1, 2)}
 
 
-def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(manifests: dict[int, Any]) -> None:
+def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(
+    manifests: dict[int, Any],
+) -> None:
     manifest = json.loads(json.dumps(manifests[2][1]))
     assert manifest["kind"] == "JobSet"
     PodSubmission({"node_replacements": 1, "kueue": "team"})._complete(manifest, "jobsets")
     schema.check(manifest)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-    assert manifest["spec"]["startupPolicy"]["startupPolicyOrder"] == "AnyOrder", "all machines boot at once"
-    assert {one["template"]["spec"]["podReplacementPolicy"] for one in manifest["spec"]["replicatedJobs"]} == {"Failed"}
-    assert [one["template"]["spec"]["backoffLimit"] for one in manifest["spec"]["replicatedJobs"]] == [0, 1]
+    assert manifest["spec"]["startupPolicy"]["startupPolicyOrder"] == "AnyOrder", (
+        "all machines boot at once"
+    )
+    assert {
+        one["template"]["spec"]["podReplacementPolicy"]
+        for one in manifest["spec"]["replicatedJobs"]
+    } == {"Failed"}
+    assert [
+        one["template"]["spec"]["backoffLimit"] for one in manifest["spec"]["replicatedJobs"]
+    ] == [0, 1]
     replicated = {one["name"]: one for one in manifest["spec"]["replicatedJobs"]}
-    assert {name: one["replicas"] for name, one in replicated.items()} == {"control": 1, "worker": 1}
+    assert {name: one["replicas"] for name, one in replicated.items()} == {
+        "control": 1,
+        "worker": 1,
+    }
     for one in replicated.values():
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": one["template"]["spec"]}
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "x"},
+            "spec": one["template"]["spec"],
+        }
         for version in VERSIONS:
             kubernetes_validate.validate(job, version, strict=True)
         template = one["template"]["spec"]["template"]
@@ -323,36 +465,53 @@ def test_one_node_is_a_plain_job(manifests: dict[int, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "nodes", "devices"),
-    [("p4d.24xlarge", 2, "4"), ("g5.48xlarge", 2, "1"), ("g5.xlarge", 2, None), ("p4d.24xlarge", 1, None)],
+    [
+        ("p4d.24xlarge", 2, "4"),
+        ("g5.48xlarge", 2, "1"),
+        ("g5.xlarge", 2, None),
+        ("p4d.24xlarge", 1, None),
+    ],
 )
 def test_pods_of_a_gang_ask_for_the_fabric_adapters_of_their_type(
     tmp_path: Path, kind: str, nodes: int, devices: str | None
 ) -> None:
-    """Pinned memory needs IPC_LOCK then. Without a gang, or without adapters, nothing is asked for."""
+    """Pinned memory needs IPC_LOCK then.
+
+    Without a gang, or without adapters, nothing is asked for.
+    """
     _, manifest = rendered(tmp_path, efa=32, instance_type=kind, nodes=nodes)
-    jobs = [one["template"]["spec"] for one in manifest["spec"].get("replicatedJobs", [])] or [manifest["spec"]]
+    jobs = [one["template"]["spec"] for one in manifest["spec"].get("replicatedJobs", [])] or [
+        manifest["spec"]
+    ]
     assert len(jobs) == nodes
     for job in jobs:
         [container] = job["template"]["spec"]["containers"]
         resources = container["resources"]
         assert resources["limits"].get("vpc.amazonaws.com/efa") == devices
         assert resources["requests"].get("vpc.amazonaws.com/efa") in (None, devices)
-        assert container["securityContext"]["capabilities"].get("add") == (["IPC_LOCK"] if devices else None)
+        assert container["securityContext"]["capabilities"].get("add") == (
+            ["IPC_LOCK"] if devices else None
+        )
 
 
 def violations(pod: dict[str, Any], *, shipped: bool) -> set[str]:
-    """Rules of the restricted pod security profile, and some of checkov's, that a pod's specification does not keep.
+    """Rules of the restricted pod security profile, and some of checkov's, that a pod's
+    specification does not keep.
 
-    Of a training pod the image names the user, Metaflow writes into the working directory, and limits are left out.
+    Of a training pod the image names the user, Metaflow writes into the working directory, and
+    limits are left out.
     """
     [container] = pod["containers"]
     security = {**(pod.get("securityContext") or {}), **(container.get("securityContext") or {})}
-    capabilities, resources = security.get("capabilities") or {}, container["resources"]
+    capabilities = security.get("capabilities") or {}
+    resources = container["resources"]
     kept = {
         "no host namespaces": not {"hostNetwork", "hostPID", "hostIPC"} & set(pod),
         "no host paths": not any("hostPath" in one for one in pod.get("volumes") or []),
-        "no privileges": not security.get("privileged") and security.get("allowPrivilegeEscalation") is False,
-        "no capabilities": capabilities.get("drop") == ["ALL"] and set(capabilities.get("add") or []) <= {"IPC_LOCK"},
+        "no privileges": not security.get("privileged")
+        and security.get("allowPrivilegeEscalation") is False,
+        "no capabilities": capabilities.get("drop") == ["ALL"]
+        and set(capabilities.get("add") or []) <= {"IPC_LOCK"},
         "seccomp": (security.get("seccompProfile") or {}).get("type") == "RuntimeDefault",
         "requests": {"cpu", "memory"} <= set(resources["requests"]),
         "no restart": pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] > 30,
@@ -372,9 +531,14 @@ def violations(pod: dict[str, Any], *, shipped: bool) -> set[str]:
 
 def test_shipped_and_generated_pods_keep_the_policies(manifests: dict[int, Any]) -> None:
     shipped = [one["spec"]["template"]["spec"] for one in of_kind("Job")]
-    shipped += [one["spec"]["jobTemplate"]["spec"]["template"]["spec"] for one in of_kind("CronJob")]
+    shipped += [
+        one["spec"]["jobTemplate"]["spec"]["template"]["spec"] for one in of_kind("CronJob")
+    ]
     generated = [manifests[1][1]["spec"]["template"]["spec"]]
-    generated += [one["template"]["spec"]["template"]["spec"] for one in manifests[2][1]["spec"]["replicatedJobs"]]
+    generated += [
+        manifest["template"]["spec"]["template"]["spec"]
+        for manifest in manifests[2][1]["spec"]["replicatedJobs"]
+    ]
     assert len(shipped) == 2 and len(generated) == 3
     assert [violations(one, shipped=True) for one in shipped] == [set()] * 2
     assert [violations(one, shipped=False) for one in generated] == [set()] * 3
@@ -382,7 +546,9 @@ def test_shipped_and_generated_pods_keep_the_policies(manifests: dict[int, Any])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_submitter_ends_its_pods_when_it_is_asked_to_leave(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_submitter_ends_its_pods_when_it_is_asked_to_leave(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """As Metaflow does: in a handler of `atexit`, here a slow one that is interrupted again."""
     program = """
 import atexit, os, pathlib, signal, sys, time
@@ -428,7 +594,13 @@ def test_a_failed_gang_is_blamed_on_the_code_only_if_every_container_told_its_en
     for node, values in enumerate(told):
         name = f"pod-{node}"
         watch.pods[name] = PodState(
-            name=name, node=node, machine=f"node-{node}", phase="Running", created=0.0, started=9.0, **values
+            name=name,
+            node=node,
+            machine=f"node-{node}",
+            phase="Running",
+            created=0.0,
+            started=9.0,
+            **values,
         )
     watch.failed = True
     assert watch.attempt(now=80.0).cause == cause
@@ -452,9 +624,14 @@ def test_a_gang_that_waited_in_vain_for_a_machine_is_not_blamed_on_the_code(
     common: dict[str, Any] = {"machine": "node", "phase": "Failed", "created": 0.0}
     watch.pods["a"] = PodState(name="a", node=0, started=9.0, ended=69.0, exit_code=1, **common)
     watch.pods["b"] = PodState(
-        name="b", node=1, started=late, ended=71.0, exit_code=None if late is None else 143,
-        waiting="Unschedulable: 0/1 nodes are available", **common,
-    )  # fmt: skip
+        name="b",
+        node=1,
+        started=late,
+        ended=71.0,
+        exit_code=None if late is None else 143,
+        waiting="Unschedulable: 0/1 nodes are available",
+        **common,
+    )
     watch.failed = True
     attempt = watch.attempt(now=80.0)
     assert attempt.cause == cause

@@ -1,7 +1,8 @@
-"""A gang of two Spot nodes on the local cluster: a pod is evicted, a node is lost, and the last attempt ends bit-equal.
+"""A gang of two Spot nodes on the local cluster: a pod is evicted, a node is lost, and the last
+attempt ends bit-equal.
 
-The eviction redoes no step. Weights and losses equal those of two ranks on this machine. The bill is of the pods' own
-times.
+The eviction redoes no step. Weights and losses equal those of two ranks on this machine. The bill
+is of the pods' own times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
-_SETTINGS: dict[str, object] = {"training__max_steps": 24, "training__evaluation_interval_steps": 12}
+_SETTINGS: dict[str, object] = {
+    "training__max_steps": 24,
+    "training__evaluation_interval_steps": 12,
+}
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,15 @@ def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Ran
     with cluster(folder / "cluster", swift, image=image) as running:
         runner = KubernetesRunner(folder / "launcher", swift, running)
         runner.environment |= image
-        process = runner.start("run", "--with", "cloud", *runner.options(**_SETTINGS, **paced_settings(0.3)))
+        process = runner.start(
+            "run", "--with", "cloud", *runner.options(**_SETTINGS, **paced_settings(0.3))
+        )
         runner.await_commit()
         worker = running.training_pods()[-1]["metadata"]["name"]
         running.ask("evict", {"pod": worker})
         wait_until("the second attempt", lambda: len(generations(runner.events())) == 2, pause=0.5)
         pods = running.training_pods()
-        assert worker not in [one["metadata"]["name"] for one in pods]
+        assert worker not in [pod["metadata"]["name"] for pod in pods]
         running.ask("lose", {"node": pods[-1]["spec"]["nodeName"]})
         run = runner.finish(process, 400)
         if run.exit_code:
@@ -61,7 +67,9 @@ def lost(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[Ran
         yield Ran(runner, run)
 
 
-def test_a_gang_that_loses_a_node_ends_with_the_weights_of_a_quiet_run(lost: Ran, quiet: dict[str, Any]) -> None:
+def test_a_gang_that_loses_a_node_ends_with_the_weights_of_a_quiet_run(
+    lost: Ran, quiet: dict[str, Any]
+) -> None:
     assert lost.run.exit_code == 0, lost.run.output
     assert lost.run.report["weights_sha256"] == quiet["weights_sha256"]
     assert lost.run.report["loss_curve"] == quiet["loss_curve"]
@@ -69,26 +77,47 @@ def test_a_gang_that_loses_a_node_ends_with_the_weights_of_a_quiet_run(lost: Ran
 
 def test_the_eviction_redoes_no_step(lost: Ran) -> None:
     events = lost.runner.events()
-    steps = [event["step"] for event in events if event["name"] == "step" and event["generation"] == 1]
+    steps = [
+        event["step"] for event in events if event["name"] == "step" and event["generation"] == 1
+    ]
     assert generations(events)[1]["data"]["parent_step"] == max(steps)
 
 
 def test_every_attempt_is_billed_by_its_pods_own_times(lost: Ran) -> None:
-    past = [one for one in lost.runner.cluster.past()["pods"] if "replicatedjob-name" in str(one["labels"])]
+    past = [
+        one
+        for one in lost.runner.cluster.past()["pods"]
+        if "replicatedjob-name" in str(one["labels"])
+    ]
     assert len(past) == 6 and [one["exit_code"] for one in past].count(None) == 1
     ended = [event["data"] for event in lost.runner.events() if event["name"] == "batch_attempt"]
     assert [one["cause"] for one in ended] == ["reclaimed", "reclaimed", "ended"]
     for attempt in ended:
-        mine = sorted((one for one in past if one["pod"].startswith(attempt["job_name"])), key=lambda one: one["pod"])
+        mine = sorted(
+            (one for one in past if one["pod"].startswith(attempt["job_name"])),
+            key=lambda one: one["pod"],
+        )
         for (start, stop), one in zip(attempt["node_times"], mine, strict=True):
-            late = 8 if one["exit_code"] is None else 1  # the cluster notices a loss late
-            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(one["ended"], abs=late)
+            # the cluster notices a loss late
+            if one["exit_code"] is None:
+                late = 8
+            else:
+                late = 1
+            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(
+                one["ended"], abs=late
+            )
     seconds = sum(stop - start for one in ended for start, stop in one["node_times"])
     assert lost.run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=0.1)
-    assert {one["market"] for one in ended} == {"spot"} and {one["instance_type"] for one in ended} == {"g5.xlarge"}
+    assert {one["market"] for one in ended} == {"spot"} and {
+        one["instance_type"] for one in ended
+    } == {"g5.xlarge"}
 
 
 def test_nothing_stays_in_the_cluster_and_no_right_was_missing(lost: Ran) -> None:
     told = lost.runner.cluster.told()
     assert told["denied"] == [] and told["problems"] == []
-    assert [one for one in lost.runner.cluster.items("pods") if one["status"]["phase"] in ("Pending", "Running")] == []
+    assert [
+        item
+        for item in lost.runner.cluster.items("pods")
+        if item["status"]["phase"] in ("Pending", "Running")
+    ] == []

@@ -31,10 +31,19 @@ Behaviour = Callable[["Request"], Reply | None]
 class Request:
     """What came in, and how often the same was asked before."""
 
-    def __init__(self, method: str, target: str, body: bytes, headers: dict[str, str], before: int) -> None:
-        self.method, self.target, self.body, self.headers, self.before = method, target, body, headers, before
+    def __init__(
+        self, method: str, target: str, body: bytes, headers: dict[str, str], before: int
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.body = body
+        self.headers = headers
+        self.before = before
         part = re.search(r"partNumber=(\d+)", target)
-        self.part = int(part[1]) if part else None
+        if part:
+            self.part = int(part[1])
+        else:
+            self.part = None
 
 
 class Memory:
@@ -54,7 +63,9 @@ class Memory:
         path = request.target.partition("?")[0]
         if request.method == "HEAD":
             known = self.objects.get(path)
-            return (404, {}, b"") if known is None else (200, {"Content-Length": str(len(known))}, b"")
+            if known is None:
+                return (404, {}, b"")
+            return (200, {"Content-Length": str(len(known))}, b"")
         if request.method == "DELETE":
             self.aborted += 1
             return 204, {}, b""
@@ -71,7 +82,9 @@ class Memory:
 
 
 @contextmanager
-def serving(misbehave: Behaviour = lambda request: None) -> Iterator[tuple[Memory, Callable[[], S3Account]]]:
+def serving(
+    misbehave: Behaviour = lambda request: None,
+) -> Iterator[tuple[Memory, Callable[[], S3Account]]]:
     memory = Memory(misbehave)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -118,24 +131,34 @@ def uploader_to(account: Callable[[], S3Account], monkeypatch: pytest.MonkeyPatc
     }.items():
         monkeypatch.setenv(name, value)
     throttle = Throttle()
-    return PartUploader(open_sink("s3://bucket/job", throttle), PartSettings(part_bytes=CHUNK_BYTES), throttle)
+    return PartUploader(
+        open_sink("s3://bucket/job", throttle), PartSettings(part_bytes=CHUNK_BYTES), throttle
+    )
 
 
 def put(account: Callable[[], S3Account], key: str, body: bytes, *, seconds: float) -> None:
     sink = BucketSink("bucket", account, Throttle())
-    sink.put_part(sink.begin(key, len(body), parts=1, seconds=seconds), 1, 0, body, 0, seconds=seconds)
+    sink.put_part(
+        sink.begin(key, len(body), parts=1, seconds=seconds), 1, 0, body, 0, seconds=seconds
+    )
 
 
 def test_the_signature_is_the_one_of_the_documentation() -> None:
-    """AWS, "Signature Calculations": the listing of objects, with an unsigned payload in place of the empty one."""
-    account = S3Account("us-east-1", None, "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    """AWS, "Signature Calculations": the listing of objects, with an unsigned payload in place of
+    the empty one.
+    """
+    account = S3Account(
+        "us-east-1", None, "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+    )
     query = encoded_query({"max-keys": "2", "prefix": "J"})
     host = {"host": "examplebucket.s3.amazonaws.com"}
     signed = signed_headers(account, "GET", "/", query, host, now=1369353600.0)
     assert query == "max-keys=2&prefix=J"
     assert signed["x-amz-date"] == "20130524T000000Z"
     scope = "Credential=AKIAIOSFODNN7EXAMPLE/20130524/us-east-1/s3/aws4_request"
-    assert signed["authorization"].startswith(f"AWS4-HMAC-SHA256 {scope}, SignedHeaders=host;x-amz-content-sha256;")
+    assert signed["authorization"].startswith(
+        f"AWS4-HMAC-SHA256 {scope}, SignedHeaders=host;x-amz-content-sha256;"
+    )
     botocore = pytest.importorskip("botocore.auth")
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
@@ -144,7 +167,9 @@ def test_the_signature_is_the_one_of_the_documentation() -> None:
     request.headers["X-Amz-Content-SHA256"] = "UNSIGNED-PAYLOAD"
     request.context["timestamp"] = "20130524T000000Z"
     request.headers["X-Amz-Date"] = "20130524T000000Z"
-    signer = botocore.S3SigV4Auth(Credentials(account.access_key, account.secret_key), "s3", "us-east-1")
+    signer = botocore.S3SigV4Auth(
+        Credentials(account.access_key, account.secret_key), "s3", "us-east-1"
+    )
     text = signer.string_to_sign(request, signer.canonical_request(request))
     assert signer.signature(text, request) in signed["authorization"]
 
@@ -152,25 +177,34 @@ def test_the_signature_is_the_one_of_the_documentation() -> None:
 def test_parts_are_summed_sent_and_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(2 * CHUNK_BYTES + 5)
     with serving() as (memory, account):
-        stored = uploader_to(account, monkeypatch).upload("data/1.bin", memoryview(data), Deadline(30))
+        stored = uploader_to(account, monkeypatch).upload(
+            "data/1.bin", memoryview(data), Deadline(30)
+        )
     assert memory.objects["/bucket/job/data/1.bin"] == data
     assert (stored.size, stored.crc64nvme) == (len(data), crc_digits(crc64nvme(data)))
     assert stored.chunks == tuple(
-        crc_digits(crc64nvme(data[at : at + CHUNK_BYTES])) for at in range(0, len(data), CHUNK_BYTES)
+        crc_digits(crc64nvme(data[at : at + CHUNK_BYTES]))
+        for at in range(0, len(data), CHUNK_BYTES)
     )
     parts = [request for request in memory.seen if request.part is not None]
     assert sorted(request.part for request in parts) == [1, 2, 3]
     for request in parts:
-        stated = int.from_bytes(base64.b64decode(request.headers["x-amz-checksum-crc64nvme"]), "big")
+        stated = int.from_bytes(
+            base64.b64decode(request.headers["x-amz-checksum-crc64nvme"]), "big"
+        )
         assert stated == crc64nvme(request.body)
 
 
-def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def misbehave(request: Request) -> Reply | None:
         if request.part == 2 and request.before < 4:
             refusal = b"<Error><Code>SlowDown</Code><Message>later</Message></Error>"
             wrong = {"ETag": '"e"', "x-amz-checksum-crc64nvme": base64.b64encode(bytes(8)).decode()}
-            return [(503, {}, refusal), (0, {}, b""), (409, {}, b""), (200, wrong, b"")][request.before]
+            return [(503, {}, refusal), (0, {}, b""), (409, {}, b""), (200, wrong, b"")][
+                request.before
+            ]
         if request.method == "POST" and "uploadId" in request.target:
             memory.behave(request)  # it is done, but nobody hears of it
             return 0, {}, b""
@@ -178,7 +212,9 @@ def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(monkeypat
 
     data = os.urandom(2 * CHUNK_BYTES)
     with serving(misbehave) as (memory, account):
-        stored = uploader_to(account, monkeypatch).upload("data/1.bin", memoryview(data), Deadline(60))
+        stored = uploader_to(account, monkeypatch).upload(
+            "data/1.bin", memoryview(data), Deadline(60)
+        )
     assert memory.objects["/bucket/job/data/1.bin"] == data and stored.size == len(data)
     assert sum(request.part == 2 for request in memory.seen) == 5
     assert memory.aborted == 0
@@ -187,8 +223,14 @@ def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(monkeypat
 @pytest.mark.parametrize(
     ("reply", "cause"),
     [
-        ((503, {}, b"<Error><Code>SlowDown</Code></Error>"), r"after \d+ tries within 1 s: part 2 of 2, .*SlowDown"),
-        ((403, {}, b"<Error><Code>AccessDenied</Code></Error>"), "after 1 try within 1 s: part 2 .* AccessDenied"),
+        (
+            (503, {}, b"<Error><Code>SlowDown</Code></Error>"),
+            r"after \d+ tries within 1 s: part 2 of 2, .*SlowDown",
+        ),
+        (
+            (403, {}, b"<Error><Code>AccessDenied</Code></Error>"),
+            "after 1 try within 1 s: part 2 .* AccessDenied",
+        ),
         ((507, {}, b""), "after 1 try within 1 s: part 2 of 2, .* no space"),
     ],
 )
@@ -196,7 +238,9 @@ def test_what_cannot_be_cured_ends_in_time_names_the_part_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, reply: Reply, cause: str
 ) -> None:
     def misbehave(request: Request) -> Reply | None:
-        return reply if request.part == 2 else None
+        if request.part == 2:
+            return reply
+        return None
 
     with serving(misbehave) as (memory, account):
         uploader = uploader_to(account, monkeypatch)
@@ -207,7 +251,9 @@ def test_what_cannot_be_cured_ends_in_time_names_the_part_and_leaves_nothing(
     assert memory.aborted == 1 and not memory.objects
 
 
-def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_trickles_does_not_outlive_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:
@@ -221,7 +267,9 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
                 time.sleep(0.05)
 
     threading.Thread(target=trickle, daemon=True).start()
-    account = S3Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
+    account = S3Account(
+        "us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret"
+    )
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
         put(lambda: account, "key", b"data", seconds=0.5)
@@ -232,7 +280,9 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
 def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
     body = bytes(2 * CHUNK_BYTES)  # more than the buffers of both sides take
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        account = S3Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
+        account = S3Account(
+            "us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret"
+        )
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
             put(lambda: account, "key", body, seconds=0.5)
@@ -246,7 +296,10 @@ def test_refusals_are_told_apart() -> None:
         "/bucket/full": (403, b"<Error><Code>QuotaExceeded</Code></Error>", StoreFull),
         "/bucket/hurt": (400, b"<Error><Code>BadDigest</Code></Error>", StoreUnavailable),
     }
-    with serving(lambda request: (replies[request.target][0], {}, replies[request.target][1])) as (_, account):
+    with serving(lambda request: (replies[request.target][0], {}, replies[request.target][1])) as (
+        _,
+        account,
+    ):
         for path, (_, _, kind) in replies.items():
             with pytest.raises(kind):
                 put(account, path.rpartition("/")[2], b"", seconds=5)
@@ -266,7 +319,10 @@ def test_a_file_appears_whole_or_not_at_all_and_leftovers_are_swept(tmp_path: Pa
     (left,) = [path for path in (tmp_path / "data").iterdir() if "left" in path.name]
     os.utime(left, (time.time() - 100, time.time() - 100))
     assert len(uploader.sweep("data", older_than_seconds=60, seconds=5)) == 1
-    assert sorted(path.stat().st_size for path in (tmp_path / "data").iterdir())[-1] == 2 * CHUNK_BYTES + 12345
+    assert (
+        sorted(path.stat().st_size for path in (tmp_path / "data").iterdir())[-1]
+        == 2 * CHUNK_BYTES + 12345
+    )
 
 
 def test_the_cap_holds_for_all_parts_together_and_can_be_lifted(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Notices that a machine is about to go: each source, healthy and broken, and the one thread that watches them."""
+"""Notices that a machine is about to go: each source, healthy and broken, and the one thread that
+watches them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def watching() -> Iterator[Watching]:
         watcher.close()
 
 
-def test_a_source_that_cannot_be_begun_silences_no_other(tmp_path: Path, watching: Watching) -> None:
+def test_a_source_that_cannot_be_begun_silences_no_other(
+    tmp_path: Path, watching: Watching
+) -> None:
     class Refused(MetaflowSource):
         def begin(self) -> str:
             raise PermissionError("no entry")  # what a folder of somebody else's gives
@@ -81,7 +85,9 @@ def test_a_time_without_a_zone_is_utc(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_an_interruption_is_heard_with_its_time(service: FakeMetadata, action: str, watching: Watching) -> None:
+def test_an_interruption_is_heard_with_its_time(
+    service: FakeMetadata, action: str, watching: Watching
+) -> None:
     watcher = watching(source_of(service))
     assert watcher.source_problems() == {"metadata": ""}
     service.interrupt(120, action)
@@ -94,13 +100,17 @@ def test_an_interruption_is_heard_with_its_time(service: FakeMetadata, action: s
     assert first(watcher).seconds_left < 62, "one that comes sooner is"
 
 
-def test_words_that_cannot_be_read_are_a_notice_all_the_same(service: FakeMetadata, watching: Watching) -> None:
+def test_words_that_cannot_be_read_are_a_notice_all_the_same(
+    service: FakeMetadata, watching: Watching
+) -> None:
     service.answers["/latest/meta-data/spot/instance-action"] = "<html>"
     [notice] = wait_until("a notice", watching(source_of(service)).new_notices, timeout=60)
     assert notice.action == "terminate" and 0 < notice.seconds_left <= 30
 
 
-def test_a_recommendation_has_no_time_and_takes_no_machine(service: FakeMetadata, watching: Watching) -> None:
+def test_a_recommendation_has_no_time_and_takes_no_machine(
+    service: FakeMetadata, watching: Watching
+) -> None:
     service.recommend_rebalance()
     notice = first(watching(source_of(service)))
     assert (notice.action, notice.reclaims, notice.ends_at) == ("rebalance", False, math.inf)
@@ -114,19 +124,27 @@ def test_a_token_that_is_refused_is_replaced(service: FakeMetadata, watching: Wa
     assert sum(method == "PUT" for method, _ in service.asked) == 2
 
 
-def test_a_hop_limit_is_recognised_and_the_service_asked_no_more(service: FakeMetadata, watching: Watching) -> None:
+def test_a_hop_limit_is_recognised_and_the_service_asked_no_more(
+    service: FakeMetadata, watching: Watching
+) -> None:
     service.hop_limit = True
     began = time.monotonic()
     watcher = watching(source_of(service))
     assert time.monotonic() - began < 20
     [why] = (watcher.source_problems() or {}).values()
-    assert "hop limit is too small" in why and "answers 401" in why and "--http-put-response-hop-limit 2" in why
+    assert (
+        "hop limit is too small" in why
+        and "answers 401" in why
+        and "--http-put-response-hop-limit 2" in why
+    )
     asked = len(service.asked)
     time.sleep(6 * SOON)
     assert len(service.asked) == asked
 
 
-def test_without_a_token_version_1_is_watched_where_it_answers(service: FakeMetadata, watching: Watching) -> None:
+def test_without_a_token_version_1_is_watched_where_it_answers(
+    service: FakeMetadata, watching: Watching
+) -> None:
     service.hop_limit = service.version_1 = True
     watcher = watching(source_of(service))
     assert watcher.source_problems() == {"metadata": ""}
@@ -134,8 +152,11 @@ def test_without_a_token_version_1_is_watched_where_it_answers(service: FakeMeta
     assert first(watcher).action == "terminate"
 
 
-def test_a_service_that_knows_no_tokens_is_watched_by_version_1(service: FakeMetadata, watching: Watching) -> None:
-    service.token_status, service.version_1 = 405, True
+def test_a_service_that_knows_no_tokens_is_watched_by_version_1(
+    service: FakeMetadata, watching: Watching
+) -> None:
+    service.token_status = 405
+    service.version_1 = True
     watcher = watching(source_of(service))
     assert watcher.source_problems() == {"metadata": ""}
     service.interrupt(120)
@@ -147,8 +168,12 @@ def test_an_interruption_is_heard_where_the_second_question_fails(
 ) -> None:
     get = MetadataService.get
 
-    def refuse(self: MetadataService, path: str, *args: object, **options: float) -> tuple[int, str]:
-        return (500, "") if "recommendations" in path else get(self, path, *args, **options)
+    def refuse(
+        self: MetadataService, path: str, *args: object, **options: float
+    ) -> tuple[int, str]:
+        if "recommendations" in path:
+            return (500, "")
+        return get(self, path, *args, **options)
 
     monkeypatch.setattr(MetadataService, "get", refuse)
     watcher = watching(source_of(service))
@@ -162,7 +187,10 @@ def test_a_service_that_is_not_there_costs_one_question(
 ) -> None:
     source: Source = source_of(service)
     service.silent = kind == "silent"
-    service.token_status = 403 if kind == "off" else 200
+    if kind == "off":
+        service.token_status = 403
+    else:
+        service.token_status = 200
     if kind == "gone":
         service.close()
     if kind == "elsewhere":
@@ -180,9 +208,12 @@ def test_a_service_that_is_not_there_costs_one_question(
     assert len(service.asked) <= 2
 
 
-def test_one_that_falls_silent_is_said_once_and_heard_again(service: FakeMetadata, watching: Watching) -> None:
+def test_one_that_falls_silent_is_said_once_and_heard_again(
+    service: FakeMetadata, watching: Watching
+) -> None:
     watcher = watching(source_of(service))
-    service.token_status, service.token = 500, "another"
+    service.token_status = 500
+    service.token = "another"
     [problem] = wait_until("the problem", watcher.problems, timeout=60)
     assert "metadata: 5 requests in a row failed" in problem
     service.token_status = 200
@@ -195,7 +226,9 @@ def moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
 
 
-def test_metaflows_file_counts_when_it_is_whole_and_not_past(tmp_path: Path, watching: Watching) -> None:
+def test_metaflows_file_counts_when_it_is_whole_and_not_past(
+    tmp_path: Path, watching: Watching
+) -> None:
     file = tmp_path / "spot_termination_notice"
     file.write_text(moment(-3600))
     watcher = watching(MetaflowSource(file))
@@ -217,14 +250,18 @@ def test_what_follows_a_notice_whose_time_has_passed_is_heard(
     monkeypatch.setattr(notices_module, "STALE_SECONDS", 0.1)
     service.interrupt(2.0)
     watcher = watching(source_of(service))
-    assert watcher.wait_for_first_poll(10) and [notice.action for notice in watcher.new_notices()] == ["terminate"]
+    assert watcher.wait_for_first_poll(10) and [
+        notice.action for notice in watcher.new_notices()
+    ] == ["terminate"]
     time.sleep(3.2)
     assert watcher.new_notices() == [], "the same one again"
     service.interrupt(120)
     assert 100 < first(watcher).seconds_left < 122
 
 
-def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(tmp_path: Path, watching: Watching) -> None:
+def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(
+    tmp_path: Path, watching: Watching
+) -> None:
     path = tmp_path / "notice.json"
     rehearse_notice(path, action="terminate", seconds=50)
     watcher = watching(RehearsalSource(path))
@@ -234,7 +271,9 @@ def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(tmp_path: Path
     wait_until("that it is taken away", lambda: not path.exists(), timeout=60)
 
 
-def test_a_source_that_breaks_does_not_silence_the_others(tmp_path: Path, watching: Watching) -> None:
+def test_a_source_that_breaks_does_not_silence_the_others(
+    tmp_path: Path, watching: Watching
+) -> None:
     class Broken(RehearsalSource):
         name = "broken"  # type: ignore[assignment]
 

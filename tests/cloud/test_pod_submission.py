@@ -1,4 +1,6 @@
-"""The process that submits an attempt to Kubernetes, on the local cluster: what it sends, deletes and records."""
+"""The process that submits an attempt to Kubernetes, on the local cluster: what it sends, deletes
+and records.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def test_a_refused_create_is_one_line_and_the_jobs_outcome(running: LocalCluster, tmp_path: Path) -> None:
+def test_a_refused_create_is_one_line_and_the_jobs_outcome(
+    running: LocalCluster, tmp_path: Path
+) -> None:
     running.change(quota={"count/jobsets.jobset.x-k8s.io": 0})
     try:
         submitted = Submitted(running, tmp_path, 2, "true")
@@ -35,22 +39,45 @@ def test_a_refused_create_is_one_line_and_the_jobs_outcome(running: LocalCluster
     finally:
         running.change(quota={})
     assert code == 202, output
-    assert "exceeded quota" in output and "Traceback" not in output and len(output.splitlines()) == 1
+    assert (
+        "exceeded quota" in output and "Traceback" not in output and len(output.splitlines()) == 1
+    )
     [outcome] = submitted.events("outcome")
     assert outcome["outcome"] == "no_capacity" and "exceeded quota" in outcome["message"]
-    assert outcome["message"].endswith("; fix: end other jobs, or raise the namespace's ResourceQuota")
+    assert outcome["message"].endswith(
+        "; fix: end other jobs, or raise the namespace's ResourceQuota"
+    )
 
 
 def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path) -> None:
-    asked = {"job": "job", "run": "1", "step": "train", "task": "5", "attempt": 2, "store": str(tmp_path / "store")}
+    asked = {
+        "job": "job",
+        "run": "1",
+        "step": "train",
+        "task": "5",
+        "attempt": 2,
+        "store": str(tmp_path / "store"),
+    }
     with pytest.raises(SystemExit) as ended:
-        PodSubmission({**asked, "stop": ["failed", "two images in a row cannot be pulled"]}).listen()
+        PodSubmission(
+            {**asked, "stop": ["failed", "two images in a row cannot be pulled"]}
+        ).listen()
     assert ended.value.code == 202, "Metaflow does not try again"
-    [line] = [line for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines() if "outcome" in line]
-    assert json.loads(line)["data"] == {"outcome": "failed", "message": "two images in a row cannot be pulled"}
+    [line] = [
+        line
+        for path in tmp_path.rglob("*.jsonl")
+        for line in path.read_text().splitlines()
+        if "outcome" in line
+    ]
+    assert json.loads(line)["data"] == {
+        "outcome": "failed",
+        "message": "two images in a row cannot be pulled",
+    }
 
 
-def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(running: LocalCluster, tmp_path: Path) -> None:
+def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(
+    running: LocalCluster, tmp_path: Path
+) -> None:
     pools = [{"name": "other", "market": "on-demand"}]
     running.change(pools=pools)
     try:
@@ -61,18 +88,36 @@ def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(running: Loca
     assert code != 0 and "for capacity" in output
     [ended] = submitted.events("batch_attempt")
     assert ended["cause"] == "never_started" and ended["started_utc"] is None
-    assert [one["outcome"] for one in submitted.events("outcome")] == ["no_capacity"]
-    assert running.items("jobsets") == [] or ended["job_name"] not in json.dumps(running.items("jobsets"))
+    assert [event["outcome"] for event in submitted.events("outcome")] == ["no_capacity"]
+    assert running.items("jobsets") == [] or ended["job_name"] not in json.dumps(
+        running.items("jobsets")
+    )
 
 
 @pytest.fixture(scope="module")
-def three(running: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Submitted, int, str]]:
+def three(
+    running: LocalCluster, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Submitted, int, str]]:
     """Four attempts at once, each of two nodes, by the name of what happens to them."""
-    running.change(pools=[{"name": "spot", "size": 9}], faults=[{"path": "POST .*jobsets", "status": 429, "times": 1}])
-    asked: dict[str, dict[str, Any]] = {"outage": {}, "lost": {"node_replacements": 1}, "tainted": {}, "left": {}}
+    running.change(
+        pools=[{"name": "spot", "size": 9}],
+        faults=[{"path": "POST .*jobsets", "status": 429, "times": 1}],
+    )
+    asked: dict[str, dict[str, Any]] = {
+        "outage": {},
+        "lost": {"node_replacements": 1},
+        "tainted": {},
+        "left": {},
+    }
     gate = tmp_path_factory.mktemp("gate") / "open"
     made = {
-        name: Submitted(running, tmp_path_factory.mktemp(name), 2, f"until [ -e {gate} ]; do sleep 0.1; done", **values)
+        name: Submitted(
+            running,
+            tmp_path_factory.mktemp(name),
+            2,
+            f"until [ -e {gate} ]; do sleep 0.1; done",
+            **values,
+        )
         for name, values in asked.items()
     }
     workers = {name: one.pods(2)[1]["spec"]["nodeName"] for name, one in made.items()}
@@ -92,20 +137,30 @@ def pods_of(three: dict[str, Any], name: str) -> tuple[dict[str, Any], list[dict
     """The recorded end of an attempt, and the pods that it had."""
     submitted = three[name][0]
     [ended] = submitted.events("batch_attempt")
-    past = [one for one in submitted.cluster.past()["pods"] if one["pod"].startswith(f"{ended['job_name']}-")]
+    past = [
+        one
+        for one in submitted.cluster.past()["pods"]
+        if one["pod"].startswith(f"{ended['job_name']}-")
+    ]
     return ended, sorted(past, key=lambda one: one["started"])
 
 
 def test_an_outage_and_throttling_change_nothing(three: dict[str, Any]) -> None:
     _, code, output = three["outage"]
-    assert code == 0 and output.splitlines()[-1] == "succeeded" and "training continues" in output, output
+    assert (
+        code == 0 and output.splitlines()[-1] == "succeeded" and "training continues" in output
+    ), output
     ended, past = pods_of(three, "outage")
     assert ended["cause"] == "ended" and ended["status"] == "SUCCEEDED"
     for (start, stop), one in zip(sorted(ended["node_times"]), past, strict=True):
-        assert abs(start - one["started"]) <= 1.5 and abs(stop - one["ended"]) <= 1.5, "whole seconds"
+        assert abs(start - one["started"]) <= 1.5 and abs(stop - one["ended"]) <= 1.5, (
+            "whole seconds"
+        )
 
 
-def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(three: dict[str, Any]) -> None:
+def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(
+    three: dict[str, Any],
+) -> None:
     _, code, output = three["lost"]
     assert code == 0 and output.splitlines()[-1] == "succeeded", output
     ended, past = pods_of(three, "lost")
@@ -114,17 +169,25 @@ def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(three: dic
     assert len([one for one in past if "-control-" in one["pod"]]) == 1, "node 0's pod ran on"
 
 
-def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(three: dict[str, Any]) -> None:
+def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(
+    three: dict[str, Any],
+) -> None:
     submitted, code, output = three["left"]
     assert code == 128 + signal.SIGTERM, output
     ended, past = pods_of(three, "left")
     assert ended["cause"] == "terminated" and len(ended["node_times"]) == len(past) == 2
-    assert not [one for one in submitted.cluster.items("pods") if ended["job_name"] in one["metadata"]["name"]]
+    assert not [
+        item
+        for item in submitted.cluster.items("pods")
+        if ended["job_name"] in item["metadata"]["name"]
+    ]
 
 
 def test_a_pod_whose_node_is_announced_to_go_is_evicted(three: dict[str, Any]) -> None:
     _, _, output = three["tainted"]
-    assert output.splitlines()[-1] == "failed" and "taken away (karpenter.sh/disrupted)" in output, output
+    assert (
+        output.splitlines()[-1] == "failed" and "taken away (karpenter.sh/disrupted)" in output
+    ), output
     ended, _ = pods_of(three, "tainted")
     assert ended["cause"] == "reclaimed"
 
@@ -134,27 +197,49 @@ SAVING = "trap 'sleep 2; exit 1' TERM; sleep 60 & wait"
 
 def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
     """Create a JobSet of a control and a worker, without Metaflow, and return its id."""
-    container: dict[str, Any] = {"name": "main", "image": "ebbflow:local", "command": ["bash", "-c", command]}
+    container: dict[str, Any] = {
+        "name": "main",
+        "image": "ebbflow:local",
+        "command": ["bash", "-c", command],
+    }
     container["resources"] = {"requests": {"cpu": "1"}}
     toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
     pod = {"restartPolicy": "Never", "containers": [container], "tolerations": [toleration]}
-    pod |= {"nodeSelector": {"karpenter.sh/capacity-type": "spot"}, "terminationGracePeriodSeconds": 20}
-    job = {"spec": {"backoffLimit": 0, "parallelism": 1, "completions": 1, "template": {"spec": pod}}}
+    pod |= {
+        "nodeSelector": {"karpenter.sh/capacity-type": "spot"},
+        "terminationGracePeriodSeconds": 20,
+    }
+    job = {
+        "spec": {"backoffLimit": 0, "parallelism": 1, "completions": 1, "template": {"spec": pod}}
+    }
     replicated = [{"name": each, "replicas": 1, "template": job} for each in ("control", "worker")]
     body = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}}
-    made = kubernetes.client.CustomObjectsApi(cluster._core.api_client).create_namespaced_custom_object
-    made("jobset.x-k8s.io", "v1alpha2", "ebbflow", "jobsets", {**body, "spec": {"replicatedJobs": replicated}})
+    made = kubernetes.client.CustomObjectsApi(
+        cluster._core.api_client
+    ).create_namespaced_custom_object
+    made(
+        "jobset.x-k8s.io",
+        "v1alpha2",
+        "ebbflow",
+        "jobsets",
+        {**body, "spec": {"replicatedJobs": replicated}},
+    )
     return f"ebbflow/jobsets/{name}"
 
 
 def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
     running: LocalCluster,
 ) -> None:
-    """One reading before and one after: a drain, a deletion, a launcher that is gone, and a gang that fails."""
+    """One reading before and one after: a drain, a deletion, a launcher that is gone, and a gang
+    that fails.
+    """
     cluster = Cluster(kubernetes.config.new_client_from_config(str(running.kubeconfig())))
     running.change(pools=[{"name": "spot", "size": 9}])
     names = ("drained", "deleted", "left", "failed")
-    ids = {name: submit(cluster, name, "sleep 3; exit 1" if name == "failed" else SAVING) for name in names}
+    ids = {
+        name: submit(cluster, name, "sleep 3; exit 1" if name == "failed" else SAVING)
+        for name in names
+    }
     watches = {name: AttemptWatch(job_id) for name, job_id in ids.items()}
 
     def look(name: str) -> AttemptWatch:
@@ -170,7 +255,9 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
     running.ask("evict", {"pod": next(pod for pod in watches["drained"].pods if "worker" in pod)})
     cluster.delete(ids["deleted"])
     look("drained")
-    assert [one.lost for one in watches["drained"].pods.values() if one.ended is None].count(True) == 1, "it saves"
+    assert [one.lost for one in watches["drained"].pods.values() if one.ended is None].count(
+        True
+    ) == 1, "it saves"
     ends = {"left": end_attempt(ids["left"], cluster, 30)}  # by the next launcher
     wait_until("all have ended", lambda: all(look(name).over for name in names), 30)
     ends |= {name: watches[name].attempt(now=time.time() + 99) for name in names if name != "left"}
@@ -178,23 +265,36 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
         watch.look(cluster, time.time() + 99)
         ends[f"{name}, read after its pods' removal"] = watch.attempt(now=time.time() + 99)
     assert {name.partition(",")[0]: one.cause for name, one in ends.items()} == {
-        "drained": "reclaimed", "deleted": "terminated", "left": "terminated", "failed": "user_code",
-    }  # fmt: skip
+        "drained": "reclaimed",
+        "deleted": "terminated",
+        "left": "terminated",
+        "failed": "user_code",
+    }
     running.change(quota={"requests.cpu": 0})
     watches["refused"] = AttemptWatch(submit(cluster, "refused"))
     try:
-        wait_until("the quota is named", lambda: "requests.cpu=1, used" in look("refused").waiting, 30)
-        assert watches["refused"].waiting.endswith("; fix: end other jobs, or raise the namespace's ResourceQuota")
+        wait_until(
+            "the quota is named", lambda: "requests.cpu=1, used" in look("refused").waiting, 30
+        )
+        assert watches["refused"].waiting.endswith(
+            "; fix: end other jobs, or raise the namespace's ResourceQuota"
+        )
     finally:
         running.change(quota={})
         cluster.delete(watches["refused"].job_id)
     told = describe_attempts(list(ids.values()), cluster, now=time.time() + 99)
     assert {name for name in names if ids[name] in told} == {"drained", "failed"}
-    assert told[ids["failed"]].node_times == ends["failed"].node_times and told[ids["drained"]].nodes == 2
+    assert (
+        told[ids["failed"]].node_times == ends["failed"].node_times
+        and told[ids["drained"]].nodes == 2
+    )
     past = running.past()["pods"]
     for name, attempt in ends.items():
         mine = sorted(
-            (one for one in past if one["pod"].startswith(f"{name.partition(',')[0]}-")), key=lambda one: one["pod"]
+            (one for one in past if one["pod"].startswith(f"{name.partition(',')[0]}-")),
+            key=lambda one: one["pod"],
         )
         for (start, stop), one in zip(attempt.node_times, mine, strict=True):
-            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(one["ended"], abs=1), name
+            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(
+                one["ended"], abs=1
+            ), name

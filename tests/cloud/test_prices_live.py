@@ -1,4 +1,6 @@
-"""Live prices against botocore's Stubber: what is asked, what the answers come to, and what stands in for none."""
+"""Live prices against botocore's Stubber: what is asked, what the answers come to, and what stands
+in for none.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,23 @@ class Region:
 
     def __init__(self, name: str = "us-east-1", zones: dict[str, str] | None = None) -> None:
         keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-        self.name, self.client = name, session().client("ec2", region_name=name, **keys)
+        self.name = name
+        self.client = session().client("ec2", region_name=name, **keys)
         self.stub = Stubber(self.client)
         self.stub.activate()
         if zones is not None:
             filters = {"zone-type": "availability-zone", "region-name": name}
             listed = [{"ZoneName": zone, "ZoneId": zone_id} for zone, zone_id in zones.items()]
-            asked = {"Filters": [{"Name": key, "Values": [value]} for key, value in filters.items()]}
-            self.stub.add_response("describe_availability_zones", {"AvailabilityZones": listed}, asked)
+            asked = {
+                "Filters": [{"Name": key, "Values": [value]} for key, value in filters.items()]
+            }
+            self.stub.add_response(
+                "describe_availability_zones", {"AvailabilityZones": listed}, asked
+            )
 
-    def page(self, records: list[dict[str, Any]], token: str | None = None, following: str = "") -> None:
+    def page(
+        self, records: list[dict[str, Any]], token: str | None = None, following: str = ""
+    ) -> None:
         asked = {
             "Filters": [{"Name": "instance-type", "Values": TYPES}],
             "ProductDescriptions": ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"],
@@ -60,11 +69,18 @@ class Region:
             **({"NextToken": token} if token else {}),
         }
         self.stub.add_response(
-            "describe_spot_price_history", {"SpotPriceHistory": records, "NextToken": following}, asked
+            "describe_spot_price_history",
+            {"SpotPriceHistory": records, "NextToken": following},
+            asked,
         )
 
-    def refuse(self, code: str, times: int = 1, operation: str = "describe_spot_price_history") -> None:
-        status = 503 if code in ("RequestLimitExceeded", "InternalError") else 400
+    def refuse(
+        self, code: str, times: int = 1, operation: str = "describe_spot_price_history"
+    ) -> None:
+        if code in ("RequestLimitExceeded", "InternalError"):
+            status = 503
+        else:
+            status = 400
         for _ in range(times):
             self.stub.add_client_error(operation, code, f"{code}: no.", http_status_code=status)
 
@@ -73,7 +89,8 @@ class Clock:
     """Time that only sleeping makes pass."""
 
     def __init__(self) -> None:
-        self.time, self.pauses = 0.0, []
+        self.time = 0.0
+        self.pauses = []
 
     def monotonic(self) -> float:
         return self.time
@@ -83,10 +100,19 @@ class Clock:
         self.time += seconds
 
 
-def record(zone: str, price: str, hours_ago: float, kind: str = "g5.xlarge", **more: str) -> dict[str, Any]:
+def record(
+    zone: str, price: str, hours_ago: float, kind: str = "g5.xlarge", **more: str
+) -> dict[str, Any]:
     at = datetime.fromtimestamp(NOW, UTC) - timedelta(hours=hours_ago)
     product = {"ProductDescription": "Linux/UNIX"}
-    return {"AvailabilityZone": zone, "InstanceType": kind, "SpotPrice": price, "Timestamp": at, **product, **more}
+    return {
+        "AvailabilityZone": zone,
+        "InstanceType": kind,
+        "SpotPrice": price,
+        "Timestamp": at,
+        **product,
+        **more,
+    }
 
 
 def asked(*regions: Region, clock: Clock | None = None, **options: Any) -> PriceAnswers:
@@ -106,23 +132,36 @@ def catalogue() -> Catalogue:
 
 def test_pages_are_followed_and_the_last_change_before_the_window_holds(catalogue: Catalogue):
     region = Region(zones=ZONES)
-    region.page([record("us-east-1a", "0.431700", 3.0), record("us-east-1b", "0.500100", 900.0)], following="page 2")
+    region.page(
+        [record("us-east-1a", "0.431700", 3.0), record("us-east-1b", "0.500100", 900.0)],
+        following="page 2",
+    )
     region.page([record("us-east-1a", "0.418200", 0.5)], token="page 2", following="page 3")
     region.page([record("us-east-1a", "0.402400", 30.0, "g6.xlarge")], token="page 3")
     prices = LivePrices.of(asked(region))
     region.stub.assert_no_pending_responses()
     first, second = prices.spot(catalogue["g5.xlarge"], "us-east-1")
-    assert (first.zone, first.zone_name, first.usd_per_hour) == ("use1-az4", "us-east-1a", Decimal("0.418200"))
+    assert (first.zone, first.zone_name, first.usd_per_hour) == (
+        "use1-az4",
+        "us-east-1a",
+        Decimal("0.418200"),
+    )
     assert str(second.usd_per_hour) == "0.500100", "the decimals stay as they were sent"
-    assert second.at == NOW - 900 * 3600 and second.age_hours(NOW) == 0, "an old change is no old price"
-    assert second.describe(NOW, 24.0) == "live 2026-09-21 14:13 UTC, unchanged since 2026-08-15 02:13 UTC"
+    assert second.at == NOW - 900 * 3600 and second.age_hours(NOW) == 0, (
+        "an old change is no old price"
+    )
+    assert (
+        second.describe(NOW, 24.0)
+        == "live 2026-09-21 14:13 UTC, unchanged since 2026-08-15 02:13 UTC"
+    )
     assert prices.zones("us-east-1") == ("use1-az4", "use1-az6")
     on_demand = prices.on_demand(catalogue["g5.xlarge"], "us-east-1")
     assert (on_demand.kind, on_demand.usd_per_hour) == ("recorded", Decimal("1.006"))
 
 
 def test_a_request_that_was_throttled_is_made_again_after_growing_pauses(catalogue: Catalogue):
-    region, clock = Region(zones=ZONES), Clock()
+    region = Region(zones=ZONES)
+    clock = Clock()
     region.refuse("RequestLimitExceeded", times=2)
     region.refuse("InternalError")
     region.page([record("us-east-1a", "0.4", 1.0)])
@@ -130,7 +169,9 @@ def test_a_request_that_was_throttled_is_made_again_after_growing_pauses(catalog
     assert not answers.failed and len(answers.answered["us-east-1"].records) == 1
     assert len(clock.pauses) == 3
     limits = (0.3, 0.6, 1.2)
-    assert all(0.15 <= pause <= limit for pause, limit in zip(clock.pauses, limits, strict=True)), "limits grow"
+    assert all(0.15 <= pause <= limit for pause, limit in zip(clock.pauses, limits, strict=True)), (
+        "limits grow"
+    )
 
 
 def configuration(**cost: Any) -> RunConfig:
@@ -147,7 +188,9 @@ def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
     prices = LivePrices.of(answers)
     plan = make_plan(configuration(), now_utc=NOW, prices=prices)
     assert plan.chosen.price_kind.startswith("estimated from on-demand recorded 2026-07-20")
-    asked_again = "because ec2:DescribeAvailabilityZones in us-east-1: throttled (RequestLimitExceeded) ("
+    asked_again = (
+        "because ec2:DescribeAvailabilityZones in us-east-1: throttled (RequestLimitExceeded) ("
+    )
     assert asked_again in plan.prices[0]
     assert "2 months old" in plan.prices[0]
 
@@ -160,13 +203,20 @@ def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("UnauthorizedOperation", "denied (UnauthorizedOperation); fix: allow ec2:DescribeSpotPriceHistory for"),
+        (
+            "UnauthorizedOperation",
+            "denied (UnauthorizedOperation); fix: allow ec2:DescribeSpotPriceHistory for",
+        ),
         ("AuthFailure", "the credentials are not accepted (AuthFailure); fix: renew them"),
-        ("InvalidParameterValue", "ec2:DescribeSpotPriceHistory in us-east-1: refused: InvalidParameterValue"),
+        (
+            "InvalidParameterValue",
+            "ec2:DescribeSpotPriceHistory in us-east-1: refused: InvalidParameterValue",
+        ),
     ],
 )
 def test_a_refusal_is_not_repeated_and_names_what_is_missing(code: str, words: str):
-    region, clock = Region(zones=ZONES), Clock()
+    region = Region(zones=ZONES)
+    clock = Clock()
     region.refuse(code)
     answers = asked(region, clock=clock)
     assert words in answers.failed["us-east-1"] and not clock.pauses
@@ -180,37 +230,56 @@ def test_without_the_right_to_see_zones_their_names_must_do(catalogue: Catalogue
     (quote,) = prices.spot(catalogue["g5.xlarge"], "us-east-1")
     assert quote.zone == "us-east-1a"
     said = " ".join(prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
-    assert "zones of us-east-1: by this account's names, because" in said and "DescribeAvailabilityZones" in said
+    assert (
+        "zones of us-east-1: by this account's names, because" in said
+        and "DescribeAvailabilityZones" in said
+    )
     plan = make_plan(configuration(zones=["use1-az4"]), now_utc=NOW, prices=prices)
     reasons = {r.instance_type: r.reason for r in plan.rejected if r.kind == "no spot price"}
-    said = "no spot price of g5.xlarge in use1-az4 now by EC2: zones are known by name only, because ec2:Describe"
-    assert reasons["g5.xlarge"].startswith(said) and reasons["g5.xlarge"].endswith("; leave cost.zones empty")
+    said = (
+        "no spot price of g5.xlarge in use1-az4 now by EC2: zones are known by name only, "
+        "because ec2:Describe"
+    )
+    assert reasons["g5.xlarge"].startswith(said) and reasons["g5.xlarge"].endswith(
+        "; leave cost.zones empty"
+    )
     assert reasons["g6.xlarge"].endswith("in us-east-1 now by EC2: not offered there as Spot")
 
     region.refuse("UnauthorizedOperation", operation="describe_availability_zones")
-    region.page([record("us-east-1a", "0.4", 1.0, AvailabilityZoneId="use1-az4")])  # newer answers hold the id
+    region.page(
+        [record("us-east-1a", "0.4", 1.0, AvailabilityZoneId="use1-az4")]
+    )  # newer answers hold the id
     prices = LivePrices.of(asked(region))
     assert prices.spot(catalogue["g5.xlarge"], "us-east-1")[0].zone == "use1-az4"
-    assert "names" not in " ".join(prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
+    assert "names" not in " ".join(
+        prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
+    )
 
 
 def test_an_empty_history_and_a_zone_without_a_price_are_answers():
-    east, west = Region(zones=ZONES), Region("us-west-2", zones={"us-west-2a": "usw2-az2"})
+    east = Region(zones=ZONES)
+    west = Region("us-west-2", zones={"us-west-2a": "usw2-az2"})
     east.page([record("us-east-1a", "0.4", 1.0)])
     west.page([])
     config = configuration(regions=["us-east-1", "us-west-2"])
     plan = make_plan(config, now_utc=NOW, prices=LivePrices.of(asked(east, west)))
-    assert {(c.market, c.place) for c in plan.ranked} == {("spot", "use1-az4"), ("on_demand", "us-east-1")}
+    assert {(c.market, c.place) for c in plan.ranked} == {
+        ("spot", "use1-az4"),
+        ("on_demand", "us-east-1"),
+    }
     reasons = [rejection.reason for rejection in plan.rejected if rejection.market == "spot"]
     elsewhere = "no price in that zone, but in others of us-east-1"
     assert f"no spot price of g5.xlarge in use1-az6 now by EC2: {elsewhere}" in reasons
-    assert "no spot price of g5.xlarge in us-west-2 now by EC2: not offered there as Spot" in reasons
+    assert (
+        "no spot price of g5.xlarge in us-west-2 now by EC2: not offered there as Spot" in reasons
+    )
     assert "spot prices: no history at all of these instance types in us-west-2" in plan.prices
     assert plan.chosen.price_kind.startswith("live ") and " l" in render_plan(plan)
 
 
 def test_one_region_that_fails_takes_the_table_and_the_others_stay_live():
-    east, west = Region(zones=ZONES), Region("us-west-2", zones={"us-west-2a": "usw2-az2"})
+    east = Region(zones=ZONES)
+    west = Region("us-west-2", zones={"us-west-2a": "usw2-az2"})
     east.refuse("UnauthorizedOperation")
     west.page([record("us-west-2a", "0.2", 1.0)])
     config = configuration(regions=["us-east-1", "us-west-2"])
@@ -238,7 +307,9 @@ def without_credentials(region: str) -> Any:
         (unreachable, "ec2:DescribeAvailabilityZones in us-east-1: unreachable: "),
     ],
 )
-def test_without_credentials_or_network_the_source_is_the_table(client: Callable[[str], Any], words: str):
+def test_without_credentials_or_network_the_source_is_the_table(
+    client: Callable[[str], Any], words: str
+):
     prices = open_prices(configuration(), NOW, client=client)
     (line,) = prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
     assert line.startswith("spot prices: static table") and words in line and "2 months old" in line
@@ -257,14 +328,23 @@ def test_a_region_that_hangs_is_left_behind_at_the_deadline():
     assert answers.failed == {"eu-west-1": "eu-west-1 did not answer within 0.5 s"}
 
 
-def test_what_live_sees_can_be_recorded_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_live_sees_can_be_recorded_and_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     region = Region(zones=ZONES)
     region.stub.add_response(
         "describe_spot_price_history",
-        {"SpotPriceHistory": [record("us-east-1b", "0.500100", 9e4), record("us-east-1b", "0.400100", 8e4)]},
+        {
+            "SpotPriceHistory": [
+                record("us-east-1b", "0.500100", 9e4),
+                record("us-east-1b", "0.400100", 8e4),
+            ]
+        },
     )
     output = tmp_path / "prices.json.gz"
-    arguments = argparse.Namespace(regions=["us-east-1"], instance_types=["g5.xlarge"], hours=24.0, output=output)
+    arguments = argparse.Namespace(
+        regions=["us-east-1"], instance_types=["g5.xlarge"], hours=24.0, output=output
+    )
     assert record_prices(arguments, client=lambda name: region.client) == 0
     said = capsys.readouterr().out
     assert "us-east-1: 2 records, 1 of 2 zones" in said and f"--set cost.prices={output}" in said
@@ -276,6 +356,7 @@ def test_what_live_sees_can_be_recorded_and_planned_with(tmp_path: Path, capsys:
     region.refuse("UnauthorizedOperation", operation="describe_availability_zones")
     region.refuse("UnauthorizedOperation")
     with pytest.raises(
-        PriceError, match="nothing was written, because ec2:DescribeSpotPriceHistory in us-east-1: denied"
+        PriceError,
+        match="nothing was written, because ec2:DescribeSpotPriceHistory in us-east-1: denied",
     ):
         record_prices(arguments, client=lambda name: region.client)

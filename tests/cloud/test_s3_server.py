@@ -1,4 +1,6 @@
-"""The S3 server of the tests is itself tested: against a real one where both must agree, and fault by fault."""
+"""The S3 server of the tests is itself tested: against a real one where both must agree, and fault
+by fault.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,25 @@ def md5(data: bytes) -> str:
 
 
 def test_objects_ranges_and_absence(server: FailingServer | Swift) -> None:
-    s3, bucket = server.client(), server.new_bucket()
-    key, data = "a folder/ü+&.bin", os.urandom(1000)
+    s3 = server.client()
+    bucket = server.new_bucket()
+    key = "a folder/ü+&.bin"
+    data = os.urandom(1000)
     put = s3.put_object(Bucket=bucket, Key=key, Body=data)
     assert put["ETag"].strip('"') == hashlib.md5(data).hexdigest()
     assert s3.get_object(Bucket=bucket, Key=key)["Body"].read() == data
-    ranges = {"bytes=10-19": data[10:20], "bytes=990-": data[990:], "bytes=-5": data[-5:], "bytes=990-5000": data[990:]}
+    ranges = {
+        "bytes=10-19": data[10:20],
+        "bytes=990-": data[990:],
+        "bytes=-5": data[-5:],
+        "bytes=990-5000": data[990:],
+    }
     for wanted, expected in ranges.items():
         answer = s3.get_object(Bucket=bucket, Key=key, Range=wanted)
-        assert answer["Body"].read() == expected and answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        assert (
+            answer["Body"].read() == expected
+            and answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        )
     assert code(s3.get_object, Bucket=bucket, Key=key, Range="bytes=1000-") == "InvalidRange"
     assert s3.head_object(Bucket=bucket, Key=key)["ContentLength"] == 1000
     assert code(s3.get_object, Bucket=bucket, Key="absent") == "NoSuchKey"
@@ -55,14 +67,22 @@ def test_objects_ranges_and_absence(server: FailingServer | Swift) -> None:
     assert code(s3.get_object, Bucket="absent-bucket", Key=key) == "NoSuchBucket"
     s3.delete_object(Bucket=bucket, Key=key)
     assert code(s3.get_object, Bucket=bucket, Key=key) == "NoSuchKey"
-    assert code(s3.delete_object, Bucket=bucket, Key=key) in ("", "NoSuchKey")  # S3: no error; Swift: one
+    assert code(s3.delete_object, Bucket=bucket, Key=key) in (
+        "",
+        "NoSuchKey",
+    )  # S3: no error; Swift: one
 
 
-def test_the_jobs_of_a_bucket_are_listed(server: FailingServer | Swift, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jobs_of_a_bucket_are_listed(
+    server: FailingServer | Swift, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (
-        ("ENDPOINT_URL", server.endpoint), ("ACCESS_KEY_ID", server.access_key), ("REGION", server.region),
-        ("SECRET_ACCESS_KEY", server.secret_key), ("ALLOW_HTTP", "true"),
-    ):  # fmt: skip
+        ("ENDPOINT_URL", server.endpoint),
+        ("ACCESS_KEY_ID", server.access_key),
+        ("REGION", server.region),
+        ("SECRET_ACCESS_KEY", server.secret_key),
+        ("ALLOW_HTTP", "true"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     uri = f"s3://{server.new_bucket()}/prefix"
     assert list_jobs(uri) == []
@@ -72,40 +92,67 @@ def test_the_jobs_of_a_bucket_are_listed(server: FailingServer | Swift, monkeypa
 
 
 def test_listings_have_pages_prefixes_and_folders(server: FailingServer | Swift) -> None:
-    s3, bucket = server.client(), server.new_bucket()
-    keys = [f"{folder}/{number:02d}" for folder in ("one", "two") for number in range(5)]
+    s3 = server.client()
+    bucket = server.new_bucket()
+    keys = []
+    for folder in ("one", "two"):
+        for number in range(5):
+            keys.append(f"{folder}/{number:02d}")
     for key in keys:
         s3.put_object(Bucket=bucket, Key=key, Body=b"x")
-    pages = list(s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, PaginationConfig={"PageSize": 3}))
+    pages = list(
+        s3.get_paginator("list_objects_v2").paginate(
+            Bucket=bucket, PaginationConfig={"PageSize": 3}
+        )
+    )
     assert [item["Key"] for page in pages for item in page["Contents"]] == keys and len(pages) == 4
     found = s3.list_objects_v2(Bucket=bucket, Prefix="two/", StartAfter="two/02")
     assert [item["Key"] for item in found["Contents"]] == ["two/03", "two/04"]
     folders = s3.list_objects_v2(Bucket=bucket, Delimiter="/")
-    assert [item["Prefix"] for item in folders["CommonPrefixes"]] == ["one/", "two/"] and "Contents" not in folders
+    assert [item["Prefix"] for item in folders["CommonPrefixes"]] == [
+        "one/",
+        "two/",
+    ] and "Contents" not in folders
     gone = s3.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key} for key in keys[:5]]})
     assert len(gone["Deleted"]) == 5 and s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 5
 
 
 def test_what_was_changed_on_the_way_is_refused(server: FailingServer | Swift) -> None:
-    s3, bucket = server.client(), server.new_bucket()
+    s3 = server.client()
+    bucket = server.new_bucket()
     put = {"Bucket": bucket, "Key": "k", "Body": b"hello"}
     assert code(s3.put_object, **put, ContentMD5=md5(b"other")) == "BadDigest"
-    for wrong in ({"ChecksumCRC32": "AAAAAA=="}, {"ChecksumSHA256": base64.b64encode(bytes(32)).decode()}):
-        assert code(s3.put_object, **put, **wrong) in ("BadDigest", "InvalidRequest", "XAmzContentChecksumMismatch")
-    assert code(s3.get_object, Bucket=bucket, Key="k") == "NoSuchKey", "what was refused is not there"
+    for wrong in (
+        {"ChecksumCRC32": "AAAAAA=="},
+        {"ChecksumSHA256": base64.b64encode(bytes(32)).decode()},
+    ):
+        assert code(s3.put_object, **put, **wrong) in (
+            "BadDigest",
+            "InvalidRequest",
+            "XAmzContentChecksumMismatch",
+        )
+    assert code(s3.get_object, Bucket=bucket, Key="k") == "NoSuchKey", (
+        "what was refused is not there"
+    )
     assert code(s3.put_object, **put, ContentMD5=md5(b"hello")) == ""
 
 
 def test_multipart_shows_all_or_nothing(server: FailingServer | Swift) -> None:
-    s3, bucket = server.client(), server.new_bucket()
+    s3 = server.client()
+    bucket = server.new_bucket()
     where = {"Bucket": bucket, "Key": "big"}
     parts = [os.urandom(5 * 2**20), b"the end"]
     upload = {**where, "UploadId": s3.create_multipart_upload(**where)["UploadId"]}
-    tags = [s3.upload_part(**upload, PartNumber=n, Body=part)["ETag"] for n, part in enumerate(parts, 1)]
+    tags = [
+        s3.upload_part(**upload, PartNumber=n, Body=part)["ETag"] for n, part in enumerate(parts, 1)
+    ]
     assert code(s3.get_object, **where) == "NoSuchKey"
     assert len(s3.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
     named = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
-    assert code(s3.complete_multipart_upload, **upload, MultipartUpload={"Parts": named[::-1]}) == "InvalidPartOrder"
+    assert (
+        code(s3.complete_multipart_upload, **upload, MultipartUpload={"Parts": named[::-1]})
+        == "InvalidPartOrder"
+    )
     s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": named})
     assert s3.get_object(**where)["Body"].read() == b"".join(parts)
     aborted = {**where, "UploadId": s3.create_multipart_upload(**where)["UploadId"]}
@@ -115,9 +162,13 @@ def test_multipart_shows_all_or_nothing(server: FailingServer | Swift) -> None:
 
 
 def test_create_only_puts_hold_one_after_the_other(server: FailingServer | Swift) -> None:
-    s3, bucket = server.client(), server.new_bucket()
+    s3 = server.client()
+    bucket = server.new_bucket()
     assert code(s3.put_object, Bucket=bucket, Key="k", Body=b"first", IfNoneMatch="*") == ""
-    assert code(s3.put_object, Bucket=bucket, Key="k", Body=b"second", IfNoneMatch="*") == "PreconditionFailed"
+    assert (
+        code(s3.put_object, Bucket=bucket, Key="k", Body=b"second", IfNoneMatch="*")
+        == "PreconditionFailed"
+    )
     assert s3.get_object(Bucket=bucket, Key="k")["Body"].read() == b"first"
 
 
@@ -142,7 +193,9 @@ def test_a_wrong_key_is_refused(failing_s3: FailingServer) -> None:
         ("stall_done", "no answer", True),
     ],
 )
-def test_each_fault_of_a_put_does_what_it_says(failing_s3: FailingServer, kind: str, answer: str, stored: bool) -> None:
+def test_each_fault_of_a_put_does_what_it_says(
+    failing_s3: FailingServer, kind: str, answer: str, stored: bool
+) -> None:
     rules = [{"kind": kind, "operation": "put"}]
     bucket = failing_s3.new_bucket(rules=rules, stall_seconds=0.2)
     s3 = failing_s3.client()
@@ -156,7 +209,8 @@ def test_each_fault_of_a_put_does_what_it_says(failing_s3: FailingServer, kind: 
 
 
 def test_flips_hurt_one_read_and_rot_hurts_all(failing_s3: FailingServer) -> None:
-    s3, data = failing_s3.client(), bytes(1000)
+    s3 = failing_s3.client()
+    data = bytes(1000)
     bucket = failing_s3.new_bucket(rules=[{"kind": "flip", "operation": "get"}])
     s3.put_object(Bucket=bucket, Key="k", Body=data)
     reads = [s3.get_object(Bucket=bucket, Key="k")["Body"].read() for _ in range(2)]
@@ -169,14 +223,16 @@ def test_flips_hurt_one_read_and_rot_hurts_all(failing_s3: FailingServer) -> Non
 
 def test_faults_are_the_same_for_the_same_seed(failing_s3: FailingServer) -> None:
     def play(seed: int) -> list[str]:
-        s3, bucket = failing_s3.client(), failing_s3.new_bucket(seed=seed, rates={"error": 0.3, "slow_down": 0.3})
+        s3 = failing_s3.client()
+        bucket = failing_s3.new_bucket(seed=seed, rates={"error": 0.3, "slow_down": 0.3})
         return [code(s3.put_object, Bucket=bucket, Key=f"k{n % 3}", Body=b"x") for n in range(30)]
 
     assert play(1) == play(1) != play(2)
 
 
 def test_a_stale_listing_omits_what_can_be_read(failing_s3: FailingServer) -> None:
-    s3, bucket = failing_s3.client(), failing_s3.new_bucket(stale=1.0, stale_up_to_seconds=3600.0)
+    s3 = failing_s3.client()
+    bucket = failing_s3.new_bucket(stale=1.0, stale_up_to_seconds=3600.0)
     s3.put_object(Bucket=bucket, Key="k", Body=b"x")
     assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
     assert s3.get_object(Bucket=bucket, Key="k")["Body"].read() == b"x"

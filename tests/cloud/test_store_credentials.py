@@ -1,4 +1,6 @@
-"""Keys, region and endpoint are found where every AWS tool finds them, and only then is an SDK loaded."""
+"""Keys, region and endpoint are found where every AWS tool finds them, and only then is an SDK
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def shared_files(home: Path, *, config: str = "", credentials: str = "") -> None
 
 
 def credentials_of(swift: Swift, profile: str) -> str:
-    return f"[{profile}]\naws_access_key_id = {swift.access_key}\naws_secret_access_key = {swift.secret_key}\n"
+    return (
+        f"[{profile}]\naws_access_key_id = {swift.access_key}\naws_secret_access_key = "
+        f"{swift.secret_key}\n"
+    )
 
 
 def can_write(bucket: str) -> bool:
@@ -48,12 +53,16 @@ def can_write(bucket: str) -> bool:
 
 def test_keys_and_endpoint_of_the_default_profile(swift: Swift, home: Path) -> None:
     shared_files(
-        home, config=f"[default]\nendpoint_url = {swift.endpoint}\n", credentials=credentials_of(swift, "default")
+        home,
+        config=f"[default]\nendpoint_url = {swift.endpoint}\n",
+        credentials=credentials_of(swift, "default"),
     )
     assert can_write(swift.new_bucket())
 
 
-def test_a_named_profile_with_a_services_section(swift: Swift, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_profile_with_a_services_section(
+    swift: Swift, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket = swift.new_bucket()
     services = f"[services ours]\ns3 =\n  endpoint_url = {swift.endpoint}\n"
     config = f"[profile lab]\nregion = us-east-1\nservices = ours\n{services}"
@@ -64,10 +73,14 @@ def test_a_named_profile_with_a_services_section(swift: Swift, home: Path, monke
     assert can_write(bucket)
 
 
-def test_the_environment_goes_before_the_profile(swift: Swift, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_goes_before_the_profile(
+    swift: Swift, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad = "[default]\naws_access_key_id = nobody\naws_secret_access_key = nothing\n"
     shared_files(
-        home, config="[default]\nendpoint_url = http://no-such-host.invalid\nregion = nowhere\n", credentials=bad
+        home,
+        config="[default]\nendpoint_url = http://no-such-host.invalid\nregion = nowhere\n",
+        credentials=bad,
     )
     for name, value in swift.environment().items():
         monkeypatch.setenv(name, value)
@@ -87,7 +100,8 @@ class Container:
 def container(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
     """The credentials endpoint that a container of ECS or Batch has.
 
-    What it gives expires within a minute, so that it is asked again for every store and every few requests.
+    What it gives expires within a minute, so that it is asked again for every store and every few
+    requests.
     """
     state = Container()
 
@@ -96,9 +110,11 @@ def container(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Contain
             if state.silent.is_set():
                 state.ended.wait(30)
             answer = {
-                "AccessKeyId": swift.access_key, "SecretAccessKey": swift.secret_key, "Token": "",
+                "AccessKeyId": swift.access_key,
+                "SecretAccessKey": swift.secret_key,
+                "Token": "",
                 "Expiration": (datetime.now(UTC) + timedelta(minutes=1)).isoformat(),
-            }  # fmt: skip
+            }
             self.send_response(403 if state.revoked.is_set() else 200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -108,7 +124,9 @@ def container(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Contain
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/role")
+    monkeypatch.setenv(
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/role"
+    )
     yield state
     state.ended.set()
     server.shutdown()
@@ -121,11 +139,15 @@ def test_the_role_of_a_container(swift: Swift, monkeypatch: pytest.MonkeyPatch) 
     assert can_write(swift.new_bucket())
 
 
-def test_a_role_that_is_taken_away(swift: Swift, container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_that_is_taken_away(
+    swift: Swift, container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", swift.endpoint)
     store = Store.open(f"s3://{swift.new_bucket()}", request_timeout_seconds=20)
     container.revoked.set()
-    with pytest.raises(StoreForbidden, match=r"^put s3://.*: the credentials could not be renewed: .*; fix: renew"):
+    with pytest.raises(
+        StoreForbidden, match=r"^put s3://.*: the credentials could not be renewed: .*; fix: renew"
+    ):
         store.put("k", b"1")
 
 
@@ -134,26 +156,36 @@ def test_a_renewal_that_hangs(container: Container, monkeypatch: pytest.MonkeyPa
     store = Store.open("s3://bucket", request_timeout_seconds=0.5)
     container.silent.set()
     with pytest.raises(
-        StoreUnavailable, match=r"^get s3://bucket/k: .* credentials did not answer within 0\.5 s; fix: "
+        StoreUnavailable,
+        match=r"^get s3://bucket/k: .* credentials did not answer within 0\.5 s; fix: ",
     ):
         store.get("k")
 
 
 def test_no_credentials_anywhere() -> None:
-    with pytest.raises(StoreForbidden, match=r"no AWS credentials: none in .*; fix: set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(
+        StoreForbidden, match=r"no AWS credentials: none in .*; fix: set AWS_ACCESS_KEY_ID"
+    ):
         Store.open("s3://bucket/prefix")
 
 
 def test_a_profile_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(StoreForbidden, match=r"profile \(nobody\) could not be found; fix: AWS_PROFILE"):
+    with pytest.raises(
+        StoreForbidden, match=r"profile \(nobody\) could not be found; fix: AWS_PROFILE"
+    ):
         Store.open("s3://bucket/prefix")
 
 
 def test_a_role_that_may_not_be_assumed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    role = "role_arn = arn:aws:iam::123456789012:role/trainer\nsource_profile = base\nregion = us-east-1\n"
+    role = (
+        "role_arn = arn:aws:iam::123456789012:role/trainer\nsource_profile = base\nregion = "
+        "us-east-1\n"
+    )
     shared_files(
-        home, config=f"[default]\n{role}", credentials="[base]\naws_access_key_id = a\naws_secret_access_key = b\n"
+        home,
+        config=f"[default]\n{role}",
+        credentials="[base]\naws_access_key_id = a\naws_secret_access_key = b\n",
     )
     with faulty_s3(Fault(403, "AccessDenied")) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", endpoint)
@@ -164,7 +196,9 @@ def test_a_role_that_may_not_be_assumed(home: Path, monkeypatch: pytest.MonkeyPa
 def test_an_endpoint_that_is_given_and_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
-    with pytest.raises(StoreMisconfigured, match="contradicts AWS_ENDPOINT_URL; fix: unset one of them"):
+    with pytest.raises(
+        StoreMisconfigured, match="contradicts AWS_ENDPOINT_URL; fix: unset one of them"
+    ):
         Store.open("s3://bucket/prefix")
 
 
@@ -181,7 +215,9 @@ def test_a_source_of_credentials_that_hangs(monkeypatch: pytest.MonkeyPatch) -> 
             Store.open("s3://bucket/prefix", request_timeout_seconds=0.5)
 
 
-def test_the_path_carries_the_bucket_where_the_endpoint_is_not_amazons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_carries_the_bucket_where_the_endpoint_is_not_amazons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
     fault = Fault(403)
@@ -194,9 +230,17 @@ def test_the_path_carries_the_bucket_where_the_endpoint_is_not_amazons(monkeypat
 
 
 def test_keys_in_the_environment_load_no_sdk() -> None:
-    code = "import sys; from ebbflow.infra.store import Store; Store.open('s3://b/p'); print('botocore' in sys.modules)"
+    code = (
+        "import sys; from ebbflow.infra.store import Store; Store.open('s3://b/p'); "
+        "print('botocore' in sys.modules)"
+    )
     environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.strip() == "False", done.stdout + done.stderr

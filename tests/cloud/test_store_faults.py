@@ -9,7 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from ebbflow.infra.errors import Outcome, StoreError, StoreForbidden, StoreFull, StoreMisconfigured, StoreUnavailable
+from ebbflow.infra.errors import (
+    Outcome,
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 
@@ -31,7 +38,9 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], StoreError]]:
-    """failing(endpoint, operation): the error of that operation, which must be one line and in time."""
+    """failing(endpoint, operation): the error of that operation, which must be one line and in
+    time.
+    """
 
     def ask(endpoint: str, operation: str) -> StoreError:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -39,7 +48,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], St
         began = time.monotonic()
         with pytest.raises(StoreError) as caught:
             OPERATIONS[operation](store)
-        # A busy machine is late by a little; retries that know no deadline would be late by three times as much.
+        # A busy machine is late by a little; retries that know no deadline would be late by three
+        # times as much.
         assert time.monotonic() - began <= 2 * SECONDS, "later than the deadline it was given"
         text = str(caught.value)
         assert text.startswith(f"{operation} s3://bucket/prefix/k: ") and "; fix: " in text, text
@@ -60,7 +70,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], St
         ),
         (swallowing_port, r"no connection to http://127.0.0.1:\d+ within 0.8 s"),
         (lambda: faulty_s3(Fault(seconds=60)), r"no answer from http://127.0.0.1:\d+ within 2.1 s"),
-        (lambda: faulty_s3(Fault(503, "SlowDown")), r"has an internal error.* \(HTTP 503 SlowDown\)"),
+        (
+            lambda: faulty_s3(Fault(503, "SlowDown")),
+            r"has an internal error.* \(HTTP 503 SlowDown\)",
+        ),
     ],
     ids=["refused", "no-name", "swallowed", "slow", "overloaded"],
 )
@@ -84,16 +97,24 @@ def test_a_store_that_is_away(
         (Fault(404, "NoSuchBucket"), StoreMisconfigured, "there is no bucket 'bucket'"),
         (Fault(301, "PermanentRedirect"), StoreMisconfigured, "is in another region"),
         (
-            Fault(400, "AuthorizationHeaderMalformed", "the region is wrong; expecting 'eu-west-1'"),
+            Fault(
+                400, "AuthorizationHeaderMalformed", "the region is wrong; expecting 'eu-west-1'"
+            ),
             StoreMisconfigured,
             "fix: set AWS_REGION=eu-west-1",
         ),
-        (Fault(507, "InsufficientStorage"), StoreFull, r"no space: .* \(HTTP 507 InsufficientStorage\)"),
+        (
+            Fault(507, "InsufficientStorage"),
+            StoreFull,
+            r"no space: .* \(HTTP 507 InsufficientStorage\)",
+        ),
         (Fault(413, "EntityTooLarge"), StoreFull, "no space"),
     ],
     ids=lambda value: value.code if isinstance(value, Fault) else None,
 )
-def test_a_store_that_refuses(failing: Callable, fault: Fault, kind: type, words: str, operation: str) -> None:
+def test_a_store_that_refuses(
+    failing: Callable, fault: Fault, kind: type, words: str, operation: str
+) -> None:
     with faulty_s3(fault) as endpoint:
         error = failing(endpoint, operation)
     assert type(error) is kind
@@ -102,13 +123,22 @@ def test_a_store_that_refuses(failing: Callable, fault: Fault, kind: type, words
 
 @pytest.mark.parametrize(
     ("operation", "action"),
-    [("put", "s3:PutObject"), ("get", "s3:GetObject"), ("head", "s3:GetObject"), ("list", "s3:ListBucket"),
-     ("delete", "s3:DeleteObject")],
-)  # fmt: skip
-def test_a_missing_right_is_named_as_iam_names_it(failing: Callable, operation: str, action: str) -> None:
+    [
+        ("put", "s3:PutObject"),
+        ("get", "s3:GetObject"),
+        ("head", "s3:GetObject"),
+        ("list", "s3:ListBucket"),
+        ("delete", "s3:DeleteObject"),
+    ],
+)
+def test_a_missing_right_is_named_as_iam_names_it(
+    failing: Callable, operation: str, action: str
+) -> None:
     with faulty_s3(Fault(403, "AccessDenied")) as endpoint:
         error = failing(endpoint, operation)
-    assert type(error) is StoreForbidden and f"fix: allow {action} on arn:aws:s3:::bucket" in str(error)
+    assert type(error) is StoreForbidden and f"fix: allow {action} on arn:aws:s3:::bucket" in str(
+        error
+    )
 
 
 def test_a_short_trouble_is_lived_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""A store whose listings are late misleads nobody: reports are whole, and no generation's number is given twice."""
+"""A store whose listings are late misleads nobody: reports are whole, and no generation's number is
+given twice.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,34 @@ from ebbflow.infra.layout import data_key, index_key
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.commit import await_commit
-from ebbflow.training.checkpoint.lineage import newest_generation_number, open_generation, reachable_commits
+from ebbflow.training.checkpoint.lineage import (
+    newest_generation_number,
+    open_generation,
+    reachable_commits,
+)
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, RankIndex
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified
 from ebbflow.training.errors import CheckpointError
 
 
 class LaggingStore(Store):
-    """A folder that passes for a remote store, whose listings leave out the keys with `late` in them `times` times."""
+    """A folder that passes for a remote store, whose listings leave out the keys with `late` in
+    them `times` times.
+    """
 
     def __init__(self, folder: Path, late: tuple[str, ...], times: int = 10**6) -> None:
         self.__dict__.update(Store.open(str(folder)).__dict__)
-        self.late, self.times = late, times
+        self.late = late
+        self.times = times
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         self.times -= 1
         for page in super().pages(prefix, after=after):
-            yield [meta for meta in page if self.times < 0 or not any(part in meta.key for part in self.late)]
+            yield [
+                meta
+                for meta in page
+                if self.times < 0 or not any(part in meta.key for part in self.late)
+            ]
 
     def local_path(self, key: str) -> None:
         return None
@@ -39,27 +52,45 @@ class LaggingStore(Store):
 
 def write(folder: Path, *, rank: int, steps: int) -> None:
     """One segment for each step."""
-    with EventLog(Store.open(str(folder)), Origin(job="test", generation=1, node=rank, rank=rank)) as log:
+    with EventLog(
+        Store.open(str(folder)), Origin(job="test", generation=1, node=rank, rank=rank)
+    ) as log:
         for step in range(1, steps + 1):
             log.emit("step", step=step, flush=True)
 
 
-def write_agents(folder: Path, *, nodes: int, culprit: str = "", reason: str = "completed", **ended: bool) -> None:
+def write_agents(
+    folder: Path, *, nodes: int, culprit: str = "", reason: str = "completed", **ended: bool
+) -> None:
     for node in range(nodes):
-        with EventLog(Store.open(str(folder)), Origin(job="test", generation=1, node=node, process="agent")) as log:
+        with EventLog(
+            Store.open(str(folder)), Origin(job="test", generation=1, node=node, process="agent")
+        ) as log:
             if node == 0:
-                log.emit("generation_started", parent=None, parent_step=0, nodes=nodes, processes_per_node=1)
+                log.emit(
+                    "generation_started",
+                    parent=None,
+                    parent_step=0,
+                    nodes=nodes,
+                    processes_per_node=1,
+                )
             log.emit("node_started", ranks=[node], host="here")
             if node == 0:
-                log.emit("generation_ended", reason=reason, culprit=culprit, user_code=False, **ended)
+                log.emit(
+                    "generation_ended", reason=reason, culprit=culprit, user_code=False, **ended
+                )
 
 
 def steps_of(store: Store, rank: int) -> list[int | None]:
     return [event.step for event in read_events(store) if event.rank == rank]
 
 
-@pytest.mark.parametrize("late", [("-000001.",), ("-000003.", "-000004."), ("-000000.", "-000002.")])
-def test_segments_that_a_listing_left_out_are_asked_for_by_name(tmp_path: Path, late: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "late", [("-000001.",), ("-000003.", "-000004."), ("-000000.", "-000002.")]
+)
+def test_segments_that_a_listing_left_out_are_asked_for_by_name(
+    tmp_path: Path, late: tuple[str, ...]
+) -> None:
     write(tmp_path, rank=0, steps=5)
     write(tmp_path, rank=1, steps=4)
     store = LaggingStore(tmp_path, late)
@@ -74,15 +105,21 @@ def test_a_rank_of_whom_nothing_is_listed_is_waited_for(tmp_path: Path) -> None:
     assert steps_of(LaggingStore(tmp_path, ("/1-1-", "/1-agent-"), times=2), 1) == [1, 2]
 
 
-def test_a_rank_that_stays_away_is_told_unless_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_rank_that_stays_away_is_told_unless_it_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     for folder, culprit in ((tmp_path / "planned", ""), (tmp_path / "killed", "rank 1: killed")):
         write_agents(folder, nodes=2, culprit=culprit)
         write(folder, rank=0, steps=3)
         assert steps_of(LaggingStore(folder, ()), 0) == [1, 2, 3]
-        assert ("nothing is listed of events/000001/1-1" in capsys.readouterr().err) is (not culprit)
+        assert ("nothing is listed of events/000001/1-1" in capsys.readouterr().err) is (
+            not culprit
+        )
 
 
-def test_ranks_that_were_never_started_are_not_awaited(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_ranks_that_were_never_started_are_not_awaited(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     write_agents(tmp_path, nodes=2, reason="budget", ranks_started=False)
     began = time.monotonic()
     assert steps_of(LaggingStore(tmp_path, ()), 0) == []
@@ -97,9 +134,13 @@ def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
     assert open_generation(store, run="r", attempt=1).number == 2
 
 
-def test_a_generation_that_is_never_listed_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_that_is_never_listed_is_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lineage, "LISTING_SECONDS", 0.2)
-    with pytest.raises(StoreUnavailable, match=r"000001-\w+\.json was put and is not listed within 0\.2 s"):
+    with pytest.raises(
+        StoreUnavailable, match=r"000001-\w+\.json was put and is not listed within 0\.2 s"
+    ):
         open_generation(LaggingStore(tmp_path, ("generations/",)), run="r", attempt=0)
 
 
@@ -128,5 +169,7 @@ def test_a_commit_is_told_of_once_it_is_listed(tmp_path: Path) -> None:
 
 def test_a_commit_that_is_never_listed_fails_at_its_deadline(tmp_path: Path) -> None:
     save = indexed_save(Store.open(str(tmp_path)))
-    with pytest.raises(CheckpointError, match=r"commits/\S+\.json was put and is not listed within 0\.5 s"):
+    with pytest.raises(
+        CheckpointError, match=r"commits/\S+\.json was put and is not listed within 0\.5 s"
+    ):
         await_commit(LaggingStore(tmp_path, ("commits/",)), save, Deadline(0.5))

@@ -12,7 +12,11 @@ from obstore.store import S3Store
 from ebbflow.infra.layout import TOMBSTONE_TAGS, tombstone_key
 from ebbflow.infra.store import Store
 
-KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_REGION": "us-east-1",
+}
 
 
 class Listener(ThreadingHTTPServer):
@@ -50,7 +54,9 @@ def listener() -> Iterator[Listener]:
         server.shutdown()
 
 
-def test_another_store_than_amazons_sees_no_tag(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_store_than_amazons_sees_no_tag(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (KEYS | {"AWS_ENDPOINT_URL_S3": listener.url}).items():
         monkeypatch.setenv(name, value)
     Store.open("s3://bucket/jobs").put(tombstone_key("0" * 64), b"{}", tags=TOMBSTONE_TAGS)
@@ -58,7 +64,10 @@ def test_another_store_than_amazons_sees_no_tag(listener: Listener, monkeypatch:
 
 
 def test_amazons_gets_the_tag_that_the_lifecycle_rule_asks_for(listener: Listener) -> None:
-    """By the same client without what is set for other stores: Amazon's own cannot be reached from here."""
+    """By the same client without what is set for other stores:
+
+    Amazon's own cannot be reached from here.
+    """
     client = S3Store(
         "bucket",
         endpoint=listener.url,

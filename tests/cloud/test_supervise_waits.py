@@ -1,4 +1,6 @@
-"""The supervisor's loop over a program that is refused again and again, as `run` is while AWS Batch is away."""
+"""The supervisor's loop over a program that is refused again and again, as `run` is while AWS Batch
+is away.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from ebbflow.flows.supervising import supervisor
 from ebbflow.flows.supervising.options import SupervisorOptions, read_options
 from ebbflow.flows.supervising.supervisor import Supervisor
 from ebbflow.infra.errors import JobIsRunning, Outcome
-from ebbflow.infra.events import BATCH_SUBMITTED, GENERATION_STARTED, PLAN, PREFLIGHT, SUPERVISED, read_events
+from ebbflow.infra.events import (
+    BATCH_SUBMITTED,
+    GENERATION_STARTED,
+    PLAN,
+    PREFLIGHT,
+    SUPERVISED,
+    read_events,
+)
 from ebbflow.infra.launchers import Claim, Launcher, claim_job
 from ebbflow.infra.layout import launcher_key
 from tests.support.timelines import plan_event
@@ -51,7 +60,11 @@ def flow(folder: Path, *, refusals: int) -> Path:
 
 
 def has_begun(
-    options: SupervisorOptions, *, under: SupervisorOptions | None = None, trained: bool = True, hours_ago: float = 0.0
+    options: SupervisorOptions,
+    *,
+    under: SupervisorOptions | None = None,
+    trained: bool = True,
+    hours_ago: float = 0.0,
 ) -> Job:
     """under: the settings that passed preflight; others have not."""
     job = Job(name="j", run="1", config=options.config)
@@ -65,19 +78,25 @@ def has_begun(
     return job
 
 
-def test_what_preflight_has_let_through_is_tried_again_until_it_does_so_again(tmp_path: Path) -> None:
+def test_what_preflight_has_let_through_is_tried_again_until_it_does_so_again(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     asked = options(tmp_path)
     job = has_begun(asked)
     assert Supervisor(asked, said.append, flow=flow(tmp_path, refusals=3)).supervise() == 0
     refused = [line for line in said if line.startswith("preflight refused ")]
     assert [line.split()[2] for line in refused] == ["1", "2", "3"]
-    verdicts = [event.data["verdict"] for event in read_events(job.store) if event.name == SUPERVISED]
+    verdicts = [
+        event.data["verdict"] for event in read_events(job.store) if event.name == SUPERVISED
+    ]
     assert verdicts == ["not_ready"] * 3 + ["completed"]
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_first_refusal_of_a_job_or_of_changed_settings_is_final(tmp_path: Path, trained: bool) -> None:
+def test_the_first_refusal_of_a_job_or_of_changed_settings_is_final(
+    tmp_path: Path, trained: bool
+) -> None:
     said: list[str] = []
     asked = options(tmp_path)
     has_begun(asked, trained=trained, under=options(tmp_path, "--set", "training.max_steps=500"))
@@ -94,11 +113,16 @@ def test_the_first_refusal_of_a_job_or_of_changed_settings_is_final(tmp_path: Pa
         (("--set", "cost.deadline_hours=1"), Outcome.DEADLINE, "while preflight refused to go on"),
     ],
 )
-def test_it_is_not_tried_for_ever(tmp_path: Path, words: tuple[str, ...], outcome: Outcome, why: str) -> None:
+def test_it_is_not_tried_for_ever(
+    tmp_path: Path, words: tuple[str, ...], outcome: Outcome, why: str
+) -> None:
     said: list[str] = []
     asked = options(tmp_path, *words)
     has_begun(asked, hours_ago=2.0)
-    assert Supervisor(asked, said.append, flow=flow(tmp_path, refusals=9)).supervise() == outcome.exit_code
+    assert (
+        Supervisor(asked, said.append, flow=flow(tmp_path, refusals=9)).supervise()
+        == outcome.exit_code
+    )
     assert why in said[-1]
 
 
@@ -109,7 +133,9 @@ def runs_in_batch(asked: SupervisorOptions) -> Job:
     return job
 
 
-def test_a_supervisor_that_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_is_refused_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
     monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.name))
     asked = options(tmp_path, "--from-scratch")
@@ -130,14 +156,17 @@ def test_a_supervisor_whose_job_was_taken_over_leaves_the_successors_batch_job_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was cut off: it has not looked at its claim since."""
-    ended, said = list[str](), list[str]()
+    ended = list[str]()
+    said = list[str]()
     monkeypatch.setattr(Claim, "_keep", lambda claim: None)
     monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.name))
     asked = options(tmp_path)
     job = has_begun(asked)
 
     def take_over(*_: object) -> int:
-        successor = Launcher(number=2, id="b", command="supervise", host="node-7", user="ann", pid=1, since_utc=0.0)
+        successor = Launcher(
+            number=2, id="b", command="supervise", host="node-7", user="ann", pid=1, since_utc=0.0
+        )
         job.store.put(launcher_key(2), successor.to_json())
         runs_in_batch(asked)
         return Outcome.PREFLIGHT.exit_code

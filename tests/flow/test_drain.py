@@ -1,4 +1,6 @@
-"""From a notice to ranks that leave: what is ordered, what the record of the ranks says, and what they make of it."""
+"""From a notice to ranks that leave: what is ordered, what the record of the ranks says, and what
+they make of it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Post:
         self._waiting.append(RankOrder.from_json(json.loads(json.dumps(order.to_json()))))
 
     def orders(self) -> list[RankOrder]:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         return waiting
 
 
@@ -48,11 +51,22 @@ def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
     made: list[Drain] = []
 
     def make(**sections: dict[str, Any]) -> Drain:
-        config = RunConfig.model_validate({"survival": {"notice_file": str(tmp_path / "metaflow")}, **sections})
+        config = RunConfig.model_validate(
+            {"survival": {"notice_file": str(tmp_path / "metaflow")}, **sections}
+        )
         spec = GangSpec(
-            job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1",
-            config=config.model_dump(mode="json"), store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
-        )  # fmt: skip
+            job="job",
+            run="run",
+            attempt=0,
+            node=1,
+            nodes=2,
+            processes_per_node=1,
+            main_address="127.0.0.1",
+            config=config.model_dump(mode="json"),
+            store_uri=str(tmp_path),
+            prepared={},
+            log_folder=str(tmp_path),
+        )
         made.append(Drain(spec))
         return made[-1]
 
@@ -62,7 +76,9 @@ def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
 
 
 def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[RankOrder]:
-    drain.forward_orders(post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None)
+    drain.forward_orders(
+        post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None
+    )
     return post.told
 
 
@@ -80,8 +96,12 @@ def limits_of(control: OrderRecord) -> Limits:
     return Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, control=control)
 
 
-def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(make_drain: MakeDrain, tmp_path: Path) -> None:
-    drain, post, events = make_drain(checkpoint={"stop_seconds": 30.0}), Post(), []
+def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(
+    make_drain: MakeDrain, tmp_path: Path
+) -> None:
+    drain = make_drain(checkpoint={"stop_seconds": 30.0})
+    post = Post()
+    events = []
     limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     attend(drain, post, events)
     assert (limits.stop(), limits.stop_seconds, drain.leaving) == (Stop.NONE, math.inf, False)
@@ -89,7 +109,9 @@ def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(make_drain: M
     rehearse_notice(drain.rehearsal_path, action="terminate", seconds=120)
     wait_until("the order", lambda: attend(drain, post, events), timeout=60)
     assert limits.stop() is Stop.INTERRUPTED and drain.leaving
-    assert 90 < limits.stop_seconds <= 108  # 10 s are kept back of the notice, and 2 s to end the process
+    assert (
+        90 < limits.stop_seconds <= 108
+    )  # 10 s are kept back of the notice, and 2 s to end the process
     drain.on_signal()
     attend(drain, post, events)
     assert limits.stop() is Stop.INTERRUPTED and 20 < limits.stop_seconds <= 28
@@ -111,7 +133,9 @@ def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
     """Whatever its ranks are doing then."""
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
-    drain, post, events = make_drain(), Post(), []
+    drain = make_drain()
+    post = Post()
+    events = []
     rehearse_notice(drain.rehearsal_path, action="terminate", seconds=0.5)
     wait_until("the order", lambda: attend(drain, post, events), timeout=60)
     assert post.told[0].seconds == 0.0
@@ -120,18 +144,25 @@ def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
 
 
 def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_path: Path) -> None:
-    drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
+    drain = make_drain(checkpoint={"stop_seconds": 30.0})
+    post = Post()
     post.orders = list  # type: ignore[method-assign]
     limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     drain.on_signal()
     attend(drain, post, [])
     assert not limits.drain_requested, "the coordinator has a moment to tell all nodes alike"
     wait_until("the word", lambda: attend(drain, post, []) and limits.drain_requested, timeout=60)
-    assert 20 < limits.stop_seconds <= 28 and limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
+    assert (
+        20 < limits.stop_seconds <= 28
+        and limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
+    )
 
 
-def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain, tmp_path: Path) -> None:
-    drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
+def test_what_was_ordered_holds_for_ranks_that_start_later(
+    make_drain: MakeDrain, tmp_path: Path
+) -> None:
+    drain = make_drain(checkpoint={"stop_seconds": 30.0})
+    post = Post()
     drain.on_signal()
     assert drain.leaving and drain.cause == "SIGTERM"
     attend(drain, post, [])
@@ -140,14 +171,18 @@ def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain
     assert later.drain_requested and later.stop_seconds <= 27.8
 
 
-@pytest.mark.parametrize(("setting", "does"), [("save", "save"), ("leave", "leave"), ("nothing", "nothing")])
+@pytest.mark.parametrize(
+    ("setting", "does"), [("save", "save"), ("leave", "leave"), ("nothing", "nothing")]
+)
 def test_a_recommendation_alone_saves_unless_set_otherwise(
     setting: str, does: str, make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeMetadata() as service:
         service.recommend_rebalance()
         monkeypatch.setenv(ENDPOINT_VARIABLE, service.address)
-        drain, post, events = make_drain(survival={"on_rebalance": setting}), Post(), []
+        drain = make_drain(survival={"on_rebalance": setting})
+        post = Post()
+        events = []
         limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
         wait_until("the notice", lambda: attend(drain, post, events) or events, timeout=60)
     assert [event["does"] for event in events] == [does]
@@ -162,7 +197,9 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     monkeypatch.setattr(preemption_module, "STALE_SECONDS", 0.5)
     began = time.monotonic()
     leave_notice(tmp_path, 2)
-    drain, post, events = make_drain(), Post(), []
+    drain = make_drain()
+    post = Post()
+    events = []
     assert outlive(drain, 60) == "" and 1 < time.monotonic() - began < 50
     limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     attend(drain, post, events)
@@ -174,10 +211,16 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     assert limits.stop() is Stop.INTERRUPTED and 20 < limits.stop_seconds <= 28
 
 
-def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(make_drain: MakeDrain, tmp_path: Path) -> None:
-    """Others are met meanwhile; and of a machine that goes while it waits nothing is recorded later."""
+def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(
+    make_drain: MakeDrain, tmp_path: Path
+) -> None:
+    """Others are met meanwhile; and of a machine that goes while it waits nothing is recorded
+    later.
+    """
     leave_notice(tmp_path, 40)
-    drain, events, left = make_drain(), [], []
+    drain = make_drain()
+    events = []
+    left = []
 
     def meanwhile(seconds: float) -> str:
         drain.record_pending(lambda name, **data: events.append((data["source"], data["does"])))
@@ -185,8 +228,15 @@ def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(make_dr
         return "node 1 was told to leave"
 
     standing = drain.find_pending(60)
-    assert standing is not None and 30 < standing.seconds <= 51 and standing.cause == CAUSES[3] and not drain.leaving
-    assert drain.wait_out_notices(meanwhile).startswith("node 1 was told to leave, and this machine is going away in ")
+    assert (
+        standing is not None
+        and 30 < standing.seconds <= 51
+        and standing.cause == CAUSES[3]
+        and not drain.leaving
+    )
+    assert drain.wait_out_notices(meanwhile).startswith(
+        "node 1 was told to leave, and this machine is going away in "
+    )
     assert events == [("metaflow", "wait")] and [leaving for _, leaving in left] == [False]
     assert 30 < left[0][0] <= 51
 
@@ -201,16 +251,23 @@ def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
         began = time.monotonic()
         service.interrupt(4)
         monkeypatch.setenv(ENDPOINT_VARIABLE, service.address)
-        drain, events = make_drain(), []
+        drain = make_drain()
+        events = []
         assert outlive(drain, 60) == "" and time.monotonic() - began > 3
         attend(drain, Post(), events)
-    assert sorted(event["source"] for event in events if event["does"] == "wait") == ["metadata", "metaflow"]
+    assert sorted(event["source"] for event in events if event["does"] == "wait") == [
+        "metadata",
+        "metaflow",
+    ]
     assert not drain.leaving
 
 
-def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(make_drain: MakeDrain, tmp_path: Path) -> None:
+def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(
+    make_drain: MakeDrain, tmp_path: Path
+) -> None:
     leave_notice(tmp_path, 100)
-    drain, post = make_drain(), Post()
+    drain = make_drain()
+    post = Post()
     assert drain.find_pending(60) is None
     assert [order.cause for order in attend(drain, post, [])] == [CAUSES[3]] and drain.leaving
 
@@ -222,8 +279,11 @@ def test_who_is_told_to_end_while_it_waits_does(make_drain: MakeDrain, tmp_path:
     assert outlive(drain, 100).startswith("SIGTERM, and this machine is going away in ")
 
 
-def test_of_a_node_that_was_left_out_nobody_hears_any_more(make_drain: MakeDrain, tmp_path: Path) -> None:
-    drain, post = make_drain(), Post()
+def test_of_a_node_that_was_left_out_nobody_hears_any_more(
+    make_drain: MakeDrain, tmp_path: Path
+) -> None:
+    drain = make_drain()
+    post = Post()
     post.order(RankOrder(seconds=60.0, cause=CAUSES[2], node=2))
     attend(drain, post, [])
     assert drain.leaving

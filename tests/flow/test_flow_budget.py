@@ -1,4 +1,6 @@
-"""A real run whose prices leap: it ends with exit code 4, says what it cost, and by which line it can go on."""
+"""A real run whose prices leap: it ends with exit code 4, says what it cost, and by which line it
+can go on.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,23 @@ from ebbflow.infra.store import Store
 from tests.support.flow import FlowRunner, assert_ledger_adds_up, wait_until
 
 pytestmark = pytest.mark.flow
-USD_PER_HOUR, BUDGET_USD = 0.4, 0.3
+USD_PER_HOUR = 0.4
+BUDGET_USD = 0.3
 
 
 def record(path: Path, changes: list[tuple[float, float]]) -> None:
     """A recording of one pool's price, as EC2 tells it. changes: (Unix time, dollars per hour)."""
-    pool = {"InstanceType": "g5.xlarge", "AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4"}
+    pool = {
+        "InstanceType": "g5.xlarge",
+        "AvailabilityZone": "us-east-1a",
+        "AvailabilityZoneId": "use1-az4",
+    }
     told = [
-        {**pool, "Timestamp": datetime.fromtimestamp(at, UTC).isoformat(), "SpotPrice": f"{usd:.4f}"}
+        {
+            **pool,
+            "Timestamp": datetime.fromtimestamp(at, UTC).isoformat(),
+            "SpotPrice": f"{usd:.4f}",
+        }
         for at, usd in changes
     ]
     fresh = path.with_suffix(".new")
@@ -36,17 +47,32 @@ def record(path: Path, changes: list[tuple[float, float]]) -> None:
     fresh.replace(path)
 
 
-def test_a_leap_of_the_price_ends_the_job_and_the_printed_line_has_a_budget_that_is_enough(tmp_path: Path) -> None:
-    prices, long_ago = tmp_path / "prices.json", time.time() - 3600
+def test_a_leap_of_the_price_ends_the_job_and_the_printed_line_has_a_budget_that_is_enough(
+    tmp_path: Path,
+) -> None:
+    prices = tmp_path / "prices.json"
+    long_ago = time.time() - 3600
     record(prices, [(long_ago, USD_PER_HOUR)])
     runner = FlowRunner(tmp_path)
-    money = {"cost__prices": prices, "cost__budget_usd": BUDGET_USD, "cluster__instance_types": ["g5.xlarge"]}
+    money = {
+        "cost__prices": prices,
+        "cost__budget_usd": BUDGET_USD,
+        "cluster__instance_types": ["g5.xlarge"],
+    }
     # An option of the flow's decorators, as in docs/metaflow.md, does not disturb the launcher.
-    process = runner.start("--branch", "paper", "run", *runner.options(**money, training__max_steps=20_000))
+    process = runner.start(
+        "--branch", "paper", "run", *runner.options(**money, training__max_steps=20_000)
+    )
     try:
-        commits = wait_until("a commit", lambda: [one for one in runner.events() if one["name"] == "commit"], 180)
+        commits = wait_until(
+            "a commit",
+            lambda: [event for event in runner.events() if event["name"] == "commit"],
+            180,
+        )
     except AssertionError:
-        raise AssertionError(runner.finish(process, timeout=0).output) from None  # ends it, and shows how far it came
+        raise AssertionError(
+            runner.finish(process, timeout=0).output
+        ) from None  # ends it, and shows how far it came
     at = commits[0]["t_wall"]
     # For a second of the training two nodes cost $2.78; nobody knows of it before the run is over.
     record(prices, [(long_ago, USD_PER_HOUR), (at - 1, 5000.0), (at, USD_PER_HOUR)])
@@ -56,15 +82,24 @@ def test_a_leap_of_the_price_ends_the_job_and_the_printed_line_has_a_budget_that
     broke = runner.run("resume")
     assert broke.exit_code == 4, broke.output
     assert (broke.report["outcome"], broke.report["exit_code"]) == ("budget", 4)
-    assert "nothing is left to train with" in broke.output and broke.report["total_usd"] > 2.7 > BUDGET_USD
+    assert (
+        "nothing is left to train with" in broke.output
+        and broke.report["total_usd"] > 2.7 > BUDGET_USD
+    )
     assert_ledger_adds_up(broke.report)
     line = re.search(r"ebbflow (run --job \S+ --set cost.budget_usd=([\d.]+))", broke.output)
     assert line and float(line[2]) > broke.report["total_usd"] + BUDGET_USD, broke.output
 
-    # What the line asks for is enough: with it the plan of the rest is not refused, as it is without.
-    config = RunConfig.model_validate(json.loads((broke.folder / "config.json").read_text())["config"])
+    # What the line asks for is enough: with it the plan of the rest is not refused, as it is
+    # without.
+    config = RunConfig.model_validate(
+        json.loads((broke.folder / "config.json").read_text())["config"]
+    )
     store = Store.open(str(broke.folder))
-    known = {"progress": read_progress(read_events(store)), "prices": RecordedPrices.read(prices, time.time())}
+    known = {
+        "progress": read_progress(read_events(store)),
+        "prices": RecordedPrices.read(prices, time.time()),
+    }
     for budget, outcome in ((BUDGET_USD, Outcome.BUDGET), (float(line[2]), None)):
         cost = config.cost.model_copy(update={"budget_usd": budget})
         plan = make_plan(config.model_copy(update={"cost": cost}), now_utc=time.time(), **known)

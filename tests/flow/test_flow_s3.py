@@ -1,7 +1,8 @@
-"""The whole job with a bucket as its store, on a real server: it completes, survives and resumes as in a folder.
+"""The whole job with a bucket as its store, on a real server: it completes, survives and resumes as
+in a folder.
 
-The same promises as in test_flow_survival.py: weights and losses equal to a quiet run's, bit for bit, and the reports
-on the launching machine although nothing else of the job lies there.
+The same promises as in test_flow_survival.py: weights and losses equal to a quiet run's, bit for
+bit, and the reports on the launching machine although nothing else of the job lies there.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class Bucket(FlowRunner):
     """Runs flows whose jobs lie in a bucket of their own."""
 
     def __init__(self, folder: Path, swift: Swift) -> None:
-        self.swift, self.bucket = swift, swift.new_bucket()
-        super().__init__(folder, store=f"s3://{self.bucket}/{PREFIX}", environment=swift.environment())
+        self.swift = swift
+        self.bucket = swift.new_bucket()
+        super().__init__(
+            folder, store=f"s3://{self.bucket}/{PREFIX}", environment=swift.environment()
+        )
 
     def keep_metaflow_in_the_bucket(self) -> None:
         self.environment |= {
@@ -47,19 +51,30 @@ class Bucket(FlowRunner):
 
     def keys(self, below: str) -> list[str]:
         """What lies in the bucket, seen with a client of another make than ours."""
-        pages = self.swift.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
+        pages = (
+            self.swift.client()
+            .get_paginator("list_objects_v2")
+            .paginate(Bucket=self.bucket, Prefix=below)
+        )
         return [item["Key"] for page in pages for item in page.get("Contents", [])]
 
     def await_commit(self) -> None:
-        wait_until("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key], timeout=200)
+        wait_until(
+            "a commit",
+            lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key],
+            timeout=200,
+        )
 
     def command(self, *words: str) -> str:
         """What `python -m …` prints; it must succeed."""
         done = subprocess.run(
             [sys.executable, "-m", *words],
-            cwd=ROOT, env={**os.environ, **self.environment, "EBBFLOW_RUNS": str(self.runs)},
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, **self.environment, "EBBFLOW_RUNS": str(self.runs)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -99,7 +114,16 @@ def test_a_run_that_loses_a_node_leaves_all_in_the_bucket_and_the_reports_here(
     assert run.report["events"]["counts"]["fault_injected"] == 1
     job = f"{PREFIX}/jobs/{run.report['job']}"
     kinds = {key.removeprefix(f"{job}/").partition("/")[0] for key in runner.keys(job)}
-    assert kinds >= {"config.json", "events", "generations", "data", "index", "commits", "report.json", "report.html"}
+    assert kinds >= {
+        "config.json",
+        "events",
+        "generations",
+        "data",
+        "index",
+        "commits",
+        "report.json",
+        "report.html",
+    }
     here = {path.name for path in run.folder.iterdir()}
     assert not here & {"events", "generations", "data", "commits"}
     assert not (runner.runs / "jobs").exists()
@@ -115,18 +139,24 @@ def test_the_commands_read_a_job_in_a_bucket(lost: tuple[Bucket, FlowRun]) -> No
         ]
     place = f"{runner.store}/jobs/{job}"
     listed = json.loads(runner.command("training", "checkpoints", "list", place, "--json"))
-    by_name = json.loads(runner.command("training", "checkpoints", "list", str(runner.runs / "latest"), "--json"))
+    by_name = json.loads(
+        runner.command("training", "checkpoints", "list", str(runner.runs / "latest"), "--json")
+    )
     assert [row["key"] for row in by_name] == [row["key"] for row in listed]
     assert next(row["step"] for row in listed if row["reachable"]) == 60
     verified = json.loads(runner.command("training", "checkpoints", "verify", place, "--json"))
     # Of the lost node's last save there may be data that no commit names.
-    assert sorted(row["key"] for row in verified if row["sound"]) == sorted(row["key"] for row in listed)
+    assert sorted(row["key"] for row in verified if row["sound"]) == sorted(
+        row["key"] for row in listed
+    )
 
 
 def test_a_job_continued_by_its_name_and_metaflow_in_the_bucket_too(
     quiet: dict[str, Any], tmp_path: Path, swift: Swift
 ) -> None:
-    """What Metaflow records does not matter to the job: the second run keeps it elsewhere than the first one."""
+    """What Metaflow records does not matter to the job: the second run keeps it elsewhere than the
+    first one.
+    """
     runner = Bucket(tmp_path, swift)
     process = runner.start("run", *runner.options(), "--job", "by-name")
     runner.await_step(20, generation=1)
@@ -143,4 +173,8 @@ def test_a_job_continued_by_its_name_and_metaflow_in_the_bucket_too(
     assert_same_result(run, quiet)
     assert run.report["job"] == run.folder.name == "by-name" and run.report["redone_steps"] == 0
     assert runner.keys("metaflow/TrainFlow/")
-    assert not [path for path in (tmp_path / ".metaflow" / "TrainFlow" / "data").rglob("*") if path not in here]
+    assert not [
+        path
+        for path in (tmp_path / ".metaflow" / "TrainFlow" / "data").rglob("*")
+        if path not in here
+    ]

@@ -1,4 +1,6 @@
-"""A job that loses a rank, a node or everything ends as if nothing had happened: the same weights, bit for bit."""
+"""A job that loses a rank, a node or everything ends as if nothing had happened: the same weights,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The same job without a fault, run by Metaflow's Runner with dictionaries."""
     runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
     laptop = YAML(typ="safe", pure=True).load(ROOT / "ebbflow/configs" / "laptop.yaml")
-    run = runner.finish(runner.start_runner("run", config=laptop, set={**TINY, "store": runner.store}))
+    run = runner.finish(
+        runner.start_runner("run", config=laptop, set={**TINY, "store": runner.store})
+    )
     assert run.exit_code == 0 and "Runner says successful: TrainFlow/" in run.output, run.output
     return run.report
 
@@ -46,14 +50,16 @@ def assert_same_result(run: FlowRun, quiet: Report) -> None:
 
 def agent_of(rank: int) -> int:
     """Pid of the task above a rank's process."""
-    parents = {one.pid: one.parent for one in all_processes()}
+    parents = {process.pid: process.parent for process in all_processes()}
     while b"\0step\0train\0" not in Path(f"/proc/{rank}/cmdline").read_bytes():
         rank = parents[rank]
     return rank
 
 
 def test_both_nodes_and_then_a_rank_are_lost(quiet: Report, tmp_path: Path) -> None:
-    """A lost node, node 0 or not, takes a new attempt; a lost rank is replaced by the agents that are there."""
+    """A lost node, node 0 or not, takes a new attempt; a lost rank is replaced by the agents that
+    are there.
+    """
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options(), "--rehearse", "node-loss@step:20:node=1")
     os.kill(agent_of(runner.await_step(32, generation=2)), signal.SIGKILL)
@@ -63,13 +69,19 @@ def test_both_nodes_and_then_a_rank_are_lost(quiet: Report, tmp_path: Path) -> N
     assert_same_result(run, quiet)
     assert (run.report["interruptions"], run.report["failures"]) == (3, 0)
     assert run.report["redone_steps"] >= 1
-    attempts = {event["generation"]: event["attempt"] for event in runner.events() if event["name"] == "step"}
+    attempts = {
+        event["generation"]: event["attempt"]
+        for event in runner.events()
+        if event["name"] == "step"
+    }
     assert attempts == {1: 0, 2: 1, 3: 2, 4: 2}
     assert run.report["events"]["counts"]["fault_injected"] == 1
     assert_ledger_adds_up(run.report)
 
 
-def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(quiet: Report, tmp_path: Path) -> None:
+def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(
+    quiet: Report, tmp_path: Path
+) -> None:
     """Also frozen agents and a frozen rank. Until then no other launcher gets the job."""
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
@@ -78,11 +90,16 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(q
         os.kill(pid, signal.SIGSTOP)
     second = runner.run("resume")
     assert second.exit_code == 3, second.output
-    assert re.search(rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over", second.output)
+    assert re.search(
+        rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over",
+        second.output,
+    )
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
+    wait_until(
+        "the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10
+    )
 
     run = runner.run("resume")
     assert run.exit_code == 0, run.output
@@ -91,11 +108,13 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(q
 
 
 def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: Path) -> None:
-    """After the notice Metaflow tries again. The request ends the run, which is resumed by the line that it prints: it
-    is asked again and again until it is gone, also while the report is written.
+    """After the notice Metaflow tries again. The request ends the run, which is resumed by the line
+    that it prints: it is asked again and again until it is gone, also while the report is written.
     """
     runner = FlowRunner(tmp_path, environment={"EBBFLOW_LIVE_PAGE": "1"})
-    process = runner.start("run", *runner.options(), "--rehearse", "notice@step:12:node=1:seconds=60")
+    process = runner.start(
+        "run", *runner.options(), "--rehearse", "notice@step:12:node=1:seconds=60"
+    )
     runner.await_step(20, generation=2)
     process.send_signal(signal.SIGINT)
     limit = time.monotonic() + 60
@@ -110,20 +129,34 @@ def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: P
     line = re.search(r"ebbflow (resume train --origin-run-id (\d+))", left.output)
     assert line, left.output
     card = runner.run("card", "get", "report")
-    assert card.exit_code == 0 and "interrupted" in card.output, "of the step start, since no report step ran"
+    assert card.exit_code == 0 and "interrupted" in card.output, (
+        "of the step start, since no report step ran"
+    )
 
     run = runner.finish(runner.start_runner("resume", step_to_rerun="train", origin_run_id=line[2]))
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
-    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (2, 0, 0)
+    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (
+        2,
+        0,
+        0,
+    )
     assert_ledger_adds_up(run.report)
     notices = [event for event in runner.events() if event["name"] == "notice"]
-    rehearsed = [(event["node"], event["data"]["does"]) for event in notices if event["data"]["source"] == "rehearsal"]
+    rehearsed = [
+        (event["node"], event["data"]["does"])
+        for event in notices
+        if event["data"]["source"] == "rehearsal"
+    ]
     assert rehearsed == [(1, "leave")]
-    assert "node 1 had a notice by rehearsal: terminate" in [one["culprit"] for one in run.report["events"]["failures"]]
+    assert "node 1 had a notice by rehearsal: terminate" in [
+        one["culprit"] for one in run.report["events"]["failures"]
+    ]
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, "preflight"), (signal.SIGHUP, "prepare")])
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGINT, "preflight"), (signal.SIGHUP, "prepare")]
+)
 def test_interrupted_before_training(number: int, step: str, tmp_path: Path) -> None:
     """A terminal's signal comes to every process of its group."""
     runner = FlowRunner(tmp_path)

@@ -55,7 +55,9 @@ def test_the_example_learns_and_the_report_speaks_of_images(run: FlowRun) -> Non
     assert run.report["plan"]["tokens"] == 120 * 64
 
 
-def test_the_example_survives_the_loss_of_a_node_bit_for_bit(quiet: dict[str, Any], run: FlowRun) -> None:
+def test_the_example_survives_the_loss_of_a_node_bit_for_bit(
+    quiet: dict[str, Any], run: FlowRun
+) -> None:
     assert quiet["interruptions"] == 0
     assert run.report["interruptions"] == 1 and run.report["redone_steps"] >= 1
     assert run.report["weights_sha256"] == quiet["weights_sha256"]
@@ -71,7 +73,9 @@ def test_ranks_train_the_same_model_under_hsdp(quiet: dict[str, Any], tmp_path: 
     assert accuracy == pytest.approx(expected, abs=0.01)
 
 
-def test_a_module_of_ones_own_is_refused_in_one_line_before_anything_is_paid(tmp_path: Path) -> None:
+def test_a_module_of_ones_own_is_refused_in_one_line_before_anything_is_paid(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     example = (ROOT / "examples" / "shapes.py").read_text()

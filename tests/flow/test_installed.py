@@ -17,7 +17,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _LARGEST_WHEEL = 1_500_000
-_BUILD = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+_BUILD = (
+    "import sys, setuptools.build_meta as backend; print(getattr(backend, "
+    "sys.argv[1])(sys.argv[2]))"
+)
 pytestmark = pytest.mark.flow
 
 
@@ -54,32 +57,54 @@ def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
     assert wheel.stat().st_size < _LARGEST_WHEEL
     top = {name.split("/")[0] for name in names(wheel)}
     assert {name for name in top if not name.endswith(".dist-info")} == {"ebbflow"}
-    assert {"ebbflow/configs/laptop.yaml", "ebbflow/py.typed", "ebbflow/cost/instances.csv"} <= names(wheel)
+    assert {
+        "ebbflow/configs/laptop.yaml",
+        "ebbflow/py.typed",
+        "ebbflow/cost/instances.csv",
+    } <= names(wheel)
     assert {"ebbflow/training/attach.py", "ebbflow/integrations/transformers.py"} <= names(wheel)
-    assert {"ebbflow/workloads/point_clouds.py", "ebbflow/configs/point-clouds.yaml"} <= names(wheel)
+    assert {"ebbflow/workloads/point_clouds.py", "ebbflow/configs/point-clouds.yaml"} <= names(
+        wheel
+    )
 
 
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build("build_sdist", source, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
-    again = build("build_wheel", next(path for path in tmp_path.iterdir() if path.is_dir()), tmp_path)
+    again = build(
+        "build_wheel", next(path for path in tmp_path.iterdir() if path.is_dir()), tmp_path
+    )
     assert names(again) == names(wheel)
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment with the wheel, and with this environment's other packages."""
+    """The folder of programs of an environment with the wheel, and with this environment's other
+    packages.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (own / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # its .pth files do not count
-    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
+    (own / "dependencies.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n"
+    )  # its .pth files do not count
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--quiet",
+    ]
     subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
     return folder / "bin"
 
 
-def test_every_command_works_beside_modules_of_the_same_names(installed: Path, tmp_path: Path) -> None:
+def test_every_command_works_beside_modules_of_the_same_names(
+    installed: Path, tmp_path: Path
+) -> None:
     for name in ("training.py", "infra.py", "flows.py", "cost/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise RuntimeError('a module of the user was imported')\n")
@@ -88,22 +113,35 @@ def test_every_command_works_beside_modules_of_the_same_names(installed: Path, t
         environment = {**os.environ, "PATH": f"{installed}:{os.environ['PATH']}"}
         environment.pop("PYTHONPATH", None)
         command = [str(installed / "ebbflow"), *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     assert ebbflow("--version").split() == ["ebbflow", "0.2.0"]
-    shorter = ["training.max_steps=20", "training.evaluation_interval_steps=10", "checkpoint.interval_steps=10"]
+    shorter = [
+        "training.max_steps=20",
+        "training.evaluation_interval_steps=10",
+        "checkpoint.interval_steps=10",
+    ]
     shorter.append("cluster.nodes=1")
-    sets = [word for setting in shorter for word in ("--set", setting)]
+    sets = []
+    for setting in shorter:
+        sets.extend(("--set", setting))
     ebbflow("run", "--job", "mine", *sets)
-    assert json.loads((tmp_path / "runs" / "latest" / "report.json").read_text())["outcome"] == "completed"
+    assert (
+        json.loads((tmp_path / "runs" / "latest" / "report.json").read_text())["outcome"]
+        == "completed"
+    )
     assert "mine" in ebbflow("report", "mine")
     assert json.loads(ebbflow("preflight", "--quick", "--json", *sets))["exit_code"] == 0
     assert "capacity plan" in ebbflow("plan", *sets)
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").write_text("WIDTH = 4\n")
-    guide = (ROOT / "docs" / "attach.md").read_text().partition("```python\n")[2].partition("```")[0]
+    guide = (
+        (ROOT / "docs" / "attach.md").read_text().partition("```python\n")[2].partition("```")[0]
+    )
     (tmp_path / "train.py").write_text(f"from utils import WIDTH\n\nassert WIDTH == 4\n{guide}")
     assert "job train: completed at step 64" in ebbflow("run", "train.py")
 
@@ -111,10 +149,14 @@ def test_every_command_works_beside_modules_of_the_same_names(installed: Path, t
 def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     venv.create(folder, symlinks=True, with_pip=True)
-    made = subprocess.run(["make", "-C", str(ROOT), f"VENV={folder}", f"{folder}/project.stamp"], capture_output=True)
+    made = subprocess.run(
+        ["make", "-C", str(ROOT), f"VENV={folder}", f"{folder}/project.stamp"], capture_output=True
+    )
     assert made.returncode == 0, made.stderr
     assert subprocess.run([folder / "bin" / "ebbflow", "--version"], cwd=tmp_path).returncode == 0
     for room in ("infra", "cost", "training"):
         command = [folder / "bin" / "python", "-m", room, "checkpoints"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 3 and "fix: " in done.stderr, "found, though the packages of this venv are missing"
+        assert done.returncode == 3 and "fix: " in done.stderr, (
+            "found, though the packages of this venv are missing"
+        )

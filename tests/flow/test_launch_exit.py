@@ -36,9 +36,20 @@ if __name__ == "__main__":
 
 def test_a_run_that_recorded_nothing_has_failed_and_is_no_bad_configuration(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text(_FLOW.replace("STORE", repr(str(tmp_path / "runs"))))
-    own = {"EBBFLOW_RUNS": str(tmp_path / "runs"), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)}
+    own = {
+        "EBBFLOW_RUNS": str(tmp_path / "runs"),
+        "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path),
+    }
     environment = {**os.environ, **own, "METAFLOW_USER": "tester", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "early.py", "--datastore", "local", "run", "--run-id-file", "run-id"]
-    run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert run.returncode == 1, run.stdout + run.stderr
     assert "no report: no events: nothing of this job was recorded" in run.stderr

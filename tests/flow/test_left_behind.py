@@ -1,4 +1,5 @@
-"""What a launcher leaves in AWS Batch: the job that it submits is ended with it, and what it left is told and ended.
+"""What a launcher leaves in AWS Batch: the job that it submits is ended with it, and what it left
+is told and ended.
 
 Whole runs whose launcher is asked to leave or killed: tests/soak/soak_batch_launcher.py.
 """
@@ -24,7 +25,8 @@ from tests.support.batch.fixture import LocalBatch, local_batch
 from tests.support.flow import wait_until
 
 QUEUE = "spot-g5"
-# The process that submits, as far as it is ours: it listens at the SDK, and ends when it is told to.
+# The process that submits, as far as it is ours: it listens at the SDK, and ends when it is told
+# to.
 _SUBMITTER = """
 import time
 import boto3
@@ -44,19 +46,29 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
     queues = {QUEUE: {"market": "spot", "instance_types": ["g5.xlarge"]}}
-    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues, start_seconds=0.05) as running:
+    with local_batch(
+        tmp_path_factory.mktemp("batch"), queues=queues, start_seconds=0.05
+    ) as running:
         yield running
 
 
 @pytest.fixture
-def submitter(batch: LocalBatch, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def submitter(
+    batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[subprocess.Popen[str]]:
     for name, value in {
-        "AWS_ENDPOINT_URL_BATCH": batch.endpoint, "AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local",
+        "AWS_ENDPOINT_URL_BATCH": batch.endpoint,
+        "AWS_ACCESS_KEY_ID": "local",
+        "AWS_SECRET_ACCESS_KEY": "local",
         "AWS_DEFAULT_REGION": batch.region,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     process = subprocess.Popen(
-        [sys.executable, "-c", _SUBMITTER], cwd=PROJECT_ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SUBMITTER],
+        cwd=PROJECT_ROOT,
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield process
     process.kill()
@@ -72,32 +84,50 @@ def test_a_job_whose_submit_is_not_answered_yet_is_ended_once_its_id_is_known(
     wait_until("the submit", lambda: batch.jobs()[before:])
     submitter.terminate()
     assert submitter.wait(90) == 143
-    assert submitter.stdout is not None and submitter.stdout.read() == "", "its submit was not answered"
+    assert submitter.stdout is not None and submitter.stdout.read() == "", (
+        "its submit was not answered"
+    )
     [job] = batch.jobs()[before:]
-    assert (job["status"], job["statusReason"]) == ("FAILED", "Ebbflow: ended: the launcher was asked to leave")
+    assert (job["status"], job["statusReason"]) == (
+        "FAILED",
+        "Ebbflow: ended: the launcher was asked to leave",
+    )
 
 
 def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
     batch: LocalBatch, submitter: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    running = wait_until("its job", lambda: [one["jobId"] for one in batch.jobs() if one["status"] == "RUNNING"])[0]
+    running = wait_until(
+        "its job", lambda: [one["jobId"] for one in batch.jobs() if one["status"] == "RUNNING"]
+    )[0]
     submitter.kill()
     job = Job(name="left", run="1", config=RunConfig(store=str(tmp_path)))
-    context = PreflightContext(config=job.config, project_root=PROJECT_ROOT, job=job.name, target="batch")
+    context = PreflightContext(
+        config=job.config, project_root=PROJECT_ROOT, job=job.name, target="batch"
+    )
     assert check_left_behind(context).status == "passed", "of which nobody has told"
     with job.events("submit") as log:
         log.emit(BATCH_SUBMITTED, job_id=running, job_name="train", step="train_node", task="5")
     found = check_left_behind(context)
-    assert found.status == "failed" and f"job {running} of run 1 (RUNNING in {QUEUE}) is running" in found.detail
+    assert (
+        found.status == "failed"
+        and f"job {running} of run 1 (RUNNING in {QUEUE}) is running" in found.detail
+    )
     said: list[str] = []
     following = replace(job, run="2")
     with following.events("placing") as log:
-        assert settle_attempts(following, read_events(job.store), batch.client(), log, say=said.append) == []
+        assert (
+            settle_attempts(following, read_events(job.store), batch.client(), log, say=said.append)
+            == []
+        )
     assert said == [
-        f"job {running} of run 1 (RUNNING in {QUEUE}) was left behind: terminated, since run 2 goes on with job left"
+        f"job {running} of run 1 (RUNNING in {QUEUE}) was left behind: terminated, since run 2 "
+        "goes on with job left"
     ]
     wait_until("its end", lambda: batch.jobs()[-1]["status"] == "FAILED")
     assert check_left_behind(context).status == "passed"
     with following.events("settle") as log:
-        [told] = settle_attempts(following, read_events(job.store), batch.client(), log, say=said.append)
+        [told] = settle_attempts(
+            following, read_events(job.store), batch.client(), log, say=said.append
+        )
     assert told.data["job_id"] == running and len(said) == 1

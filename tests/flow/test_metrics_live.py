@@ -1,4 +1,6 @@
-"""What a node shows while it trains: scraped from its port or pushed to a gateway, and never at training's expense."""
+"""What a node shows while it trains: scraped from its port or pushed to a gateway, and never at
+training's expense.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def spec(folder: Path, *, node: int = 0, agent: bool = True, **metrics: Any) -> 
         config=RunConfig(metrics=metrics).model_dump(mode="json"),
         store_uri="unused",
         prepared={},
-        terms=Terms(usd_per_rank_second=0.5, budget_usd=9.0, deadline_utc=2e9, price_kind="simulated").to_json(),
+        terms=Terms(
+            usd_per_rank_second=0.5, budget_usd=9.0, deadline_utc=2e9, price_kind="simulated"
+        ).to_json(),
         heartbeat_path=str(folder / f"rank-{2 * node}.heartbeat"),
         agent_pid=1 if agent else None,
     )
@@ -55,14 +59,24 @@ def train_a_little(emit: Emit, *, gang_wide: bool = True) -> None:
     emit(PEAK, flops_per_second=5e9, dtype="float32")
     if gang_wide:
         emit(RESTORE, step=5, key=commit_key(5, 2, "cd" * 32), seconds=0.5, rejected=[])
-    whole = (
-        {"flops": 1e6, "slowest_rank": 1, "slowest_ratio": 1.25, "slowest_seconds": 0.1, "at_risk_usd": 40.0}
-        if gang_wide
-        else {}
-    )
+    if gang_wide:
+        whole = {
+            "flops": 1e6,
+            "slowest_rank": 1,
+            "slowest_ratio": 1.25,
+            "slowest_seconds": 0.1,
+            "at_risk_usd": 40.0,
+        }
+    else:
+        whole = {}
     for step in (6, 7):
         seconds = {"useful_step": 0.3, "data_wait": 0.1, "checkpoint_stall": 0.05}
-        data = {"loss": 3.0 - step / 10, "tokens": 1000, "learning_rate": 0.001, "gradient_norm": 0.5}
+        data = {
+            "loss": 3.0 - step / 10,
+            "tokens": 1000,
+            "learning_rate": 0.001,
+            "gradient_norm": 0.5,
+        }
         emit(STEP, step=step, seconds=seconds, **data, **whole)
     emit(COMMIT_FAILED, step=6, message="full")
     if gang_wide:
@@ -84,7 +98,8 @@ def local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("local_rank_0")
 def test_a_nodes_page_shows_every_metric_of_the_catalogue(tmp_path: Path) -> None:
-    port, emitted = free_port(), []
+    port = free_port()
+    emitted = []
 
     def emit(name: str, **data: Any) -> str:
         emitted.append((name, data))
@@ -92,21 +107,44 @@ def test_a_nodes_page_shows_every_metric_of_the_catalogue(tmp_path: Path) -> Non
 
     with live_metrics(spec(tmp_path, port=port), rank=0, world_size=4, emit=emit) as showing:
         train_a_little(showing)
-        assert showing("other", step=1, anything=2, flush=True) == "event other", "it stands in for emit in every way"
+        assert showing("other", step=1, anything=2, flush=True) == "event other", (
+            "it stands in for emit in every way"
+        )
         page = scrape(port)
     assert len(emitted) == 9 and emitted[-1] == ("other", {"step": 1, "anything": 2, "flush": True})
-    assert set(parse(page)) == {metric.name for metric in NODE_METRICS if not metric.name.startswith(GPU)}
+    assert set(parse(page)) == {
+        metric.name for metric in NODE_METRICS if not metric.name.startswith(GPU)
+    }
     expected = {
-        "step": 7, "steps_total": 2, "tokens_total": 2000, "loss": 2.3, "held_out_loss": 2.5, "world_size": 4,
-        "tokens_per_second": 2500, "last_commit_step": 7, "committed_bytes_total": 4096, "commit_failures_total": 1,
-        "generation": 3, "slowest_rank": 1, "slowest_rank_ratio": 1.25, "flops_total": 2e6, "budget_usd": 9,
-        "slowest_rank_seconds_total": 0.2, "slowest_rank_usd_total": 0.2 * 4 * 0.5,
-    }  # fmt: skip
+        "step": 7,
+        "steps_total": 2,
+        "tokens_total": 2000,
+        "loss": 2.3,
+        "held_out_loss": 2.5,
+        "world_size": 4,
+        "tokens_per_second": 2500,
+        "last_commit_step": 7,
+        "committed_bytes_total": 4096,
+        "commit_failures_total": 1,
+        "generation": 3,
+        "slowest_rank": 1,
+        "slowest_rank_ratio": 1.25,
+        "flops_total": 2e6,
+        "budget_usd": 9,
+        "slowest_rank_seconds_total": 0.2,
+        "slowest_rank_usd_total": 0.2 * 4 * 0.5,
+    }
     assert {name: values(page, f"ebbflow_{name}") for name in expected} == {
         name: [pytest.approx(value)] for name, value in expected.items()
     }
-    assert values(page, "ebbflow_phase_seconds_total", **{"class": "checkpoint_stall"}) == [pytest.approx(0.1)]
-    buckets = {s.labels["le"]: s.value for s in parse(page)["ebbflow_step_seconds"].samples if "le" in s.labels}
+    assert values(page, "ebbflow_phase_seconds_total", **{"class": "checkpoint_stall"}) == [
+        pytest.approx(0.1)
+    ]
+    buckets = {
+        s.labels["le"]: s.value
+        for s in parse(page)["ebbflow_step_seconds"].samples
+        if "le" in s.labels
+    }
     assert (buckets["0.25"], buckets["0.5"], buckets["+Inf"]) == (0, 2, 2)
     [spent] = values(page, "ebbflow_spent_usd", kind="simulated")
     assert spent > 0, "money runs on while the process lives"
@@ -124,7 +162,9 @@ def test_a_nodes_page_shows_every_metric_of_the_catalogue(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("local_rank_0")
 def test_other_nodes_leave_out_what_only_node_0_knows(tmp_path: Path) -> None:
     port = free_port()
-    with live_metrics(spec(tmp_path, node=1, port=port), rank=2, world_size=4, emit=lambda *a, **k: None) as showing:
+    with live_metrics(
+        spec(tmp_path, node=1, port=port), rank=2, world_size=4, emit=lambda *a, **k: None
+    ) as showing:
         train_a_little(showing, gang_wide=False)
         page = scrape(port)
     told = {name for name, family in parse(page).items() if any(s.value for s in family.samples)}
@@ -135,12 +175,16 @@ def test_other_nodes_leave_out_what_only_node_0_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_rank_0")
-def test_two_nodes_of_one_machine_take_ports_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_two_nodes_of_one_machine_take_ports_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with live_metrics(spec(tmp_path, port=port), rank=0, world_size=1, emit=lambda *a, **k: None):
+        with live_metrics(
+            spec(tmp_path, port=port), rank=0, world_size=1, emit=lambda *a, **k: None
+        ):
             said = capsys.readouterr().out
             found = int(said.partition("/metrics")[0].rpartition(":")[2])
             assert port < found < port + 16 and f"metrics.port {port} is taken" in said
@@ -148,26 +192,37 @@ def test_two_nodes_of_one_machine_take_ports_side_by_side(tmp_path: Path, capsys
 
 
 @pytest.mark.usefixtures("local_rank_0")
-def test_no_port_at_all_is_a_warning_and_training_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_no_port_at_all_is_a_warning_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     with socket.socket() as taken:
         taken.bind(("", 65535))
         taken.listen()
         emitted = []
         with live_metrics(
-            spec(tmp_path, port=65535), rank=0, world_size=1, emit=lambda name, **data: emitted.append(name)
+            spec(tmp_path, port=65535),
+            rank=0,
+            world_size=1,
+            emit=lambda name, **data: emitted.append(name),
         ) as showing:
             showing(PHASE, **{"class": "startup", "seconds": 1.0})
     assert emitted == [PHASE] and "metrics: WARNING: node 0 serves none" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("local_rank_0")
-def test_an_event_that_cannot_be_shown_costs_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with live_metrics(spec(tmp_path, port=free_port()), rank=0, world_size=1, emit=lambda *a, **k: "kept") as showing:
+def test_an_event_that_cannot_be_shown_costs_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with live_metrics(
+        spec(tmp_path, port=free_port()), rank=0, world_size=1, emit=lambda *a, **k: "kept"
+    ) as showing:
         assert [showing(STEP, step=1, loss=1.0), showing(STEP, step=2)] == ["kept", "kept"]
     assert capsys.readouterr().out.count("WARNING: step events are not shown: KeyError") == 1
 
 
-def test_only_the_nodes_first_rank_shows_and_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_nodes_first_rank_shows_and_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def emit(name: str, **data: Any) -> None: ...
 
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -179,13 +234,18 @@ def test_only_the_nodes_first_rank_shows_and_only_when_asked(tmp_path: Path, mon
 
 
 REAL = pytest.param(
-    "real", marks=pytest.mark.skipif(BINARY is None, reason="prometheus-pushgateway (Debian) is not installed")
+    "real",
+    marks=pytest.mark.skipif(
+        BINARY is None, reason="prometheus-pushgateway (Debian) is not installed"
+    ),
 )
 
 
 @pytest.mark.usefixtures("local_rank_0")
 @pytest.mark.parametrize("kind", ["small", REAL])
-def test_each_node_pushes_a_group_of_its_own_and_deletes_exactly_that(kind: str, tmp_path: Path) -> None:
+def test_each_node_pushes_a_group_of_its_own_and_deletes_exactly_that(
+    kind: str, tmp_path: Path
+) -> None:
     with running_gateway(kind, tmp_path) as gateway:
         quiet: Emit = lambda *a, **k: None  # noqa: E731
         alone = {"agent": False, "push_url": gateway.url, "interval_seconds": 1.0}
@@ -193,10 +253,20 @@ def test_each_node_pushes_a_group_of_its_own_and_deletes_exactly_that(kind: str,
             with live_metrics(spec(tmp_path, **alone), rank=0, world_size=4, emit=quiet) as showing:
                 wait_until("both groups", lambda: len(gateway.groups()) == 2, timeout=60)
                 train_a_little(showing)
-                wait_until("the next push", lambda: gateway.groups()["job", "0"].get("ebbflow_step") == 7, timeout=60)
-                assert "ebbflow_step" not in gateway.groups()["job", "1"], "one node's push replaced another's group"
+                wait_until(
+                    "the next push",
+                    lambda: gateway.groups()["job", "0"].get("ebbflow_step") == 7,
+                    timeout=60,
+                )
+                assert "ebbflow_step" not in gateway.groups()["job", "1"], (
+                    "one node's push replaced another's group"
+                )
             # The gateway answers a deletion before it has carried it out.
-            wait_until("the end of its group alone", lambda: set(gateway.groups()) == {("job", "1")}, timeout=60)
+            wait_until(
+                "the end of its group alone",
+                lambda: set(gateway.groups()) == {("job", "1")},
+                timeout=60,
+            )
         wait_until("the end of both", lambda: gateway.groups() == {}, timeout=60)
 
 
@@ -205,7 +275,9 @@ def test_under_an_agent_the_rank_leaves_its_group_to_the_agent(tmp_path: Path) -
     """Two processes that delete could delete what the next generation has just pushed."""
     gateway = SmallGateway()
     try:
-        with live_metrics(spec(tmp_path, push_url=gateway.url), rank=0, world_size=1, emit=lambda *a, **k: None):
+        with live_metrics(
+            spec(tmp_path, push_url=gateway.url), rank=0, world_size=1, emit=lambda *a, **k: None
+        ):
             wait_until("a push", gateway.groups, timeout=60)
         assert [method for method, _ in gateway.requests] == ["PUT"]
         delete_group(PushGroup(gateway.url, "job", 0), say=print)

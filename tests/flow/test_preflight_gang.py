@@ -1,4 +1,6 @@
-"""Checks of sums: batches, shards and whatever else is divided, on the whole gang and on what may be left of it."""
+"""Checks of sums: batches, shards and whatever else is divided, on the whole gang and on what may
+be left of it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ def test_batch() -> None:
 def test_derived_quantities_are_told_and_must_be_at_least_one() -> None:
     whole = passed("derived", parallel={"mode": "hsdp", "shard_size": 1})
     assert whole.detail == (
-        "samples per micro-batch 16, commits of the job 6, copies of the model 2, width of an attention head 32"
+        "samples per micro-batch 16, commits of the job 6, copies of the model 2, width of an "
+        "attention head 32"
     )
-    broken = failed("derived", training={"batch_size": 3, "max_steps": 40}, cluster={"processes_per_node": 2})
+    broken = failed(
+        "derived", training={"batch_size": 3, "max_steps": 40}, cluster={"processes_per_node": 2}
+    )
     assert "= 3 / (1 × 2 × 2) = 0.75" in broken.detail
     assert "training.max_steps / checkpoint.interval_steps = 40 / 50 = 0.8" in broken.detail
     assert failed_results([broken])
@@ -52,10 +57,16 @@ def test_a_gang_that_shrinks() -> None:
 def test_a_gang_that_shrinks_with_another_accumulation_or_in_groups() -> None:
     parts = {"batch_size": 24, "gradient_accumulation_steps": 2}
     result = failed("elastic", training=parts | {"batch_size": 8 * 3}, cluster={"nodes": 8})
-    assert "8 nodes, 8 ranks: 3 samples per rank do not divide by 2 accumulation; 1 or 3 would do" in result.detail
+    assert (
+        "8 nodes, 8 ranks: 3 samples per rank do not divide by 2 accumulation; 1 or 3 would do"
+        in result.detail
+    )
     groups = {"mode": "hsdp", "shard_size": 4}
     result = failed("elastic", parallel=groups, cluster={"nodes": 4, "processes_per_node": 2})
-    assert "3 nodes, 6 ranks: groups of parallel.shard_size do not divide the ranks: 6 = 4 × 1 + 2" in result.detail
+    assert (
+        "3 nodes, 6 ranks: groups of parallel.shard_size do not divide the ranks: 6 = 4 × 1 + 2"
+        in result.detail
+    )
     assert "1 node: groups of parallel.shard_size" in result.detail
     assert "parallel.shard_size to 2, the ranks of a node" in result.fix
 
@@ -71,11 +82,15 @@ def test_ranks_that_share_a_core_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     skipped("cores", cluster={"nodes": 8})
 
 
-def test_locked_memory_matters_where_there_is_an_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_locked_memory_matters_where_there_is_an_rdma_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     monkeypatch.setattr("ebbflow.infra.checks.gpu.RDMA_DEVICES", tmp_path)
     skipped("locked-memory")
     (tmp_path / "efa_0").mkdir()
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
     assert "64.0 KiB may be locked" in failed("locked-memory").detail
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     passed("locked-memory")

@@ -1,4 +1,6 @@
-"""`resume` repeats no step that ended well, the preflight of its run among them: so it is checked before it begins."""
+"""`resume` repeats no step that ended well, the preflight of its run among them: so it is checked
+before it begins.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ CONFIG = "configs/laptop.yaml"
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A job that this machine started last, of two runs, under a name of its own; Metaflow has no record of it."""
+    """A job that this machine started last, of two runs, under a name of its own; Metaflow has no
+    record of it.
+    """
     runs = tmp_path / "runs"
     (runs / "mine").mkdir(parents=True)
     (runs / "latest").symlink_to("mine")
@@ -40,17 +44,32 @@ def store(folder: Path) -> Store:
 
 
 def put_settings(folder: Path, **settings: Any) -> None:
-    chosen = [f"store={folder / 'store'}", *(f"{key.replace('__', '.')}={value}" for key, value in settings.items())]
-    config = load_config(str(PROJECT_ROOT / CONFIG), chosen, project_root=PROJECT_ROOT, cwd=PROJECT_ROOT).config
+    chosen = [
+        f"store={folder / 'store'}",
+        *(f"{key.replace('__', '.')}={value}" for key, value in settings.items()),
+    ]
+    config = load_config(
+        str(PROJECT_ROOT / CONFIG), chosen, project_root=PROJECT_ROOT, cwd=PROJECT_ROOT
+    ).config
     document = {"path": CONFIG, "config": config.model_dump(mode="json"), "sources": {}}
     store(folder).put("config.json", json.dumps(document).encode())
 
 
 def resume(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
     own = {"EBBFLOW_RUNS": str(runs), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(runs.parent)}
-    command = [sys.executable, str(PROJECT_ROOT / "ebbflow/flows" / "train_flow.py"), "resume", *words]
+    command = [
+        sys.executable,
+        str(PROJECT_ROOT / "ebbflow/flows" / "train_flow.py"),
+        "resume",
+        *words,
+    ]
     return subprocess.run(
-        command, env={**os.environ, **own}, cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=120
+        command,
+        env={**os.environ, **own},
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -64,10 +83,14 @@ def test_what_would_forbid_a_run_forbids_to_resume_it(runs: Path, words: tuple[s
 
 def test_what_may_run_is_left_to_metaflow(runs: Path) -> None:
     done = resume(runs)
-    assert done.returncode == 1 and "nothing is checked" not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "nothing is checked" not in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
-def test_a_run_of_a_job_that_nobody_here_knows_is_not_held_against_another_ones_settings(runs: Path) -> None:
+def test_a_run_of_a_job_that_nobody_here_knows_is_not_held_against_another_ones_settings(
+    runs: Path,
+) -> None:
     put_settings(runs.parent, model__hidden_size=65536, model__num_layers=96)
     done = resume(runs, "--origin-run-id", "99")
     assert done.returncode == 1 and "has no job of run 99" in done.stdout, done.stdout + done.stderr

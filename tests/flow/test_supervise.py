@@ -1,4 +1,6 @@
-"""The supervisor with the real flow: it goes on after everything was killed, stops where going on is no use, leaves."""
+"""The supervisor with the real flow: it goes on after everything was killed, stops where going on
+is no use, leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from tests.support.flow import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]  # four runs of the flow are behind the first tests
+pytestmark = [
+    pytest.mark.flow,
+    pytest.mark.timeout(600),
+]  # four runs of the flow are behind the first tests
 
 CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 
@@ -31,7 +36,9 @@ _LONGER = {"training__max_steps": 400}
 
 
 class Supervised(FlowRunner):
-    """Starts the supervisor where FlowRunner starts the flow; one rank, so that a run starts sooner."""
+    """Starts the supervisor where FlowRunner starts the flow; one rank, so that a run starts
+    sooner.
+    """
 
     program = ROOT / "ebbflow/flows" / "supervise.py"
 
@@ -41,7 +48,10 @@ class Supervised(FlowRunner):
     def await_commit(self, generation: int) -> None:
         wait_until(
             f"a commit of generation {generation}",
-            lambda: any(event["name"] == "commit" and event["generation"] == generation for event in self.events()),
+            lambda: any(
+                event["name"] == "commit" and event["generation"] == generation
+                for event in self.events()
+            ),
             timeout=120,
         )
 
@@ -60,7 +70,8 @@ def told(run: FlowRun) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """A job whose launcher is killed, and that another supervisor then takes over from the first and completes.
+    """A job whose launcher is killed, and that another supervisor then takes over from the first
+    and completes.
     quiet: the report of the same job without all that."""
 
     runner: Supervised
@@ -80,17 +91,21 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     runner.await_commit(2)
     log = runner.log
     second = runner.start(*runner.words("--take-over", **_LONGER))
-    second_log, runner.log = runner.log, log
+    second_log = runner.log
+    runner.log = log
     left = runner.finish(first)
     runner.log = second_log
     run = runner.finish(second)
     survivors = processes_with(str(runner.folder))
-    quiet = train_quietly(tmp_path_factory.mktemp("quiet"), *runner.options(cluster__nodes=1, **_LONGER), ranks=1)
+    quiet = train_quietly(
+        tmp_path_factory.mktemp("quiet"), *runner.options(cluster__nodes=1, **_LONGER), ranks=1
+    )
     return Story(runner, left, survivors, run, quiet)
 
 
 def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> None:
-    run, quiet = story.run, story.quiet
+    run = story.run
+    quiet = story.quiet
     assert run.exit_code == 0, run.output
     assert run.report["job"] == "laptop"
     assert (run.report["interruptions"], run.report["failures"]) == (2, 0)
@@ -99,17 +114,26 @@ def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> N
     assert_ledger_adds_up(run.report)
     first, *_, last = told(run)
     assert "goes on, 1 run so far; it has cost $0.00" in first
-    assert any(line.startswith("job laptop: taking over from `supervise` of ") for line in told(run))
-    assert last.startswith("completed after 3 runs, 2 interruptions, 0 failures, ") and "simulated price" in last
+    assert any(
+        line.startswith("job laptop: taking over from `supervise` of ") for line in told(run)
+    )
+    assert (
+        last.startswith("completed after 3 runs, 2 interruptions, 0 failures, ")
+        and "simulated price" in last
+    )
 
 
 def test_whose_job_is_taken_over_saves_and_ends_with_75(story: Story) -> None:
     assert story.left.exit_code == 75, story.left.output
     assert "interrupted (exit code -9), 1 run, 1 interruption, 0 failures" in story.left.output
     assert not story.left.report, "the report is the successor's"
-    ended = {entry["generation"]: entry["ended"] for entry in story.run.report["events"]["generations"]}
+    ended = {
+        entry["generation"]: entry["ended"] for entry in story.run.report["events"]["generations"]
+    }
     assert ended[2] == "interrupted"
-    assert re.fullmatch(r"job taken over by `supervise` of .*; it has cost \$.*", told(story.left)[-1])
+    assert re.fullmatch(
+        r"job taken over by `supervise` of .*; it has cost \$.*", told(story.left)[-1]
+    )
     assert "Traceback" not in story.left.output
     assert not story.survivors
 
@@ -129,16 +153,22 @@ def test_a_crash_loop_ends_with_its_code_its_reason_and_its_cost(tmp_path: Path)
     *_, why, cost = told(run)
     assert why.startswith("stopped, crash_loop (exit code 6): crash loop: the same failure 3 times")
     assert "a bug at sample" in why and "rank-seconds" in why
-    assert re.fullmatch(r"after 1 run, .*3 failures.*; it has cost \$\d\.\d{4} at a simulated price", cost), cost
+    assert re.fullmatch(
+        r"after 1 run, .*3 failures.*; it has cost \$\d\.\d{4} at a simulated price", cost
+    ), cost
     assert f"${run.report['total_usd']:.4f}" in cost
 
 
 def test_runs_that_fail_without_training_anything_stop_after_three(tmp_path: Path) -> None:
     """No agent sees such a loop: each run dies before it starts one."""
-    records = tmp_path / "records" / ".metaflow" / "TrainFlow"  # a file where Metaflow needs a folder
+    records = (
+        tmp_path / "records" / ".metaflow" / "TrainFlow"
+    )  # a file where Metaflow needs a folder
     records.parent.mkdir(parents=True)
     records.touch()
-    runner = Supervised(tmp_path, environment={"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "records")})
+    runner = Supervised(
+        tmp_path, environment={"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "records")}
+    )
     run = runner.run(*runner.words())
     assert run.exit_code == 6, run.output
     failed = [line for line in told(run) if line.startswith("failure ")]
@@ -159,4 +189,6 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path) -> None:
     wait_until("the flow", runner.launchers)
     process.kill()
     process.wait()
-    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=60)
+    wait_until(
+        "the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=60
+    )

@@ -35,10 +35,21 @@ from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import endless_gang
 
 SPEC = WorkerSpec(
-    job="job", run="run", attempt=0, node=0, generation=1, generation_id="x", candidates=[], config={},
-    store_uri="unused", prepared={}, agent_pid=os.getpid(),
-)  # fmt: skip
-DEADLINES = HangLimits(floor_seconds=60.0, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0)
+    job="job",
+    run="run",
+    attempt=0,
+    node=0,
+    generation=1,
+    generation_id="x",
+    candidates=[],
+    config={},
+    store_uri="unused",
+    prepared={},
+    agent_pid=os.getpid(),
+)
+DEADLINES = HangLimits(
+    floor_seconds=60.0, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0
+)
 
 ends = st.integers(-64, 255)
 texts = st.text(st.characters(exclude_categories=()), max_size=80)  # lone surrogates among them
@@ -51,7 +62,9 @@ records = st.fixed_dictionaries(
     {"message": st.fixed_dictionaries({"message": texts | junk, "extraInfo": junk})}
     | {"outcome": st.sampled_from(["completed", "x", []]), "step": junk}
 )
-files = st.one_of(st.none(), st.binary(max_size=200), records.map(lambda found: json.dumps(found).encode()))
+files = st.one_of(
+    st.none(), st.binary(max_size=200), records.map(lambda found: json.dumps(found).encode())
+)
 
 
 def ended_worker(folder: Path, code: int) -> Worker:
@@ -60,14 +73,30 @@ def ended_worker(folder: Path, code: int) -> Worker:
 
 
 @settings(max_examples=150, deadline=None)
-@given(code=ends, error=files, result=files, calls=files, log=st.binary(max_size=300), nesting=st.booleans())
+@given(
+    code=ends,
+    error=files,
+    result=files,
+    calls=files,
+    log=st.binary(max_size=300),
+    nesting=st.booleans(),
+)
 def test_no_end_of_a_rank_and_nothing_that_it_leaves_ends_its_agent(
-    code: int, error: bytes | None, result: bytes | None, calls: bytes | None, log: bytes, nesting: bool
+    code: int,
+    error: bytes | None,
+    result: bytes | None,
+    calls: bytes | None,
+    log: bytes,
+    nesting: bool,
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         worker = ended_worker(folder, code)
-        written = {"rank-0.error.json": error, "rank-0.result.json": result, "rank-0.records.json": calls}
+        written = {
+            "rank-0.error.json": error,
+            "rank-0.result.json": result,
+            "rank-0.records.json": calls,
+        }
         for file, content in written.items():
             if content is not None:
                 (folder / file).write_bytes(b"[" * 100_000 if nesting else content)
@@ -77,7 +106,9 @@ def test_no_end_of_a_rank_and_nothing_that_it_leaves_ends_its_agent(
         watch.close()
         group = SimpleNamespace(workers=[worker])
         TerminalEcho(group).echo_new_lines()
-        RankLog(worker.log_path, job="job", generation=1, node=0, rank=0, limit_bytes=2**20).finish(worker.beat)
+        RankLog(worker.log_path, job="job", generation=1, node=0, rank=0, limit_bytes=2**20).finish(
+            worker.beat
+        )
         if not failures:
             assert worker.result() is not None
             return
@@ -189,10 +220,18 @@ def ended_by(
     ids=lambda value: type(value).__name__,
 )
 def test_every_exception_of_the_users_code_leaves_its_cause(
-    error: BaseException, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    error: BaseException,
+    cause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     code, failure = ended_by(error, tmp_path, monkeypatch)
-    assert code == 1 and failure.message.startswith(cause) and len(failure.message) < LONGEST_MESSAGE + 100
+    assert (
+        code == 1
+        and failure.message.startswith(cause)
+        and len(failure.message) < LONGEST_MESSAGE + 100
+    )
     assert (tmp_path / "rank-0.error.json").stat().st_size < 1_000_000
     verdict = end_from_failures([failure])
     assert verdict.user_code and verdict.again and verdict.failed_as == Outcome.FAILED
@@ -200,7 +239,9 @@ def test_every_exception_of_the_users_code_leaves_its_cause(
     assert type(error).__name__ in printed and len(printed) < 1_000_000
 
 
-def test_an_exception_of_training_keeps_its_own_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_training_keeps_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, failure = ended_by(WorkloadError("no units"), tmp_path, monkeypatch)
     assert code == Outcome.CONFIG.exit_code and not end_from_failures([failure]).curable
     assert error_class("WorkloadError") is WorkloadError and error_class("Outcome") is GangError

@@ -1,4 +1,6 @@
-"""A user's own script, attached: killed, told to leave, resumed, and equal bit for bit to an undisturbed run."""
+"""A user's own script, attached: killed, told to leave, resumed, and equal bit for bit to an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -54,46 +56,70 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", CORPUS | LIBRARIES)
 def test_the_patch_of_a_script_is_as_small_as_promised(name: str) -> None:
-    lines = [line for line in (SCRIPTS / f"{name}.patch").read_text().splitlines() if line[:3] not in ("---", "+++")]
+    lines = [
+        line
+        for line in (SCRIPTS / f"{name}.patch").read_text().splitlines()
+        if line[:3] not in ("---", "+++")
+    ]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     assert 0 < max(added, removed) <= (CORPUS | LIBRARIES)[name][2]
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_a_script_that_is_killed_and_told_to_leave_ends_bit_equal(tmp_path: Path, name: str) -> None:
+def test_a_script_that_is_killed_and_told_to_leave_ends_bit_equal(
+    tmp_path: Path, name: str
+) -> None:
     ranks, steps, _ = CORPUS[name]
-    libraries = ("accelerate",) if name == "accelerated" else ()
+    if name == "accelerated":
+        libraries = ("accelerate",)
+    else:
+        libraries = ()
     if libraries and importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed (requirements-dev.txt)")
-    whole, stopped = attached(tmp_path / "whole", name), attached(tmp_path / "stopped", name)
+    whole = attached(tmp_path / "whole", name)
+    stopped = attached(tmp_path / "stopped", name)
     undisturbed = start(whole, ranks=ranks, libraries=libraries)
     processes = start(stopped, PAUSE, ranks=ranks, libraries=libraries)
     interrupt(processes, stopped, 5, signal.SIGKILL)
     finish(processes, stopped, -signal.SIGKILL)
     processes = start(stopped, PAUSE, ranks=ranks, libraries=libraries)
-    interrupt(processes, stopped, 10, signal.SIGTERM, ranks=[0])  # the other ranks leave with rank 0
+    interrupt(
+        processes, stopped, 10, signal.SIGTERM, ranks=[0]
+    )  # the other ranks leave with rank 0
     finish(processes, stopped, 75)
     finish(start(stopped, ranks=ranks, libraries=libraries), stopped)
     finish(undisturbed, whole)
     assert final_state(stopped, steps) == final_state(whole, steps)
     events = events_of(stopped)
-    assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["interrupted", "completed"]
+    assert [event.data["outcome"] for event in events if event.name == "outcome"] == [
+        "interrupted",
+        "completed",
+    ]
     assert {event.step for event in events if event.name == "step"} == set(range(1, steps + 1))
     assert output(stopped).count("goes on from step") == 2
-    steps_of = [(event.generation, event.step) for event in events if event.name == "step" and event.rank == 0]
+    steps_of = [
+        (event.generation, event.step)
+        for event in events
+        if event.name == "step" and event.rank == 0
+    ]
     last = max(step for generation, step in steps_of if generation == 2 and step)
     assert (3, last + 1) in steps_of and (3, last) not in steps_of, (
         "a script that was told to leave saves its last step"
     )
 
 
-@pytest.mark.parametrize(("name", "words"), [("hugging_face", []), ("hugging_face", ["--lora"]), ("lightning_mlp", [])])
-def test_a_script_of_a_library_resumes_on_an_empty_disk(tmp_path: Path, name: str, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"), [("hugging_face", []), ("hugging_face", ["--lora"]), ("lightning_mlp", [])]
+)
+def test_a_script_of_a_library_resumes_on_an_empty_disk(
+    tmp_path: Path, name: str, words: list[str]
+) -> None:
     libraries, steps, _ = LIBRARIES[name]
     for package in (library.partition(".")[0] for library in libraries):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (requirements-dev.txt)")
-    whole, stopped = attached(tmp_path / "whole", name), attached(tmp_path / "stopped", name)
+    whole = attached(tmp_path / "whole", name)
+    stopped = attached(tmp_path / "stopped", name)
     undisturbed = start(whole, "0", *words, libraries=libraries)
     for step, number, code in ((5, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 75)):
         processes = start(stopped, "0.05", *words, libraries=libraries)
@@ -104,83 +130,153 @@ def test_a_script_of_a_library_resumes_on_an_empty_disk(tmp_path: Path, name: st
     finish(start(stopped, "0", *words, libraries=libraries), stopped)
     finish(undisturbed, whole)
     ours, expected = (torch.load(script.parent / "final.pt") for script in (stopped, whole))
-    assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in ours)
+    assert ours.keys() == expected.keys() and all(
+        torch.equal(ours[key], expected[key]) for key in ours
+    )
     events = events_of(stopped)
-    assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["interrupted", "completed"]
+    assert [event.data["outcome"] for event in events if event.name == "outcome"] == [
+        "interrupted",
+        "completed",
+    ]
     assert {event.step for event in events if event.name == "step"} == set(range(1, steps + 1))
     assert commits(stopped)[-1] == steps and output(stopped).count("goes on from step") == 2
 
 
 def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Path) -> None:
-    whole, killed = attached(tmp_path / "whole", "ddp"), attached(tmp_path / "killed", "ddp")
+    whole = attached(tmp_path / "whole", "ddp")
+    killed = attached(tmp_path / "killed", "ddp")
     undisturbed = start(whole, ranks=2)
     fault = (
-        "import os; rank and loss < 0.45 and not os.path.exists('hit') and (open('hit', 'w'), os.kill(os.getpid(), 9))"
+        "import os; rank and loss < 0.45 and not os.path.exists('hit') and (open('hit', 'w'), "
+        "os.kill(os.getpid(), 9))"
     )
     fault = f"rank or open('steps', 'a').write('x'); {fault}"
-    killed.write_text(killed.read_text().replace("            time.sleep(PAUSE)\n", f"            {fault}\n"))
-    (killed.parent / "training.py").write_text("raise RuntimeError('a module of the user was imported')\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
+    killed.write_text(
+        killed.read_text().replace("            time.sleep(PAUSE)\n", f"            {fault}\n")
+    )
+    (killed.parent / "training.py").write_text(
+        "raise RuntimeError('a module of the user was imported')\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5",
+    }
     tell = killed.parent / "tell.sh"
     tell.write_text('#!/bin/sh\necho "$1" >> told\n')
     tell.chmod(0o755)
     environment["EBBFLOW__TRACKERS"] = f"[{{type: jsonl, folder: {killed.parent}/sent}}]"
     environment["EBBFLOW__NOTIFICATIONS__COMMAND"] = f"[{tell}]"
     command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2", "--profile", "3:4", "ddp.py"]
-    done = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150
+    )
     finish(undisturbed, whole)
     assert done.returncode == 0 and "completed at step 30" in done.stdout, done.stdout + done.stderr
     assert (killed.parent / "hit").exists()
     assert final_state(killed, 30) == final_state(whole, 30)
-    ended = [event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"]
+    ended = [
+        event.data["reason"] for event in events_of(killed) if event.name == "generation_ended"
+    ]
     assert ended == ["rank_killed", "completed"]
     redone = len((killed.parent / "steps").read_text()) - 30
-    assert build_report(events_of(killed)).redone_steps == redone > 0, "also the steps that the killed rank lost"
+    assert build_report(events_of(killed)).redone_steps == redone > 0, (
+        "also the steps that the killed rank lost"
+    )
     found = [event for event in events_of(killed) if event.name == "profile"]
-    assert {(event.rank, event.data["first"], event.data["last"]) for event in found} == {(0, 3, 4), (1, 3, 4)}
+    assert {(event.rank, event.data["first"], event.data["last"]) for event in found} == {
+        (0, 3, 4),
+        (1, 3, 4),
+    }
     assert len(found) == len({(event.generation, event.rank) for event in found})
     assert ("allreduce", 2) in {(row["name"], row["ranks"]) for row in found[0].data["collectives"]}
-    sent = [json.loads(line)["step"] for line in (killed.parent / "sent" / "metrics.jsonl").read_text().splitlines()]
+    sent = [
+        json.loads(line)["step"]
+        for line in (killed.parent / "sent" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert sent == list(range(1, 31)), "a tracker has each step once, in order"
     told = (killed.parent / "told").read_text().splitlines()
-    assert [line.split()[2].rstrip(":") for line in told] == ["starts", "interruption", "Completed"], told
-    assert (killed.parent / "runs" / "ddp" / "report.html").exists() and "report: ebbflow report ddp" in done.stdout
+    assert [line.split()[2].rstrip(":") for line in told] == [
+        "starts",
+        "interruption",
+        "Completed",
+    ], told
+    assert (
+        killed.parent / "runs" / "ddp" / "report.html"
+    ).exists() and "report: ebbflow report ddp" in done.stdout
     command = [sys.executable, "-m", "ebbflow", "watch", "ddp", "--once"]
-    shown = subprocess.run(command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=60)
-    assert shown.stdout.startswith("ddp: script ddp.py\n") and "completed  (30 steps" in shown.stdout, shown.stdout
+    shown = subprocess.run(
+        command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        shown.stdout.startswith("ddp: script ddp.py\n") and "completed  (30 steps" in shown.stdout
+    ), shown.stdout
 
 
-def test_a_non_finite_loss_of_a_script_is_rewound_and_the_report_has_its_promise(tmp_path: Path) -> None:
+def test_a_non_finite_loss_of_a_script_is_rewound_and_the_report_has_its_promise(
+    tmp_path: Path,
+) -> None:
     script = attached(tmp_path, "ddp")
     script.write_text(
-        script.read_text().replace("            total += loss", "            job.log(loss=loss); total += loss")
+        script.read_text().replace(
+            "            total += loss", "            job.log(loss=loss); total += loss"
+        )
     )
-    command = [sys.executable, "-m", "ebbflow", "run", "ddp.py", "--ranks", "2", "--rehearse", "non-finite@step:12"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5"}
+    command = [
+        sys.executable,
+        "-m",
+        "ebbflow",
+        "run",
+        "ddp.py",
+        "--ranks",
+        "2",
+        "--rehearse",
+        "non-finite@step:12",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5",
+    }
     command += ["--set", "guards.non_finite=skip"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0 and "loss is not finite on rank 1; back to" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0 and "loss is not finite on rank 1; back to" in done.stdout, (
+        done.stdout + done.stderr
+    )
     events = events_of(script)
-    assert [one.data["reason"] for one in events if one.name == "generation_ended"] == ["rewind", "completed"]
-    last = max(one.step for one in events if one.name == "step" and one.step)
+    assert [event.data["reason"] for event in events if event.name == "generation_ended"] == [
+        "rewind",
+        "completed",
+    ]
+    last = max(event.step for event in events if event.name == "step" and event.step)
     assert last < 30, "the samples of the bad steps are left out"
     said = format_key_figures(build_report(events))["resume"]
-    assert said.startswith("bit for bit, not proven; same data by sampler; every commit verified; "), said
+    assert said.startswith(
+        "bit for bit, not proven; same data by sampler; every commit verified; "
+    ), said
 
 
 def test_a_script_with_its_commits_in_a_bucket_resumes_on_an_empty_disk(
     tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, killed = attached(tmp_path / "whole", "nano_gpt"), attached(tmp_path / "killed", "nano_gpt")
+    whole = attached(tmp_path / "whole", "nano_gpt")
+    killed = attached(tmp_path / "killed", "nano_gpt")
     finish(start(whole), whole)
     sha256 = [one.data["weights_sha256"] for one in events_of(whole) if one.name == "outcome"]
-    for name, value in {**swift.environment(), "EBBFLOW__STORE": f"s3://{swift.new_bucket()}/p"}.items():
+    for name, value in {
+        **swift.environment(),
+        "EBBFLOW__STORE": f"s3://{swift.new_bucket()}/p",
+    }.items():
         monkeypatch.setenv(name, value)
     processes = start(killed, "0.1")
     interrupt(processes, killed, 5, signal.SIGKILL)
     finish(processes, killed, -signal.SIGKILL)
     finish(start(killed), killed)
-    assert [one.data["weights_sha256"] for one in events_of(killed) if one.name == "outcome"] == sha256
+    assert [
+        one.data["weights_sha256"] for one in events_of(killed) if one.name == "outcome"
+    ] == sha256
     assert "goes on from step" in output(killed) and not (killed.parent / "runs").exists()
 
 
@@ -191,16 +287,36 @@ def test_the_doctor_names_what_the_resume_of_a_script_loses(tmp_path: Path) -> N
         script.parent.mkdir()
         text = (SCRIPTS / ("resumable.py" if name == "sound" else "resumable_ddp.py")).read_text()
         script.write_text(text if name == "sound" else plant(text, name))
-        command = [sys.executable, "-m", "ebbflow", "doctor", "train.py", "--kills", "1", "--steps", "14"]
+        command = [
+            sys.executable,
+            "-m",
+            "ebbflow",
+            "doctor",
+            "train.py",
+            "--kills",
+            "1",
+            "--steps",
+            "14",
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=200)
-        says = "resumes exactly, bit for bit" if name == "sound" else OTHERS[name][-1]
+        done = subprocess.run(
+            command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=200
+        )
+        if name == "sound":
+            says = "resumes exactly, bit for bit"
+        else:
+            says = OTHERS[name][-1]
         assert done.returncode == code[name] and says in done.stdout, done.stdout + done.stderr
 
 
 def test_importing_attach_imports_none_of_the_clouds_libraries() -> None:
-    code = "import ebbflow, sys; ebbflow.attach; print({'metaflow', 'boto3', 'pandas'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    code = (
+        "import ebbflow, sys; ebbflow.attach; print({'metaflow', 'boto3', 'pandas'} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert done.stdout == "set()\n", done.stderr
 
 
@@ -223,23 +339,32 @@ PAGES = {
 }
 
 
-def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(tmp_path: Path) -> None:
+def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(
+    tmp_path: Path,
+) -> None:
     leave = (  # after step 13, once there is a commit
-        "import glob, os, time\nfrom ebbflow.training.attached_job import AttachedJob as Job\nafter = Job._after_step\n"
-        "def leave(job):\n    after(job)\n    while job.step == 13:\n        time.sleep(0.02)\n"
-        "        glob.glob('runs/jobs/train/commits/*') and os.kill(os.getpid(), 9)\nJob._after_step = leave\n"
+        "import glob, os, time\nfrom ebbflow.training.attached_job import AttachedJob as "
+        "Job\nafter = Job._after_step\ndef leave(job):\n    after(job)\n    while job.step == "
+        "13:\n        time.sleep(0.02)\n        glob.glob('runs/jobs/train/commits/*') and "
+        "os.kill(os.getpid(), 9)\nJob._after_step = leave\n"
     )
 
     def begin(name: str, folder: str, first: str = "") -> tuple[Path, list[WarmProcess]]:
         ranks, _, libraries = PAGES[name]
         script = tmp_path / f"{name}-{folder}" / "train.py"
         script.parent.mkdir(exist_ok=True)
-        code = (ROOT / "docs" / f"script-{name}.md").read_text().partition("```python\n")[2].partition("```")[0]
+        code = (
+            (ROOT / "docs" / f"script-{name}.md")
+            .read_text()
+            .partition("```python\n")[2]
+            .partition("```")[0]
+        )
         script.write_text(first + code)
         return script, start(script, ranks=ranks, libraries=libraries)
 
     known = [name for name, (*_, libraries) in PAGES.items() if all(map(_is_installed, libraries))]
-    left, whole = {name: begin(name, "left", leave) for name in known if PAGES[name][0] == 2}, {}
+    left = {name: begin(name, "left", leave) for name in known if PAGES[name][0] == 2}
+    whole = {}
     for name in known:
         whole[name] = begin(name, "whole")
         finish(whole[name][1], whole[name][0])
@@ -250,7 +375,10 @@ def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(t
     for name, (script, _) in [*whole.items(), *left.items()]:
         assert commits(script)[-1] == PAGES[name][1], name
     for name, (script, _) in left.items():
-        ended = [[one.data for one in events_of(each) if one.name == "outcome"] for each in (script, whole[name][0])]
+        ended = [
+            [one.data for one in events_of(each) if one.name == "outcome"]
+            for each in (script, whole[name][0])
+        ]
         assert ended[0][0]["weights_sha256"] == ended[1][0]["weights_sha256"], name
         assert "goes on from step" in output(script), name
     assert "tokens seen: 1280" in output(left["torchtitan"][0])
@@ -263,31 +391,37 @@ def _is_installed(library: str) -> bool:
 def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Path) -> None:
     script = tmp_path / "uneven.py"
     script.write_text(
-        "import torch, torch.distributed as dist, ebbflow\n"
-        "from ebbflow.training import attached_guards\n"
-        "attached_guards._UNEQUAL_SECONDS = 1.0  # the test need not wait for a rank that is about to end by a break\n"
-        "dist.init_process_group('gloo')\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for step in ebbflow.attach(model, optimizer).steps(5 + 5 * dist.get_rank()):\n"
-        "    optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
+        "import torch, torch.distributed as dist, ebbflow\nfrom ebbflow.training import "
+        "attached_guards\nattached_guards._UNEQUAL_SECONDS = 1.0  # the test need not wait for a "
+        "rank that is about to end by a break\ndist.init_process_group('gloo')\nmodel = "
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\noptimizer = "
+        "torch.optim.SGD(model.parameters(), lr=0.1)\nfor step in ebbflow.attach(model, "
+        "optimizer).steps(5 + 5 * dist.get_rank()):\n    optimizer.zero_grad(); "
+        "model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
     )
     begun = time.monotonic()
     finish(start(script, ranks=2), script, 2)
-    assert "rank 0 left its loop after step 5, and rank 1 is in step 6; fix: equally many steps" in output(script)
-    assert time.monotonic() - begun < 60  # and not the 120 s after which the last commit is given up
+    assert (
+        "rank 0 left its loop after step 5, and rank 1 is in step 6; fix: equally many steps"
+        in output(script)
+    )
+    assert (
+        time.monotonic() - begun < 60
+    )  # and not the 120 s after which the last commit is given up
 
 
-def test_a_save_that_is_due_while_gradients_accumulate_is_made_after_the_next_step(tmp_path: Path) -> None:
+def test_a_save_that_is_due_while_gradients_accumulate_is_made_after_the_next_step(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "accumulating.py"
     script.write_text(
-        "import torch, ebbflow\n"
-        "models = {'body': torch.nn.Linear(2, 4), 'head': torch.nn.Linear(4, 1)}\n"
-        "optimizer = torch.optim.SGD([one for model in models.values() for one in model.parameters()], lr=0.1)\n"
-        "batches = iter(torch.utils.data.DataLoader(torch.ones(12, 2)))\n"
-        "for step in ebbflow.attach(models, optimizer).steps(12):\n"
-        "    models['head'](models['body'](next(batches))).sum().backward()\n"
-        "    if step % 4 == 3: optimizer.step(); optimizer.zero_grad()\n"
+        "import torch, ebbflow\nmodels = {'body': torch.nn.Linear(2, 4), 'head': "
+        "torch.nn.Linear(4, 1)}\noptimizer = torch.optim.SGD([one for model in models.values() "
+        "for one in model.parameters()], lr=0.1)\nbatches = "
+        "iter(torch.utils.data.DataLoader(torch.ones(12, 2)))\nfor step in "
+        "ebbflow.attach(models, optimizer).steps(12):\n    "
+        "models['head'](models['body'](next(batches))).sum().backward()\n    if step % 4 == 3: "
+        "optimizer.step(); optimizer.zero_grad()\n"
     )
     finish(start(script, EBBFLOW__CHECKPOINT__INTERVAL_STEPS="3"), script)
     assert commits(script) == [4, 8, 12]
@@ -302,12 +436,25 @@ SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
 @pytest.mark.parametrize(
     ("code", "message", "environment"),
     [
-        (f"ebbflow.attach(a, {SGD.format('b')})", "not a parameter of the model; fix: make the optimizer from", {}),
-        ("ebbflow.attach(a, average=3)", "average has type int, without state_dict and load_state_dict; fix: ", {}),
-        ("ebbflow.attach(a)", "2 ranks and no process group; fix: call torch.distributed", {"WORLD_SIZE": "2"}),
+        (
+            f"ebbflow.attach(a, {SGD.format('b')})",
+            "not a parameter of the model; fix: make the optimizer from",
+            {},
+        ),
+        (
+            "ebbflow.attach(a, average=3)",
+            "average has type int, without state_dict and load_state_dict; fix: ",
+            {},
+        ),
+        (
+            "ebbflow.attach(a)",
+            "2 ranks and no process group; fix: call torch.distributed",
+            {"WORLD_SIZE": "2"},
+        ),
         ("ebbflow.attach(a); ebbflow.attach(b)", "already runs job bad; fix: call attach once", {}),
         (
-            "a.__class__ = type('FullyShardedDataParallel', (torch.nn.Linear,), {}); ebbflow.attach(a)",
+            "a.__class__ = type('FullyShardedDataParallel', (torch.nn.Linear,), {}); "
+            "ebbflow.attach(a)",
             "FSDP1 needs its outermost model and its optimizer; fix: attach(model, optimizer)",
             {},
         ),
@@ -316,7 +463,11 @@ SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
             "the engine has no torch optimizer; fix: deepspeed.initialize(optimizer=",
             {},
         ),
-        ("list(ebbflow.attach(a).epochs(2, [1]))", "cannot follow a loop over a list; fix: loop over job.batches", {}),
+        (
+            "list(ebbflow.attach(a).epochs(2, [1]))",
+            "cannot follow a loop over a list; fix: loop over job.batches",
+            {},
+        ),
         ("list(ebbflow.attach(a).batches([1]))", "without epochs; fix: give it epochs", {}),
     ],
 )

@@ -1,4 +1,7 @@
-"""The benchmarks at a tiny size: that they compare like with like. What they find is for docs/benchmarks.md."""
+"""The benchmarks at a tiny size: that they compare like with like.
+
+What they find is for docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,12 @@ import pytest
 
 from benchmarks.training import main
 
-TINY = ("model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.sequence_length=32")
+TINY = (
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.sequence_length=32",
+)
 
 
 @pytest.fixture
@@ -34,21 +42,27 @@ def run_bench(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def assert_measured(figures: dict[str, Any], rounds: int) -> int:
-    """How many spreads there are in `figures`; each must be of `rounds` positive, finite, ordered numbers."""
+    """How many spreads there are in `figures`; each must be of `rounds` positive, finite, ordered
+    numbers.
+    """
     if "median" in figures:
         assert figures["rounds"] == rounds
         assert 0.0 < figures["low"] <= figures["median"] <= figures["high"] < math.inf
         return 1
-    return sum(assert_measured(value, rounds) for value in figures.values() if isinstance(value, dict))
+    return sum(
+        assert_measured(value, rounds) for value in figures.values() if isinstance(value, dict)
+    )
 
 
 def test_the_engine_and_bare_loops_take_the_same_steps_to_the_same_loss(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [
-        word for setting in (*TINY, f"data.path={texts}", "training.batch_size=4") for word in ("--set", setting)
-    ]
-    figures = run_bench(tmp_path, "engine", "--rounds", "2", "--steps", "3", "--calls", "5", *settings)
+    settings = []
+    for setting in (*TINY, f"data.path={texts}", "training.batch_size=4"):
+        settings.extend(("--set", setting))
+    figures = run_bench(
+        tmp_path, "engine", "--rounds", "2", "--steps", "3", "--calls", "5", *settings
+    )
     modes = figures["engine"]["modes"]
     assert {mode: sorted(found) for mode, found in modes.items()} == {
         "ddp": ["bare", "bare_tuned", "engine"],
@@ -56,12 +70,18 @@ def test_the_engine_and_bare_loops_take_the_same_steps_to_the_same_loss(
         "single": ["bare", "engine"],
     }
     loops = [loop for found in modes.values() for loop in found.values()]
-    assert {loop["steps"] for loop in loops} == {9}, "two rounds of three steps, after one that warms up"
+    assert {loop["steps"] for loop in loops} == {9}, (
+        "two rounds of three steps, after one that warms up"
+    )
     for loop in loops:
         assert loop["last_loss"] == pytest.approx(modes["single"]["engine"]["last_loss"], rel=1e-3)
-    assert 0.0 < modes["single"]["engine"]["last_loss"] < math.log(256), "it has learned something in nine steps"
+    assert 0.0 < modes["single"]["engine"]["last_loss"] < math.log(256), (
+        "it has learned something in nine steps"
+    )
     assert modes["ddp"]["engine"]["engine_over_this"]["median"] == 1.0
-    assert assert_measured(figures["engine"], rounds=2) == 5 * len(loops) + len(figures["engine"]["parts"])
+    assert assert_measured(figures["engine"], rounds=2) == 5 * len(loops) + len(
+        figures["engine"]["parts"]
+    )
     assert_told(figures, capsys.readouterr().out)
 
 
@@ -82,7 +102,9 @@ def test_a_rank_that_fails_is_named_with_its_reason(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["--set", f"data.path={texts}", "--set", "model.sequence_length=1000000"]
-    assert main(["engine", "--rounds", "1", "--steps", "1", "--folder", str(tmp_path), *settings]) == 1
+    assert (
+        main(["engine", "--rounds", "1", "--steps", "1", "--folder", str(tmp_path), *settings]) == 1
+    )
     message = capsys.readouterr().err
     assert re.search(r"engine-2: rank [01] ended with exit code 1", message)
     assert "fewer than the 1000001 of one sample" in message

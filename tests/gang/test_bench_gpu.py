@@ -13,10 +13,23 @@ from benchmarks.gpu.device import published_peak
 from benchmarks.gpu.speed import busy_share, fitting_samples, mfu_range
 
 
-def test_lines_of_the_command_hold_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_the_command_hold_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those that start no jobs; soak_bench_gpu.py has them all."""
-    path, names = tmp_path / "figures.json", ["matmul", "copies", "tiny-eager", "ratio", "waits", "save"]
-    options = ["--lines", ",".join(names), "--device", "cpu", "--tiny", "--json", str(path), "--folder", str(tmp_path)]
+    path = tmp_path / "figures.json"
+    names = ["matmul", "copies", "tiny-eager", "ratio", "waits", "save"]
+    options = [
+        "--lines",
+        ",".join(names),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--json",
+        str(path),
+        "--folder",
+        str(tmp_path),
+    ]
     assert main(options) == 0, capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["figures.json"]
     rows = json.loads(path.read_text())["rows"]
@@ -27,9 +40,21 @@ def test_lines_of_the_command_hold_on_a_cpu(tmp_path: Path, capsys: pytest.Captu
     assert figures["waits"][0]["reads_per_step"] > 0 and figures["save"][0]["commits"] >= 6
 
 
-def test_a_line_that_gives_nothing_does_not_end_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_gives_nothing_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "figures.json"
-    options = ["--lines", "matmul,copies", "--deadline", "0.01", "--device", "cpu", "--tiny", "--json", str(path)]
+    options = [
+        "--lines",
+        "matmul,copies",
+        "--deadline",
+        "0.01",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--json",
+        str(path),
+    ]
     assert main(options) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [(row["line"], row["verdict"], row["measured"]) for row in rows] == [
@@ -39,23 +64,40 @@ def test_a_line_that_gives_nothing_does_not_end_the_others(tmp_path: Path, capsy
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "expected"),
-    [(1.0, None, None, NO_RANGE), (1.0, 2.0, None, "below"), (3.0, None, 2.0, "above"), (2.0, 2.0, 2.0, EXPECTED)],
+    [
+        (1.0, None, None, NO_RANGE),
+        (1.0, 2.0, None, "below"),
+        (3.0, None, 2.0, "above"),
+        (2.0, 2.0, 2.0, EXPECTED),
+    ],
 )
-def test_a_verdict_follows_from_the_range(value: float, low: float, high: float, expected: str) -> None:
+def test_a_verdict_follows_from_the_range(
+    value: float, low: float, high: float, expected: str
+) -> None:
     assert judge(value, low, high) == expected
 
 
 def pretend(name: str, gib: int) -> Bench:
-    device = {"type": "cuda", "name": name, "count": 1, "memory_bytes": gib * 2**30, "dtype": "bfloat16"}
+    device = {
+        "type": "cuda",
+        "name": name,
+        "count": 1,
+        "memory_bytes": gib * 2**30,
+        "dtype": "bfloat16",
+    }
     return Bench(size=SIZES["full"], folder=Path(), prepared={}, device=device)
 
 
 def test_batches_and_ranges_follow_from_the_plan_and_the_tables() -> None:
-    large, small = pretend("NVIDIA H100 80GB HBM3", 79), pretend("Tesla T4", 15)
+    large = pretend("NVIDIA H100 80GB HBM3", 79)
+    small = pretend("Tesla T4", 15)
     samples = {one: fitting_samples(large, one, {})[0] for one in ("124M", "1.3B")}
     assert samples["124M"] == 32 and 1 <= samples["1.3B"] < 32
     assert fitting_samples(large, "1.3B", {"recompute": "full"})[0] > samples["1.3B"]
-    assert fitting_samples(small, "1.3B", {})[0] == 0 and "GiB" in fitting_samples(small, "1.3B", {})[1]
+    assert (
+        fitting_samples(small, "1.3B", {})[0] == 0
+        and "GiB" in fitting_samples(small, "1.3B", {})[1]
+    )
     assert published_peak(large, "bfloat16")[0] == 989.5e12
     assert published_peak(pretend("NVIDIA H100 PCIe", 79), "bfloat16")[0] is None, "another edition"
     low, high, source = mfu_range(large, "1.3B", "compiled")

@@ -1,4 +1,6 @@
-"""The budget: told at its thresholds, kept with the last save in reserve, and a larger one goes on from there."""
+"""The budget: told at its thresholds, kept with the last save in reserve, and a larger one goes on
+from there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from ebbflow.cost.ledger.ledger import compute_spent_usd, fold, last_notified_th
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, Origin, read_events
+from ebbflow.infra.events import (
+    BUDGET,
+    COMMIT,
+    NODE_STARTED,
+    PLAN,
+    STEP,
+    Event,
+    Origin,
+    read_events,
+)
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
@@ -29,16 +40,24 @@ RESERVE_USD = 5 * GANG_USD_PER_SECOND
 
 def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
     now = 0.0
-    terms = Terms(usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, last_notified_threshold=0.5)
+    terms = Terms(
+        usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, last_notified_threshold=0.5
+    )
     limits = Limits(terms, world_size=1, elapsed_seconds=lambda: now)
     seen = []
     for now in (0.0, 100.0, 550.0, 700.0, 810.0):
         stop = limits.stop()
-        seen += [(now, news["threshold"], news["spent_usd"]) for news in limits.new_budget_thresholds(stop)]
-    # Half was told by an earlier attempt. A step of 450 s was seen: at $5.50 another one would not fit into $9.00.
+        seen += [
+            (now, news["threshold"], news["spent_usd"])
+            for news in limits.new_budget_thresholds(stop)
+        ]
+    # Half was told by an earlier attempt. A step of 450 s was seen: at $5.50 another one would not
+    # fit into $9.00.
     assert stop is Stop.BUDGET and seen == [(550.0, 0.8, 5.5), (550.0, 1.0, 5.5)]
     now = 0.0
-    brisk = Limits(replace(terms, last_notified_threshold=0.0), world_size=1, elapsed_seconds=lambda: now)
+    brisk = Limits(
+        replace(terms, last_notified_threshold=0.0), world_size=1, elapsed_seconds=lambda: now
+    )
     told: dict[float, float] = {}
     while (stop := brisk.stop()) is Stop.NONE:
         told |= {news["threshold"]: now for news in brisk.new_budget_thresholds(stop)}
@@ -48,9 +67,17 @@ def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
 
 
 def test_the_first_step_of_an_attempt_has_the_price_that_the_plan_expects() -> None:
-    terms = Terms(usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, spent_usd=8.0, step_seconds=101.0)
+    terms = Terms(
+        usd_per_rank_second=0.01,
+        budget_usd=10.0,
+        reserve_usd=1.0,
+        spent_usd=8.0,
+        step_seconds=101.0,
+    )
     for step_seconds, expected in ((101.0, Stop.BUDGET), (99.0, Stop.NONE)):
-        limits = Limits(replace(terms, step_seconds=step_seconds), world_size=1, elapsed_seconds=lambda: 0.0)
+        limits = Limits(
+            replace(terms, step_seconds=step_seconds), world_size=1, elapsed_seconds=lambda: 0.0
+        )
         assert limits.stop() is expected
     assert "a step costs up to $0.9900" in limits.describe(Stop.BUDGET)
     now = 0.0
@@ -64,13 +91,18 @@ def test_the_first_step_of_an_attempt_has_the_price_that_the_plan_expects() -> N
 def test_without_a_budget_nothing_is_told_and_with_nothing_left_nothing_starts() -> None:
     terms = Terms(usd_per_rank_second=1.0, reserve_usd=2.0, spent_usd=1e9)
     assert terms.out_of_money() == "" and terms.reached(1e9) == []
-    assert Limits(terms, world_size=1, elapsed_seconds=lambda: 1e9).new_budget_thresholds(Stop.NONE) == []
+    assert (
+        Limits(terms, world_size=1, elapsed_seconds=lambda: 1e9).new_budget_thresholds(Stop.NONE)
+        == []
+    )
     assert replace(terms, budget_usd=10.0, spent_usd=7.9).out_of_money() == ""
     assert "$8.0000 of $10.0000" in replace(terms, budget_usd=10.0, spent_usd=8.0).out_of_money()
 
 
 class Job:
-    """A gang of two ranks with a stated price, started as the flow does: with what the events say was spent."""
+    """A gang of two ranks with a stated price, started as the flow does: with what the events say
+    was spent.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +141,8 @@ def test_a_real_gang_stops_within_its_budget_and_a_larger_one_goes_on(tmp_path: 
     assert committed == outcome.step, "the reserve has paid for a last save"
     first_step = min(event.t_wall for event in events if event.name == STEP)
     started = min(event.t_wall for event in events if event.name == NODE_STARTED)
-    # Limits are looked at from the first step on: a start-up that alone takes longer (a busy machine) is not stopped.
+    # Limits are looked at from the first step on: a start-up that alone takes longer (a busy
+    # machine) is not stopped.
     limit = max(BUDGET_USD, (first_step - started) * GANG_USD_PER_SECOND + RESERVE_USD)
     assert BUDGET_USD - RESERVE_USD <= float(report.total_usd) <= limit
     told = [event.data["threshold"] for event in events if event.name == BUDGET]
@@ -119,10 +152,20 @@ def test_a_real_gang_stops_within_its_budget_and_a_larger_one_goes_on(tmp_path: 
     assert again.outcome == Outcome.BUDGET and "nothing is left to train with" in again.message
     events = job.events()
     assert build_report(events).outcome is Outcome.BUDGET
-    assert not [event for event in events if event.generation == 2 and event.rank >= 0], "no rank was started"
-    waited = {event.node for event in events if event.generation == 2 and event.name == NODE_STARTED}
-    paid = {bill.node.node: bill.node.measured for bill in fold(events).nodes if bill.node.generation == 2}
-    assert waited == {0, 1} and paid == {0: True, 1: True}, "every node that waited for the start is paid for"
+    assert not [event for event in events if event.generation == 2 and event.rank >= 0], (
+        "no rank was started"
+    )
+    waited = {
+        event.node for event in events if event.generation == 2 and event.name == NODE_STARTED
+    }
+    paid = {
+        bill.node.node: bill.node.measured
+        for bill in fold(events).nodes
+        if bill.node.generation == 2
+    }
+    assert waited == {0, 1} and paid == {0: True, 1: True}, (
+        "every node that waited for the start is paid for"
+    )
     assert [event.data["threshold"] for event in events if event.name == BUDGET] == told
 
     done = job.run(2, 100 * BUDGET_USD, max_steps=outcome.step + 3)

@@ -1,4 +1,6 @@
-"""The resume certificate: it holds for a job that resumes exactly, and says what differs for one that does not."""
+"""The resume certificate: it holds for a job that resumes exactly, and says what differs for one
+that does not.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,15 @@ def run_of(steps: tuple[int, ...], *, generations: int) -> CertifiedRun:
     )
 
 
-QUIET, KILLED = run_of((1, 2, 3), generations=1), run_of((1, 2, 2, 3), generations=2)
+QUIET = run_of((1, 2, 3), generations=1)
+KILLED = run_of((1, 2, 2, 3), generations=2)
 
 
 def certified(run: CertifiedRun) -> dict:
     config = RunConfig()
-    return build_certificate(config, small_config(config, store=Path("store"), steps=12), [QUIET, run], {})
+    return build_certificate(
+        config, small_config(config, store=Path("store"), steps=12), [QUIET, run], {}
+    )
 
 
 def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
@@ -64,7 +69,10 @@ def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
     assert found["holds"] and found["interruptions"][0]["redone_steps"] == 1
     assert "holds" in format_certificate(found) and "bit for bit" in format_certificate(found)
     report = build_report([*interrupted_job(), event(CERTIFICATE, 0.0, **found)])
-    assert format_key_figures(report)["certificate"] == "resume holds: 1 interruption of 3 steps, bit for bit"
+    assert (
+        format_key_figures(report)["certificate"]
+        == "resume holds: 1 interruption of 3 steps, bit for bit"
+    )
     assert "certificate" not in format_key_figures(build_report(interrupted_job()))
 
 
@@ -73,10 +81,19 @@ def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
     [
         (lambda run: replace(run, steps=[*run.steps, (2, {"loss": 0.5000001})]), "step 2: "),
         (lambda run: replace(run, steps=run.steps[:-1]), "1 steps have no record, the first is 3"),
-        (lambda run: replace(run, samples=[*run.samples, (1, 10, "other")]), "rank 1: the batch from sample 10 on"),
+        (
+            lambda run: replace(run, samples=[*run.samples, (1, 10, "other")]),
+            "rank 1: the batch from sample 10 on",
+        ),
         (lambda run: replace(run, samples=run.samples[:-1]), "rank 1 never read sample 14"),
-        (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256="beef")), "weights_sha256: feed uninterr"),
-        (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256=None)), "weights_sha256: feed uninterrupted"),
+        (
+            lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256="beef")),
+            "weights_sha256: feed uninterr",
+        ),
+        (
+            lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256=None)),
+            "weights_sha256: feed uninterrupted",
+        ),
         (lambda run: replace(run, generations=1), "never interrupted"),
     ],
 )
@@ -84,12 +101,17 @@ def test_whatever_differs_is_said_and_the_certificate_does_not_hold(
     spoil: Callable[[CertifiedRun], CertifiedRun], says: str
 ) -> None:
     found = certified(spoil(KILLED))
-    assert not found["holds"] and says in format_certificate(found) and "DOES NOT HOLD" in format_certificate(found)
+    assert (
+        not found["holds"]
+        and says in format_certificate(found)
+        and "DOES NOT HOLD" in format_certificate(found)
+    )
 
 
 def test_a_batch_is_known_by_what_it_holds() -> None:
     tokens = torch.arange(12).view(2, 6)
-    same, other = TextBatch(tokens.clone(), tokens), TextBatch(tokens, tokens.clone())
+    same = TextBatch(tokens.clone(), tokens)
+    other = TextBatch(tokens, tokens.clone())
     assert content_sha256(same) == content_sha256(other)
     other.targets[1, 5] = 0
     assert content_sha256(same) != content_sha256(other)
@@ -98,7 +120,8 @@ def test_a_batch_is_known_by_what_it_holds() -> None:
 
 def test_a_small_job_keeps_all_that_decides_its_numbers() -> None:
     config = RunConfig(
-        training={"batch_size": 6, "seed": 5, "max_steps": 10_000}, cluster={"nodes": 16, "min_nodes": 1}
+        training={"batch_size": 6, "seed": 5, "max_steps": 10_000},
+        cluster={"nodes": 16, "min_nodes": 1},
     )
     small = small_config(config, store=Path("store"), steps=24)
     assert (small.training.batch_size, small.training.seed, small.training.max_steps) == (6, 5, 24)
@@ -109,7 +132,9 @@ def test_a_small_job_keeps_all_that_decides_its_numbers() -> None:
 
 
 def flow_of(config: RunConfig) -> SimpleNamespace:
-    return SimpleNamespace(certify=True, job="job", settings={"config": config.model_dump(mode="json")})
+    return SimpleNamespace(
+        certify=True, job="job", settings={"config": config.model_dump(mode="json")}
+    )
 
 
 def told_by(config: RunConfig) -> list[Event]:
@@ -126,7 +151,9 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with --certify True, from processes of its own; only one of the interruptions, and half the steps."""
+    """As with --certify True, from processes of its own; only one of the interruptions, and half
+    the steps.
+    """
     (tmp_path / "text").mkdir()
     for number in range(12):
         lines = (f"{number * line} is {number} times {line}.\n" for line in range(80))
@@ -138,13 +165,23 @@ def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
         data={"path": str(tmp_path / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
         cluster={"nodes": 1},
     )
-    fewer = functools.partial(ebbflow.training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"])
+    fewer = functools.partial(
+        ebbflow.training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"]
+    )
     monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", fewer)
     found = steps.certify(flow_of(config))
     assert found is not None and found["holds"], format_certificate(found)
     [killed] = found["interruptions"]
-    assert killed["generations"] == 2 and killed["redone_steps"] >= 1 and killed["resumed_from"][-1] >= 2
-    assert found["workload"] == "text" and found["weights_sha256"] and found["config_sha256"] == config_sha256(config)
+    assert (
+        killed["generations"] == 2
+        and killed["redone_steps"] >= 1
+        and killed["resumed_from"][-1] >= 2
+    )
+    assert (
+        found["workload"] == "text"
+        and found["weights_sha256"]
+        and found["config_sha256"] == config_sha256(config)
+    )
     events = told_by(config)
     assert [event.name for event in events] == [CERTIFICATE] and events[0].data == found
     figures = format_key_figures(build_report([*interrupted_job(), *events]))
@@ -168,12 +205,20 @@ def test_a_certificate_that_does_not_hold_ends_the_run_before_the_gang_starts(
 
 
 def test_modes_are_compared_on_the_same_job(tmp_path: Path) -> None:
-    parallel, cluster = ParallelConfig(shard_size=2), ClusterConfig(nodes=1, processes_per_node=2)
-    config = RunConfig(workload="tests.support.workload_cases:Sound", parallel=parallel, cluster=cluster)
+    parallel = ParallelConfig(shard_size=2)
+    cluster = ClusterConfig(nodes=1, processes_per_node=2)
+    config = RunConfig(
+        workload="tests.support.workload_cases:Sound", parallel=parallel, cluster=cluster
+    )
     found = compare_modes(config, ["ddp"], steps=6, rounds=1, parent=tmp_path)
     figures = found["modes"]["ddp"]
-    assert all(figures[name]["median"] > 0 for name in ("tokens_per_second", "step_seconds", "commit_bytes"))
+    assert all(
+        figures[name]["median"] > 0
+        for name in ("tokens_per_second", "step_seconds", "commit_bytes")
+    )
     assert figures["restore_seconds"]["median"] > 0 and figures["startup_seconds"]["median"] > 0
-    text = format_comparison(found | {"modes": {"ddp": figures, "hsdp": "3 ranks are no multiple of 2"}})
+    text = format_comparison(
+        found | {"modes": {"ddp": figures, "hsdp": "3 ranks are no multiple of 2"}}
+    )
     assert "1 × 2 ranks" in text and "hsdp: not supported: 3 ranks" in text
     assert not list(tmp_path.iterdir()), "its folder is removed"

@@ -1,4 +1,6 @@
-"""The agents' control channel against strangers, peers that send too much, and pauses: no node is lost by them."""
+"""The agents' control channel against strangers, peers that send too much, and pauses: no node is
+lost by them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from ebbflow.training.launch.transport import (
 )
 from tests.support.gangs import KNOWN, SECRET, free_port
 
-TOKEN, HELLO = "job/run/0/2x1", {"node": 1, "host": "b"}
+TOKEN = "job/run/0/2x1"
+HELLO = {"node": 1, "host": "b"}
 Door = tuple[str, int]
 
 
@@ -79,7 +82,10 @@ def stay_idle(door: Door) -> list[socket.socket]:
 def prove(door: Door, secret: bytes, nonces: tuple[str, str] | None = None) -> str:
     """The answer to a proof by this secret, over the nonces of this handshake or over others."""
     with connect(door) as stranger:
-        own = new_nonce() if nonces is None else nonces[0]
+        if nonces is None:
+            own = new_nonce()
+        else:
+            own = nonces[0]
         stranger.sendall(line({"kind": "hello", "nonce": own, **HELLO}))
         challenge = answer(stranger)
         assert challenge["kind"] == "challenge" and set(challenge) == {"kind", "nonce", "proof"}
@@ -136,15 +142,21 @@ def lobby() -> Iterator[RollCallServer]:
     lobby.close()
 
 
-@pytest.mark.parametrize("attack", [say_100_mib_without_a_line, stay_idle, guess, replay, reflect, *NONSENSE])
+@pytest.mark.parametrize(
+    "attack", [say_100_mib_without_a_line, stay_idle, guess, replay, reflect, *NONSENSE]
+)
 def test_no_stranger_is_let_in_or_keeps_a_node_out(
     attack: Callable[[Door], list] | bytes, lobby: RollCallServer
 ) -> None:
-    door, done = ("127.0.0.1", lobby.port), threading.Event()
+    door = ("127.0.0.1", lobby.port)
+    done = threading.Event()
 
     def node() -> tuple[list[socket.socket], Connection]:
         try:
-            strangers = say(attack, door) if isinstance(attack, bytes) else attack(door)
+            if isinstance(attack, bytes):
+                strangers = say(attack, door)
+            else:
+                strangers = attack(door)
             return strangers, join_gang(door[0], [door[1]], TOKEN, HELLO, 60, **KNOWN)
         finally:
             done.set()
@@ -162,8 +174,8 @@ def test_no_stranger_is_let_in_or_keeps_a_node_out(
     while not messages and time.monotonic() < limit:
         messages = member.receive()
     assert messages == [{"kind": "generation"}]
-    for one in strangers:
-        one.close()
+    for stranger in strangers:
+        stranger.close()
     member.close()
 
 
@@ -186,7 +198,10 @@ def test_idle_strangers_are_dropped_whatever_they_trickle(
                     data = one.recv(1)
                 except ConnectionResetError:
                     data = b""
-                dropped |= set() if data else {one}
+                if data:
+                    dropped |= set()
+                else:
+                    dropped |= {one}
     assert dropped == {silent, trickling}
     silent.close()
     trickling.close()
@@ -194,7 +209,10 @@ def test_idle_strangers_are_dropped_whatever_they_trickle(
 
 @pytest.mark.parametrize(
     "words",
-    [[{"kind": "welcome"}], [{"kind": "challenge", "nonce": new_nonce(), "proof": "0" * 64}, {"kind": "welcome"}]],
+    [
+        [{"kind": "welcome"}],
+        [{"kind": "challenge", "nonce": new_nonce(), "proof": "0" * 64}, {"kind": "welcome"}],
+    ],
 )
 def test_a_node_believes_no_coordinator_that_does_not_know_the_secret(words: list[Message]) -> None:
     """Nor does it answer: what it would prove could be of use elsewhere."""
@@ -213,7 +231,9 @@ def test_a_node_believes_no_coordinator_that_does_not_know_the_secret(words: lis
     with socket.create_server(("127.0.0.1", 0)) as door:
         threading.Thread(target=pose, args=(door,), daemon=True).start()
         with pytest.raises(GangError, match="another program listens there"):
-            join_gang("127.0.0.1", [door.getsockname()[1]], TOKEN, HELLO, deadline_seconds=1, **KNOWN)
+            join_gang(
+                "127.0.0.1", [door.getsockname()[1]], TOKEN, HELLO, deadline_seconds=1, **KNOWN
+            )
     told = b"".join(heard)
     assert b'"hello"' in told and b"proof" not in told and SECRET.hex().encode() not in told
 
@@ -221,7 +241,9 @@ def test_a_node_believes_no_coordinator_that_does_not_know_the_secret(words: lis
 def test_a_secret_that_an_earlier_start_left_behind_is_read_anew(lobby: RollCallServer) -> None:
     secrets = iter([None, b"old" * 11, SECRET])
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(join_gang, "127.0.0.1", [lobby.port], TOKEN, HELLO, 60, secret=lambda: next(secrets))
+        coming = pool.submit(
+            join_gang, "127.0.0.1", [lobby.port], TOKEN, HELLO, 60, secret=lambda: next(secrets)
+        )
         lobby.roll_call(2, 60)
         coming.result(60).close()
 
@@ -264,7 +286,9 @@ def ends() -> Iterator[tuple[Connection, Connection, Clock]]:
     far.close()
 
 
-def test_a_pause_of_all_agents_is_the_silence_of_none(ends: tuple[Connection, Connection, Clock]) -> None:
+def test_a_pause_of_all_agents_is_the_silence_of_none(
+    ends: tuple[Connection, Connection, Clock],
+) -> None:
     near, far, clock = ends
     for _ in range(3):
         for _ in range(100):  # 5 s
@@ -293,7 +317,9 @@ def test_what_has_arrived_during_a_pause_is_read_before_silence_is_judged(
     assert not near.closed
 
 
-def test_a_silent_peer_is_lost_though_this_loop_is_slow(ends: tuple[Connection, Connection, Clock]) -> None:
+def test_a_silent_peer_is_lost_though_this_loop_is_slow(
+    ends: tuple[Connection, Connection, Clock],
+) -> None:
     near, _, clock = ends
     turns = 0
     while not near.closed:
@@ -326,8 +352,14 @@ def test_the_awake_clock_counts_turns_and_no_pause() -> None:
     ("words", "reason"),
     [
         (b"[" * 200_000 + b"\n", "it sent something that is not a message"),
-        (b'{"kind": "failed", "x": ' + b'{"y":' * 5000 + b"\n", "it sent something that is not a message"),
-        (b'{"kind": "failed", "x": "\\' * 50_000 + b"[" * 100 + b"\n", "it sent something that is not a message"),
+        (
+            b'{"kind": "failed", "x": ' + b'{"y":' * 5000 + b"\n",
+            "it sent something that is not a message",
+        ),
+        (
+            b'{"kind": "failed", "x": "\\' * 50_000 + b"[" * 100 + b"\n",
+            "it sent something that is not a message",
+        ),
         (b"x" * (17 * 2**20), "it sent a message of more than 16,777,216 bytes"),
     ],
 )
@@ -347,7 +379,8 @@ def test_a_peer_that_is_known_is_bounded_too(words: bytes, reason: str) -> None:
 
 def test_brackets_in_a_text_are_not_nested() -> None:
     near, far = connected()
-    connection, message = Connection(near), {"kind": "failed", "text": '[{"' * 1000, "rows": [[n] for n in range(200)]}
+    connection = Connection(near)
+    message = {"kind": "failed", "text": '[{"' * 1000, "rows": [[n] for n in range(200)]}
     far.sendall(line(message))
     assert connection.receive() == [message] and not connection.closed
     connection.close()
@@ -356,8 +389,11 @@ def test_brackets_in_a_text_are_not_nested() -> None:
 
 def test_a_flood_of_messages_is_taken_in_parts() -> None:
     near, far = connected()
-    connection, count = Connection(near), 20_000
-    threading.Thread(target=lambda: suppressed(far.sendall, line({"kind": "x"}) * count), daemon=True).start()
+    connection = Connection(near)
+    count = 20_000
+    threading.Thread(
+        target=lambda: suppressed(far.sendall, line({"kind": "x"}) * count), daemon=True
+    ).start()
     parts: list[int] = []
     limit = time.monotonic() + 60
     while sum(parts) < count and time.monotonic() < limit:

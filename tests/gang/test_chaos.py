@@ -1,4 +1,7 @@
-"""Faults on purpose, and the judge of what is said about them. That the judge can find fault is the point."""
+"""Faults on purpose, and the judge of what is said about them.
+
+That the judge can find fault is the point.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ SLEEPER = Aim(node=1, rank=1, number=0)
 
 
 def test_an_order_is_carried_out_once_and_by_its_rank_alone(tmp_path: Path) -> None:
-    outside, inside = Orders(tmp_path), Orders(tmp_path)
+    outside = Orders(tmp_path)
+    inside = Orders(tmp_path)
     outside.give(1, Order(hook="slow", number=7, settings={"seconds": 1.5}))
     assert inside.take(0) is None
     order = inside.take(1)
@@ -53,7 +57,12 @@ def test_every_kind_says_what_must_come_of_it() -> None:
 
 def test_a_gang_that_does_not_come_back_ends_its_trial_and_no_other() -> None:
     scene = SimpleNamespace(
-        spec=SimpleNamespace(job="job-1"), gang=None, running=False, starts=99, newest_commit=str, close=lambda: None
+        spec=SimpleNamespace(job="job-1"),
+        gang=None,
+        running=False,
+        starts=99,
+        newest_commit=str,
+        close=lambda: None,
     )
     faults = [(FAULTS["rank-kill"], SLEEPER)]
     trial = run_trial(cast(Scene, scene), faults, lambda line: None)
@@ -79,7 +88,9 @@ def echo() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.mark.parametrize("conduct", [Conduct.PASS, Conduct.DELAY, Conduct.BLACKHOLE, Conduct.DROP, Conduct.RESET])
+@pytest.mark.parametrize(
+    "conduct", [Conduct.PASS, Conduct.DELAY, Conduct.BLACKHOLE, Conduct.DROP, Conduct.RESET]
+)
 def test_the_proxy_does_to_a_connection_what_it_is_told(conduct: Conduct, echo: int) -> None:
     proxy = FaultProxy([("127.0.0.1", 9), ("127.0.0.1", echo)], delay_seconds=0.05)
     try:
@@ -104,7 +115,9 @@ def test_the_proxy_does_to_a_connection_what_it_is_told(conduct: Conduct, echo: 
         proxy.close()
 
 
-def told(name: str, seconds: float, *, generation: int, step: int | None = None, **data: object) -> Event:
+def told(
+    name: str, seconds: float, *, generation: int, step: int | None = None, **data: object
+) -> Event:
     return Event(
         name=name,
         job="job",
@@ -121,13 +134,20 @@ def told(name: str, seconds: float, *, generation: int, step: int | None = None,
 
 
 def story(culprit: str, **verdict: object) -> tuple[Trial, list[Event]]:
-    """Rank 1 falls asleep at 10 s, after step 20; the verdict comes at 14 s, step 19 is done again at 16 s."""
-    injection = Injection(fault=FAULTS["sleep"], aim=SLEEPER, strike=Strike(t_wall=10.0, t_mono=10.0, step=21))
+    """Rank 1 falls asleep at 10 s, after step 20; the verdict comes at 14 s, step 19 is done again
+    at 16 s.
+    """
+    injection = Injection(
+        fault=FAULTS["sleep"], aim=SLEEPER, strike=Strike(t_wall=10.0, t_mono=10.0, step=21)
+    )
     events = [
         told(STEP, 9.9, generation=1, step=20),
         told(FAULT_DETECTED, 14.0, generation=1, culprit=culprit, **verdict),
         told(GENERATION_ENDED, 14.1, generation=1, reason="hang"),
-        *(told(STEP, seconds, generation=2, step=step) for step, seconds in ((19, 16.0), (20, 16.1), (21, 16.2))),
+        *(
+            told(STEP, seconds, generation=2, step=step)
+            for step, seconds in ((19, 16.0), (20, 16.1), (21, 16.2))
+        ),
     ]
     return Trial(injections=[injection]), events
 
@@ -146,16 +166,26 @@ def test_a_verdict_is_judged_by_rank_place_reason_and_time() -> None:
     [
         ("rank 0: no progress", {}, {"guilty", "place"}),
         ("rank 1: no progress", {"where": "training/step_sync.py:9 in exchange"}, {"place"}),
-        ("rank 1: no progress", {"where": "training/rehearse.py:9 in asleep", "reason": "rank_failed"}, {"reason"}),
+        (
+            "rank 1: no progress",
+            {"where": "training/rehearse.py:9 in asleep", "reason": "rank_failed"},
+            {"reason"},
+        ),
     ],
 )
-def test_a_wrong_verdict_is_found_out(culprit: str, verdict: dict[str, str], wrong: set[str]) -> None:
+def test_a_wrong_verdict_is_found_out(
+    culprit: str, verdict: dict[str, str], wrong: set[str]
+) -> None:
     trial, events = story(culprit, **verdict)
     [found] = judge(trial, events)
-    assert {name for name in ("guilty", "place", "reason", "in_time") if not getattr(found, name)} == wrong
+    assert {
+        name for name in ("guilty", "place", "reason", "in_time") if not getattr(found, name)
+    } == wrong
 
 
-def test_silence_is_neither_right_nor_in_time_and_a_verdict_on_the_innocent_is_a_false_kill() -> None:
+def test_silence_is_neither_right_nor_in_time_and_a_verdict_on_the_innocent_is_a_false_kill() -> (
+    None
+):
     trial, events = story("rank 1: no progress")
     [found] = judge(trial, [event for event in events if event.name == STEP])
     assert (found.guilty, found.in_time, found.verdict_seconds) == (False, False, None)
@@ -164,15 +194,33 @@ def test_silence_is_neither_right_nor_in_time_and_a_verdict_on_the_innocent_is_a
     assert found.false_kill and found.guilty is None
 
 
-def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quiet_one(tmp_path: Path) -> None:
+def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quiet_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "figures.json"
     kinds = ["extra-collective", "memory-kill", "rank-kill"]
-    arguments = ["survival", "--injections", "3", "--kinds", ",".join(kinds), "--step-seconds", "0.02"]
+    arguments = [
+        "survival",
+        "--injections",
+        "3",
+        "--kinds",
+        ",".join(kinds),
+        "--step-seconds",
+        "0.02",
+    ]
     assert main([*arguments, "--json", str(path), "--folder", str(tmp_path)]) == 0
     figures = json.loads(path.read_text())
-    assert figures["kind"] == "measured" and figures["different_weights"] == [] and figures["jobs"] == 1
-    assert sorted([*figures["kinds"], *figures["skipped"]]) == kinds and set(figures["skipped"]) <= {"memory-kill"}
+    assert (
+        figures["kind"] == "measured"
+        and figures["different_weights"] == []
+        and figures["jobs"] == 1
+    )
+    assert sorted([*figures["kinds"], *figures["skipped"]]) == kinds and set(
+        figures["skipped"]
+    ) <= {"memory-kill"}
     assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": 3, "of": 3}
-    lines = 1 + len(figures["skipped"])  # a cgroup is not everybody's to make: then the first kind has its turn twice
+    lines = 1 + len(
+        figures["skipped"]
+    )  # a cgroup is not everybody's to make: then the first kind has its turn twice
     assert figures["all"]["place"] == {"right": lines, "of": lines}
     assert figures["all"]["back_seconds"]["count"] == 3

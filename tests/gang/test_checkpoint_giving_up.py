@@ -1,4 +1,6 @@
-"""What no start gives up by itself: all commits of a job, or the newest of a store restored from a snapshot."""
+"""What no start gives up by itself: all commits of a job, or the newest of a store restored from a
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def restore(job: Store, generation: Generation) -> int:
         return saver.restore(candidates, nn.Linear(8, 8), None).step
 
 
-def test_a_process_that_reads_wrongly_quarantines_nothing(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_reads_wrongly_quarantines_nothing(
+    job: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flipped(*what, **options):
         for block in read_blocks(*what, **options):
             block[0][0] ^= 1
@@ -79,7 +83,9 @@ def test_a_process_that_reads_wrongly_quarantines_nothing(job: Store, monkeypatc
 
     generation = open_generation(job, run="r", attempt=1)
     monkeypatch.setattr("ebbflow.training.checkpoint.reader.read_blocks", flipped)
-    with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly.*\(a new process\).*so the commit is sound"):
+    with pytest.raises(
+        UnreliableReader, match=r"node 0 reads wrongly.*\(a new process\).*so the commit is sound"
+    ):
         restore(job, generation)
     monkeypatch.undo()
     assert job.list("quarantine") == []
@@ -92,13 +98,17 @@ def test_a_job_that_has_commits_begins_anew_only_with_a_permit_which_holds_once(
     with pytest.raises(NothingToRestore, match="none of 2 commits verifies"):
         restore(job, generation)
     for _ in range(2):
-        with pytest.raises(NothingToRestore, match=r"none of its 2 commits .* step 2; .*--from-scratch") as error:
+        with pytest.raises(
+            NothingToRestore, match=r"none of its 2 commits .* step 2; .*--from-scratch"
+        ) as error:
             open_generation(job, run="r", attempt=2)
     assert (error.value.outcome.exit_code, error.value.curable) == (9, False)
     record_permits(job, FROM_SCRATCH)
     anew = open_generation(job, run="r", attempt=3)
     assert anew.parent is None and reachable_commits(job) == []
-    assert open_generation(job, run="r", attempt=4).parent is None, "it died before its first commit"
+    assert open_generation(job, run="r", attempt=4).parent is None, (
+        "it died before its first commit"
+    )
     commit(job, newest := open_generation(job, run="r", attempt=5), 1)
     damage(job)
     with pytest.raises(NothingToRestore):
@@ -135,7 +145,9 @@ def _everything_gone(job: Store, snapshot: Path) -> None:
         shutil.rmtree(Path(job.uri) / folder)
 
 
-@pytest.mark.parametrize(("roll_back", "left"), [(_all, 2), (_last_commit_gone, 3), (_everything_gone, None)])
+@pytest.mark.parametrize(
+    ("roll_back", "left"), [(_all, 2), (_last_commit_gone, 3), (_everything_gone, None)]
+)
 def test_a_store_that_was_restored_from_a_snapshot_is_noticed_and_asks(
     job: Store, tmp_path: Path, roll_back: Callable[[Store, Path], None], left: int | None
 ) -> None:
@@ -185,7 +197,8 @@ def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the
     tmp_path: Path, job: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, "")  # restored after the test
-    words, both = ["--set", f"store={tmp_path / 'store'}"], ["--from-scratch", "--accept-rollback"]
+    words = ["--set", f"store={tmp_path / 'store'}"]
+    both = ["--from-scratch", "--accept-rollback"]
     checked = check_run_options([*words, "--job", "job", *both])
     assert not {*both} & {*checked}
     other = launchers.claim_job(job, "job", "run")
@@ -198,8 +211,9 @@ def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the
     launch.claim_job(*parse_checked_options(checked), "run", parse_permits(both)[0])
     launch.release()
     assert sorted(meta.key for meta in job.list("permits")) == [
-        "permits/from-scratch/000001.json", "permits/rollback/000001.json",
-    ]  # fmt: skip
+        "permits/from-scratch/000001.json",
+        "permits/rollback/000001.json",
+    ]
     with pytest.raises(SystemExit) as refused:
         check_run_options([*words, "--from-scratch"])
     assert refused.value.code == 2 and "--job" in capsys.readouterr().err

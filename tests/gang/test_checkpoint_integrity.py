@@ -26,7 +26,13 @@ from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.signing_key import NAME_VARIABLE
 from ebbflow.infra.store import Store
 from ebbflow.training import worker
-from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
+from ebbflow.training.checkpoint import (
+    Checkpointer,
+    CommitRef,
+    Generation,
+    open_generation,
+    reachable_commits,
+)
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.commit import CommitWatch
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
@@ -35,7 +41,13 @@ from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
 from ebbflow.training.checkpoint.signing import signed_index_bytes
 from ebbflow.training.checkpoint.verified_io import canonical_json, crc_text, sha256_text
-from ebbflow.training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
+from ebbflow.training.errors import (
+    CheckpointError,
+    CorruptCommit,
+    GangError,
+    NoSigningKey,
+    NothingToRestore,
+)
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import WorkerSpec
 from tests.support.gangs import endless_gang
@@ -54,7 +66,10 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job with commits of steps 1 and 2, each of two ranks, whose weights equal the step."""
     job = Store.open(str(tmp_path_factory.mktemp("pristine") / "jobs" / "job"))
     gang = {"generation": open_generation(job, run="r", attempt=0), "world_size": 2}
-    with Checkpointer(job.uri, rank=0, **gang) as first, Checkpointer(job.uri, rank=1, **gang) as second:
+    with (
+        Checkpointer(job.uri, rank=0, **gang) as first,
+        Checkpointer(job.uri, rank=1, **gang) as second,
+    ):
         for step in (1, 2):
             second.save(step, build(step), None, {"cursor": step})
             first.save(step, build(step), None, {"cursor": step})
@@ -82,8 +97,13 @@ def damaged(reader: tuple[Checkpointer, Path], pristine: Path) -> tuple[Checkpoi
 
 
 def files(job: Path, kind: str, step: int) -> list[Path]:
-    folder = f"{10**12 - 1 - step:012d}" if kind == "commits" else f"{step:012d}"
-    return sorted(path for path in (job / kind).rglob("*") if path.is_file() and folder in path.parts)
+    if kind == "commits":
+        folder = f"{10**12 - 1 - step:012d}"
+    else:
+        folder = f"{step:012d}"
+    return sorted(
+        path for path in (job / kind).rglob("*") if path.is_file() and folder in path.parts
+    )
 
 
 def flip(path: Path, seed: int) -> None:
@@ -101,17 +121,23 @@ def restore(checkpointer: Checkpointer, job: Path) -> tuple[int, float, list]:
     model = build(-1)
     candidates = [ref.key for ref in reachable_commits(Store.open(str(job)))]
     restored = checkpointer.restore(candidates, model, None)
-    values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+    values = set()
+    for parameter in model.parameters():
+        values.update(parameter.flatten().tolist())
     assert len(values) == 1 and restored.extra == {"cursor": restored.step}
     return restored.step, values.pop(), restored.rejected
 
 
-def assert_found_and_previous_used(checkpointer: Checkpointer, job: Path, capfd: pytest.CaptureFixture) -> None:
+def assert_found_and_previous_used(
+    checkpointer: Checkpointer, job: Path, capfd: pytest.CaptureFixture
+) -> None:
     assert checkpoints(["verify", str(job)]) == 1
     step, value, rejected = restore(checkpointer, job)
     assert (step, value) == (1, 1.0) and len(rejected) == 1
     assert "is damaged and will not be used" in capfd.readouterr().err
-    assert [ref.step for ref in reachable_commits(Store.open(str(job)))] == [1], "the damaged one is quarantined"
+    assert [ref.step for ref in reachable_commits(Store.open(str(job)))] == [1], (
+        "the damaged one is quarantined"
+    )
     assert restore(checkpointer, job) == (1, 1.0, [])
 
 
@@ -124,25 +150,35 @@ def test_the_undamaged_copy_restores_the_newest(damaged: tuple[Checkpointer, Pat
 @pytest.mark.parametrize("kind", ["data", "commits"])
 @pytest.mark.parametrize("change", [flip, truncate])
 def test_any_change_is_found(
-    damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture, change: Callable, kind: str, seed: int
+    damaged: tuple[Checkpointer, Path],
+    capfd: pytest.CaptureFixture,
+    change: Callable,
+    kind: str,
+    seed: int,
 ) -> None:
     change(random.Random(seed).choice(files(damaged[1], kind, step=2)), seed)
     assert_found_and_previous_used(*damaged, capfd)
 
 
-def test_a_missing_data_object_is_found(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:
+def test_a_missing_data_object_is_found(
+    damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture
+) -> None:
     files(damaged[1], "data", step=2)[1].unlink()
     assert_found_and_previous_used(*damaged, capfd)
 
 
-def test_data_of_another_step_is_found(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:
+def test_data_of_another_step_is_found(
+    damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture
+) -> None:
     """Right size, sound bytes, wrong step: what a listing by name would take for whole."""
     earlier, later = (files(damaged[1], "data", step)[0] for step in (1, 2))
     shutil.copy(earlier, later)
     assert_found_and_previous_used(*damaged, capfd)
 
 
-def test_shards_swapped_between_all_steps_leave_nothing_to_restore(damaged: tuple[Checkpointer, Path]) -> None:
+def test_shards_swapped_between_all_steps_leave_nothing_to_restore(
+    damaged: tuple[Checkpointer, Path],
+) -> None:
     checkpointer, job = damaged
     earlier, later = (files(job, "data", step)[0] for step in (1, 2))
     swapped = earlier.read_bytes()
@@ -152,10 +188,13 @@ def test_shards_swapped_between_all_steps_leave_nothing_to_restore(damaged: tupl
         restore(checkpointer, job)
 
 
-def test_a_manifest_of_another_step_is_found(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:
+def test_a_manifest_of_another_step_is_found(
+    damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture
+) -> None:
     """Sound under its own hash, but at a place that says another step."""
     checkpointer, job = damaged
-    (earlier,), (later,) = files(job, "commits", 1), files(job, "commits", 2)
+    (earlier,) = files(job, "commits", 1)
+    (later,) = files(job, "commits", 2)
     shutil.copy(earlier, later.with_name(earlier.name))
     later.unlink()
     assert checkpoints(["verify", str(job)]) == 1
@@ -163,7 +202,9 @@ def test_a_manifest_of_another_step_is_found(damaged: tuple[Checkpointer, Path],
     for _ in range(2):  # its hash is that of a good commit, which must not be quarantined with it
         step, value, rejected = restore(checkpointer, job)
         assert (step, value, len(rejected)) == (1, 1.0, 1)
-    assert open_generation(Store.open(str(job)), run="r", attempt=1).parent == str(earlier.relative_to(job))
+    assert open_generation(Store.open(str(job)), run="r", attempt=1).parent == str(
+        earlier.relative_to(job)
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -188,7 +229,9 @@ def test_a_chunk_hurt_on_the_way_only_is_fetched_again(
 ) -> None:
     fetched: list[str] = []
 
-    def hurt_first(store: Store, key: str, *rest: Any, **options: Any) -> Iterator[list[memoryview]]:
+    def hurt_first(
+        store: Store, key: str, *rest: Any, **options: Any
+    ) -> Iterator[list[memoryview]]:
         fetched.append(key)
         for block in read_blocks(store, key, *rest, **options):
             if fetched.count(key) == 1:
@@ -211,7 +254,9 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
 
     with monkeypatch.context() as patch:
         patch.setattr("ebbflow.training.checkpoint.reader.read_blocks", time_out)
-        with pytest.raises(CheckpointError, match=r"says nothing about the commit itself: .*timed out"):
+        with pytest.raises(
+            CheckpointError, match=r"says nothing about the commit itself: .*timed out"
+        ):
             restore(checkpointer, job)
     assert restore(checkpointer, job) == (2, 2.0, [])
 
@@ -219,7 +264,9 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
 def test_a_store_that_refuses_for_a_while_is_asked_again(
     damaged: tuple[Checkpointer, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that ended for it would take its generation along, and three of those would look like a crash loop."""
+    """A rank that ended for it would take its generation along, and three of those would look like
+    a crash loop.
+    """
     asked: list[str] = []
 
     def refuse(store: Store, key: str, **_: object) -> CommitReader:
@@ -232,7 +279,9 @@ def test_a_store_that_refuses_for_a_while_is_asked_again(
     assert restore(*damaged) == (2, 2.0, []) and len(asked) == 3
 
 
-def test_list_says_what_counts_and_why_not(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:
+def test_list_says_what_counts_and_why_not(
+    damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture
+) -> None:
     checkpointer, job = damaged
     flip(files(job, "data", step=2)[0], seed=1)
     restore(checkpointer, job)
@@ -320,7 +369,9 @@ def test_signed_commits_restore_and_no_object_holds_the_key(
     for meta in signed.list(""):
         assert not any(secret in signed.get(meta.key) for secret in secrets), meta.key
     monkeypatch.delenv(NAME_VARIABLE)
-    assert load(signed, [newest(signed)]) == (2, 2.0), "a reader that checks no signatures reads signed commits"
+    assert load(signed, [newest(signed)]) == (2, 2.0), (
+        "a reader that checks no signatures reads signed commits"
+    )
 
 
 def test_a_forged_commit_with_its_own_hash_is_refused_and_left_alone(
@@ -343,18 +394,35 @@ def test_a_forged_commit_with_its_own_hash_is_refused_and_left_alone(
 
 def index_of(save: CheckpointId, rank: int, key: str = "", sha256: str = "5" * 64) -> RankIndex:
     own = data_key(save.generation, save.step, rank)
-    data = DataObject(key=key or own, size=1, crc64nvme="0" * 16, chunk_bytes=1, chunks=("0" * 16,), sha256=(sha256,))
-    common = {"extra": {}, "optimizer": None, "parent": None} if rank == 0 else None
+    data = DataObject(
+        key=key or own,
+        size=1,
+        crc64nvme="0" * 16,
+        chunk_bytes=1,
+        chunks=("0" * 16,),
+        sha256=(sha256,),
+    )
+    if rank == 0:
+        common = {"extra": {}, "optimizer": None, "parent": None}
+    else:
+        common = None
     return RankIndex(save=save, rank=rank, data=data, items=(), common=common)
 
 
-def test_a_forged_index_is_not_signed_into_a_commit(signed: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forged_index_is_not_signed_into_a_commit(
+    signed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A writer of the store puts rank 1's index before rank 1 does: the index counts as missing."""
-    save = CheckpointId(job="job", generation=open_generation(signed, run="r", attempt=1).name, step=3, world_size=2)
-    before, (first, second) = len(signed.list("commits")), [index_key(save.generation, 3, rank) for rank in (0, 1)]
+    save = CheckpointId(
+        job="job", generation=open_generation(signed, run="r", attempt=1).name, step=3, world_size=2
+    )
+    before = len(signed.list("commits"))
+    (first, second) = [index_key(save.generation, 3, rank) for rank in (0, 1)]
     signed.put(first, signed_index_bytes(signed, first, index_of(save, 0)))
     other_step = signed.list("index")[0].key
-    moved = replace(index_of(save, 1, sha256="6" * 64), hmac=json.loads(signed.get(other_step))["hmac"])
+    moved = replace(
+        index_of(save, 1, sha256="6" * 64), hmac=json.loads(signed.get(other_step))["hmac"]
+    )
     with monkeypatch.context() as patch:
         use_key(patch, KEY + "!")
         other_key = signed_index_bytes(signed, second, index_of(save, 1, sha256="6" * 64))
@@ -385,13 +453,18 @@ def test_an_index_names_its_own_ranks_data_object(tmp_path: Path) -> None:
     save = CheckpointId(job="job", generation="000001-x", step=3, world_size=1)
     key = index_key(save.generation, 3, 0)
     job.put(key, signed_index_bytes(job, key, index_of(save, 0, key="data/elsewhere/00000.bin")))
-    with pytest.raises(CheckpointError, match="index of rank 0 names the data object 'data/elsewhere/"):
+    with pytest.raises(
+        CheckpointError, match="index of rank 0 names the data object 'data/elsewhere/"
+    ):
         CommitWatch(job, save).look()
     assert job.list("commits") == []
 
 
 def test_weights_forged_to_the_same_crc_are_refused(signed: Store) -> None:
-    """A CRC can be met on purpose; the signed SHA-256 cannot. Here the CRC is simply given the forger's value."""
+    """A CRC can be met on purpose; the signed SHA-256 cannot.
+
+    Here the CRC is simply given the forger's value.
+    """
     key = newest(signed)
     (data,) = read_manifest(signed, key).data
     raw = signed.get(data.key)
@@ -422,7 +495,9 @@ def test_a_signature_that_was_moved_is_refused(signed: Store, tmp_path: Path, to
         assert steps_that_count(signed) == [1]
 
 
-@pytest.mark.parametrize("damage", [b"", b"[" * 2000, b'{"data":[1],"hmac":"x"}', b'{"data":null,"hmac":7}', b"\xff"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"[" * 2000, b'{"data":[1],"hmac":"x"}', b'{"data":null,"hmac":7}', b"\xff"]
+)
 def test_whatever_is_in_place_of_a_signature_is_refused(signed: Store, damage: bytes) -> None:
     signed.put(signature_key(CommitRef.from_key(newest(signed)).sha256), damage)
     assert steps_that_count(signed) == [1]
@@ -433,7 +508,9 @@ def test_another_key_is_refused_and_a_missing_one_is_an_error_of_the_configurati
 ) -> None:
     use_key(monkeypatch, KEY + "!")
     assert steps_that_count(signed) == []
-    with pytest.raises(NothingToRestore, match="signature is wrong: it was made with another key") as refused:
+    with pytest.raises(
+        NothingToRestore, match="signature is wrong: it was made with another key"
+    ) as refused:
         open_generation(signed, run="r", attempt=1)
     assert refused.value.outcome.exit_code == 9 and KEY not in str(refused.value)
     assert signed.list("quarantine") == [] and len(signed.list("commits")) == 2
@@ -459,7 +536,9 @@ def test_commits_from_before_signing_are_refused_until_they_are_signed(
     assert checkpoints(line.split()[2:]) == 0
     use_key(monkeypatch)
     assert steps_that_count(job) == [2, 1] and load(job, [newest(job)]) == (2, 2.0)
-    assert all(len(one.sha256) == 1 for one in read_manifest(job, newest(job)).data), "they come with the signature"
+    assert all(len(one.sha256) == 1 for one in read_manifest(job, newest(job)).data), (
+        "they come with the signature"
+    )
 
 
 def test_pruning_removes_the_signature(signed: Store) -> None:
@@ -480,19 +559,32 @@ def test_preflight_finds_a_missing_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.status == "passed" and KEY not in found.detail
     pasted = RunConfig(checkpoint=CheckpointConfig(signing_key_env="c0ffee" * 10))
     (violation,) = violations(pasted)
-    assert "must be the name" in violation.message and "c0ffee" not in violation.message + (violation.hint or "")
+    assert "must be the name" in violation.message and "c0ffee" not in violation.message + (
+        violation.hint or ""
+    )
 
 
 def test_a_missing_key_ends_agents_and_ranks_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_key(monkeypatch, None)
-    sections = {"survival": {"standby": False}, "checkpoint": {"signing_key_env": "EBBFLOW_TEST_KEY"}}
+    sections = {
+        "survival": {"standby": False},
+        "checkpoint": {"signing_key_env": "EBBFLOW_TEST_KEY"},
+    }
     spec = replace(endless_gang(tmp_path, **sections), nodes=1)
     with pytest.raises(GangError, match="EBBFLOW_TEST_KEY") as error:
         LocalGang(spec, tmp_path / "gang", tmp_path / "output.log").wait(60)
     assert (error.value.outcome, error.value.curable) == (Outcome.CONFIG, False)
-    own = {"job": "job", "run": "r", "attempt": 0, "node": 0, "generation": 1, "generation_id": "g", "candidates": []}
+    own = {
+        "job": "job",
+        "run": "r",
+        "attempt": 0,
+        "node": 0,
+        "generation": 1,
+        "generation_id": "g",
+        "candidates": [],
+    }
     rank = WorkerSpec(**own, config=spec.config, store_uri=spec.store_uri, prepared={})
     monkeypatch.setattr(worker, "connect", lambda **_: pytest.fail("the rank joined a gang"))
     with pytest.raises(NoSigningKey, match="EBBFLOW_TEST_KEY"):
@@ -502,8 +594,16 @@ def test_a_missing_key_ends_agents_and_ranks_before_anything_is_computed(
 @pytest.mark.parametrize(
     ("kinds", "outcome", "named"),
     [
-        (["sound", "refused"], "error", "rank 1 on h1 refuses what the others accept: another key there?"),
-        (["refused", "mismatch", "refused"], "error", "rank 0 on h0, rank 2 on h2 refuse what the others accept"),
+        (
+            ["sound", "refused"],
+            "error",
+            "rank 1 on h1 refuses what the others accept: another key there?",
+        ),
+        (
+            ["refused", "mismatch", "refused"],
+            "error",
+            "rank 0 on h0, rank 2 on h2 refuse what the others accept",
+        ),
         (["refused", "refused"], "refused", "rank 0: not signed"),
         (["refused", "corrupt"], "refused", "rank 0: not signed"),
         (["sound", "refused", "away"], "away", "rank 2: not signed"),
@@ -512,10 +612,19 @@ def test_a_missing_key_ends_agents_and_ranks_before_anything_is_computed(
 def test_a_signature_that_only_some_ranks_refuse_is_an_error_that_names_them(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], outcome: str, named: str
 ) -> None:
-    rows = [{"kind": kind, "reason": "not signed", "host": f"h{rank}"} for rank, kind in enumerate(kinds)]
+    rows = [
+        {"kind": kind, "reason": "not signed", "host": f"h{rank}"}
+        for rank, kind in enumerate(kinds)
+    ]
     monkeypatch.setattr(restoring, "_gather", lambda row, world_size: rows)
     own = restoring._Reader(
-        0, len(kinds), 0, lambda *_: pytest.fail("read again"), lambda *_: None, lambda: None, lambda stage: None
+        0,
+        len(kinds),
+        0,
+        lambda *_: pytest.fail("read again"),
+        lambda *_: None,
+        lambda: None,
+        lambda stage: None,
     )
     verdict = restoring._agree_on_verdict(restoring._Verdict(kind=kinds[0]), "commits/x", own)
     assert verdict.kind == outcome and verdict.reason.startswith(named)

@@ -1,4 +1,6 @@
-"""Whole jobs around a damaged, an exported and an imported commit: what is lost is said, and training goes on."""
+"""Whole jobs around a damaged, an exported and an imported commit: what is lost is said, and
+training goes on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
         "training": {"batch_size": 8, "max_steps": 20, "evaluation_interval_steps": 5},
         "checkpoint": {"interval_steps": 5, "keep_last": 2, "keep_best": 1},
-        "data": {"suffixes": [".txt"], "held_out_fraction": 0.3, "held_out_samples": 4, "path": str(folder / "texts")},
+        "data": {
+            "suffixes": [".txt"],
+            "held_out_fraction": 0.3,
+            "held_out_samples": 4,
+            "path": str(folder / "texts"),
+        },
         "store": str(folder / "store"),
     }
     path = folder / "config.yaml"
@@ -46,13 +53,21 @@ def of(store: Store, name: str) -> list[Event]:
     return [event for event in read_events(store) if event.name == name]
 
 
-def test_jobs_lose_what_is_damaged_and_go_on_from_what_is_imported(config: Path, tmp_path: Path) -> None:
+def test_jobs_lose_what_is_damaged_and_go_on_from_what_is_imported(
+    config: Path, tmp_path: Path
+) -> None:
     _, job = train(config, "first", 20)
     refs = reachable_commits(job)
     assert [ref.step for ref in refs][:2] == [20, 15]
-    scores = {ref.step: read_manifest(job, ref.key).common["extra"].get("metrics", {}) for ref in refs}
-    measured = {event.step: event.data["metrics"]["held_out_loss"] for event in of(job, "evaluation")}
-    assert scores[15] == {**scores[15], "step": 15, "held_out_loss": measured[15]}, "measured before it was saved"
+    scores = {
+        ref.step: read_manifest(job, ref.key).common["extra"].get("metrics", {}) for ref in refs
+    }
+    measured = {
+        event.step: event.data["metrics"]["held_out_loss"] for event in of(job, "evaluation")
+    }
+    assert scores[15] == {**scores[15], "step": 15, "held_out_loss": measured[15]}, (
+        "measured before it was saved"
+    )
 
     data = next(path for path in Path(job.uri, "data").rglob("*.bin") if f"{20:012d}" in path.parts)
     data.write_bytes(data.read_bytes()[:-1] + b"\xff")
@@ -74,4 +89,6 @@ def test_jobs_lose_what_is_damaged_and_go_on_from_what_is_imported(config: Path,
     assert [event.step for event in of(second, "restore")] == [0]
     losses = {event.step: event.data["loss"] for event in of(second, "step")}
     fresh = {event.step: event.data["loss"] for event in of(job, "step") if event.generation == 1}
-    assert set(losses) == set(range(1, 21)) and losses[1] < fresh[1], "it starts from trained weights"
+    assert set(losses) == set(range(1, 21)) and losses[1] < fresh[1], (
+        "it starts from trained weights"
+    )

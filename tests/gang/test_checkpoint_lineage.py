@@ -55,14 +55,21 @@ def steps(job: Store) -> list[tuple[int, int]]:
 
 
 def test_a_zombies_late_commit_is_never_restored(job: Store, capfd: pytest.CaptureFixture) -> None:
-    """Rank 1 of the first gang freezes before its save of step 30 and thaws when the second gang is at step 20."""
+    """Rank 1 of the first gang freezes before its save of step 30 and thaws when the second gang is
+    at step 20.
+    """
     gang = {"generation": open_generation(job, run="r", attempt=0), "world_size": 2}
-    with Checkpointer(job.uri, rank=0, **gang) as zombie, Checkpointer(job.uri, rank=1, **gang) as frozen:
+    with (
+        Checkpointer(job.uri, rank=0, **gang) as zombie,
+        Checkpointer(job.uri, rank=1, **gang) as frozen,
+    ):
         for rank in (zombie, frozen):
             rank.save(10, model_of(10), None, {})
         zombie.wait()
         zombie.save(30, model_of(30), None, {})
-        with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=1)) as checkpointer:
+        with Checkpointer(
+            job.uri, generation=open_generation(job, run="r", attempt=1)
+        ) as checkpointer:
             checkpointer.save(20, model_of(20), None, {})
             checkpointer.wait()
             frozen.save(30, model_of(30), None, {})
@@ -73,7 +80,9 @@ def test_a_zombies_late_commit_is_never_restored(job: Store, capfd: pytest.Captu
             checkpointer.restore([ref.key for ref in reachable_commits(job)], model, None)
             assert model.weight[0, 0].item() == 20
         deadline = time.monotonic() + 10
-        with pytest.raises(GenerationSuperseded, match="generation 2 was opened while generation 1 was running"):
+        with pytest.raises(
+            GenerationSuperseded, match="generation 2 was opened while generation 1 was running"
+        ):
             while time.monotonic() < deadline:
                 zombie.wait()
     assert "would never be restored" in capfd.readouterr().err
@@ -90,7 +99,9 @@ def test_steps_abandoned_by_a_rewind_do_not_count_though_they_are_higher(job: St
     rewound = open_generation(job, run="r", attempt=2, parent=commits[10])
     assert steps(job) == [(1, 10)]
     with Checkpointer(job.uri, generation=rewound) as checkpointer:
-        with pytest.raises(CheckpointError, match="to rewind, open the generation with that commit as its parent"):
+        with pytest.raises(
+            CheckpointError, match="to rewind, open the generation with that commit as its parent"
+        ):
             checkpointer.restore([commits[20]], model_of(0), None)
         assert checkpointer.restore([commits[10]], model_of(0), None).step == 10
         checkpointer.save(15, model_of(15), None, {})
@@ -107,7 +118,8 @@ def test_a_generation_that_started_afresh_inherits_nothing(job: Store) -> None:
 
 def test_a_parent_is_a_commit_that_reads_well(job: Store, capfd: pytest.CaptureFixture) -> None:
     generation = open_generation(job, run="r", attempt=0)
-    older, newer = put_commit(job, generation, 10), put_commit(job, generation, 20)
+    older = put_commit(job, generation, 10)
+    newer = put_commit(job, generation, 20)
     job.put(newer, job.get(newer)[:-1])
     assert open_generation(job, run="r", attempt=1).parent == older
     assert f"passed over as a parent: {newer}" in capfd.readouterr().err
@@ -117,7 +129,9 @@ def test_a_parent_is_a_commit_that_reads_well(job: Store, capfd: pytest.CaptureF
 def test_a_parent_that_is_hurt_on_the_way_is_read_again(
     job: Store, monkeypatch: pytest.MonkeyPatch, hurt: int, found: bool, readings: int
 ) -> None:
-    """Each reading of a commit's manifest is hurt elsewhere; alike twice, it would lie there like that."""
+    """Each reading of a commit's manifest is hurt elsewhere; alike twice, it would lie there like
+    that.
+    """
     key = put_commit(job, open_generation(job, run="r", attempt=0), 10)
     read: list[int] = []
     get = Store.get
@@ -127,7 +141,9 @@ def test_a_parent_that_is_hurt_on_the_way_is_read_again(
         if name != key:
             return data
         read.append(len(read))
-        return data if len(read) > hurt else data[: read[-1]] + b"?" + data[read[-1] + 1 :]
+        if len(read) > hurt:
+            return data
+        return data[: read[-1]] + b"?" + data[read[-1] + 1 :]
 
     monkeypatch.setattr(Store, "get", unlucky)
     if found:
@@ -139,10 +155,13 @@ def test_a_parent_that_is_hurt_on_the_way_is_read_again(
     assert len(read) == readings
 
 
-def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candidate(tmp_path: Path) -> None:
+def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candidate(
+    tmp_path: Path,
+) -> None:
     job = Store.open(str(tmp_path)).sub(job_prefix("test"))
     first = open_generation(job, run="r", attempt=0)
-    older, newer = put_commit(job, first, 10), put_commit(job, first, 20)
+    older = put_commit(job, first, 10)
+    newer = put_commit(job, first, 20)
     job.put(newer, job.get(newer)[:-1])
     second = open_generation(job, run="r", attempt=1)
     assert second.parent == older
@@ -158,14 +177,18 @@ def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candida
         store_uri=str(tmp_path),
         prepared={},
     )
-    with open_saver(spec, Gang(), Reporter(Clock(ignore := lambda *_, **__: None), ignore)) as saver:
+    with open_saver(
+        spec, Gang(), Reporter(Clock(ignore := lambda *_, **__: None), ignore)
+    ) as saver:
         saver.save(15, model_of(1), None, {})
         commit = saver.wait()
     assert Manifest.from_bytes(job.get(commit.key), commit.key).common["parent"] == older
 
 
 def test_a_gang_that_fell_back_leaves_the_steps_of_its_parent_behind(job: Store) -> None:
-    """Step 20 is rotten, and step 15 shows up when the gang has gone on from step 10: late, as from a zombie."""
+    """Step 20 is rotten, and step 15 shows up when the gang has gone on from step 10: late, as from
+    a zombie.
+    """
     with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as first:
         commits = {}
         for step in (10, 15, 20):
@@ -208,7 +231,10 @@ def test_two_launchers_are_noticed_and_both_records_named(job: Store) -> None:
     put_commit(job, generation, 10)
     record = job.get(f"generations/{generation.name}.json")
     job.put("generations/000001-deadbeef.json", record)
-    with pytest.raises(TwoLaunchers, match=rf"000001-deadbeef.*{generation.name}|{generation.name}.*000001-deadbeef"):
+    with pytest.raises(
+        TwoLaunchers,
+        match=rf"000001-deadbeef.*{generation.name}|{generation.name}.*000001-deadbeef",
+    ):
         reachable_commits(job)
     job.delete("generations/000001-deadbeef.json")
     job.put(f"generations/{generation.name}.json", record.replace(b'"attempt":0', b'"attempt":1'))
@@ -227,7 +253,9 @@ def test_at_most_one_of_racing_launchers_goes_on(tmp_path: Path) -> None:
                 return None
 
         with ThreadPoolExecutor(4) as pool:
-            opened = [generation for generation in pool.map(launch, range(4)) if generation is not None]
+            opened = [
+                generation for generation in pool.map(launch, range(4)) if generation is not None
+            ]
         numbers = [generation.number for generation in opened]
         assert len(numbers) == len(set(numbers)), "one number was given out twice"
         assert sorted(meta.key for meta in Store.open(uri).list("generations")) == sorted(
@@ -245,20 +273,37 @@ def put_commit(job: Store, generation: Generation, step: int) -> str:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=6)
+)
 def test_what_counts_is_exactly_the_history_of_the_newest_generation(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int, bool]]
 ) -> None:
-    """Against a model: each start inherits its parent's history up to the parent; zombies add nothing to it."""
+    """Against a model: each start inherits its parent's history up to the parent; zombies add
+    nothing to it.
+    """
     job = Store.open(str(tmp_path_factory.mktemp("lineage")))
-    past: list[tuple[int, int, str]] = []  # (generation, step, key) of the living lineage, oldest first
+    past: list[
+        tuple[int, int, str]
+    ] = []  # (generation, step, key) of the living lineage, oldest first
     previous: Generation | None = None
     for rewind, commits, zombie in history:
-        past = past[: max(1, len(past) - rewind)] if past else []
-        parent = past[-1][2] if past and rewind else None
+        if past:
+            past = past[: max(1, len(past) - rewind)]
+        else:
+            past = []
+        if past and rewind:
+            parent = past[-1][2]
+        else:
+            parent = None
         generation = open_generation(job, run="r", attempt=0, parent=parent)
-        start = past[-1][1] if past else 0
-        assert (generation.parent, generation.parent_step) == ((past[-1][2], start) if past else (None, 0))
+        if past:
+            start = past[-1][1]
+        else:
+            start = 0
+        assert (generation.parent, generation.parent_step) == (
+            (past[-1][2], start) if past else (None, 0)
+        )
         if zombie and previous is not None:
             put_commit(job, previous, 1000)
         for number in range(commits):

@@ -1,4 +1,6 @@
-"""Nothing that was changed after it was stored is loaded unnoticed; torch's DCP, asked the same, does load it."""
+"""Nothing that was changed after it was stored is loaded unnoticed; torch's DCP, asked the same,
+does load it.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,51 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mutations") / "made"
 
 
-def test_every_single_change_is_found(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_every_single_change_is_found(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     figures = tmp_path / "figures.json"
-    words = ["--count", "28", "--seed", "7", "--processes", "1", "--folder", str(made), "--json", str(figures)]
+    words = [
+        "--count",
+        "28",
+        "--seed",
+        "7",
+        "--processes",
+        "1",
+        "--folder",
+        str(made),
+        "--json",
+        str(figures),
+    ]
     assert bench(["mutations", *words]) == 0
     contestants = json.loads(figures.read_text())["contestants"]
-    ours, dcp = contestants["commits"]["by_kind"], contestants["dcp"]["by_kind"]
+    ours = contestants["commits"]["by_kind"]
+    dcp = contestants["dcp"]["by_kind"]
     assert len(ours) == 28 and all(row["changes"] == row["named"] == 1 for row in ours.values())
     # What decides the weights is not loaded, and the start says so, without a verifying read.
-    for kind in ("bit flipped in data", "bit flipped in manifest", "truncated data", "data of another step"):
+    for kind in (
+        "bit flipped in data",
+        "bit flipped in manifest",
+        "truncated data",
+        "data of another step",
+    ):
         assert ours[kind]["fell back"] == 1
-    assert ours["missing record"]["refused"] == 1, "a start from nothing, though there are commits, is no way out"
-    assert dcp["data of another step"]["wrong"] == dcp["data of another step"]["changes"], "the rival is really asked"
+    assert ours["missing record"]["refused"] == 1, (
+        "a start from nothing, though there are commits, is no way out"
+    )
+    assert dcp["data of another step"]["wrong"] == dcp["data of another step"]["changes"], (
+        "the rival is really asked"
+    )
     assert "wrong" in capsys.readouterr().out
 
 
 def test_one_change_can_be_repeated_alone(made: Path, capsys: pytest.CaptureFixture) -> None:
     said = []
     for _ in range(2):
-        assert bench(["mutations", "--only", "10", "--folder", str(made), "--contestants", "commits"]) == 0
+        assert (
+            bench(["mutations", "--only", "10", "--folder", str(made), "--contestants", "commits"])
+            == 0
+        )
         said.append([line for line in capsys.readouterr().out.splitlines() if "ERROR" not in line])
     assert said[0] == said[1]
     assert said[0][0].startswith("commits, seed 0, number 10: bit flipped in manifest: commits/")
@@ -55,7 +83,9 @@ def test_one_change_can_be_repeated_alone(made: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_reader_that_dies_is_counted_and_replaced(tmp_path: Path) -> None:
-    """With its memory limited, one that asks for 8 GiB gets an error, which is not the end of who counts."""
+    """With its memory limited, one that asks for 8 GiB gets an error, which is not the end of who
+    counts.
+    """
     store("dcp", tmp_path / "dcp")
     metadata = tmp_path / "dcp" / "step-2" / ".metadata"
     sound = metadata.read_bytes()

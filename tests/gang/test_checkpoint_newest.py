@@ -1,4 +1,6 @@
-"""The newest commit is found without reading the whole history, and it is the one that the whole history says."""
+"""The newest commit is found without reading the whole history, and it is the one that the whole
+history says.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,34 @@ from obstore.store import MemoryStore
 
 from ebbflow.infra.layout import commit_key, generation_key, quarantine_key, tombstone_key
 from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.training.checkpoint import newest_commits, open_generation, reachable_commits, trace_lineage
+from ebbflow.training.checkpoint import (
+    newest_commits,
+    open_generation,
+    reachable_commits,
+    trace_lineage,
+)
 from ebbflow.training.checkpoint.lineage import newest_generation_number
 from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 from ebbflow.training.errors import CheckpointError, DamagedLineage, TwoLaunchers
 
-COMMITS, GENERATIONS = 5000, 3000
+COMMITS = 5000
+GENERATIONS = 3000
 
 
 class CountingStore(Store):
-    """In memory. pages: how many of each folder were read; longest: the most of one listing; gets: objects read."""
+    """In memory. pages: how many of each folder were read; longest: the most of one listing; gets:
+    objects read.
+    """
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(), "memory://test", None)
         self.forget()
 
     def forget(self) -> None:
-        self.listed, self.longest, self.gets = Counter[str](), 0, 0
+        self.listed = Counter[str]()
+        self.longest = 0
+        self.gets = 0
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         for number, page in enumerate(super().pages(prefix, after=after), start=1):
@@ -44,7 +56,12 @@ class CountingStore(Store):
 
 def put_generation(job: Store, number: int, parent: str | None, parent_step: int) -> None:
     generation_id = f"{number:08x}"
-    about = {"generation": number, "id": generation_id, "parent": parent, "parent_step": parent_step}
+    about = {
+        "generation": number,
+        "id": generation_id,
+        "parent": parent,
+        "parent_step": parent_step,
+    }
     job.put(generation_key(number, generation_id), seal({"version": VERSION, **about}))
 
 
@@ -70,7 +87,9 @@ def history() -> tuple[CountingStore, list[str]]:
     return job, commits
 
 
-def test_the_newest_commit_takes_one_page_of_each_listing(history: tuple[CountingStore, list[str]]) -> None:
+def test_the_newest_commit_takes_one_page_of_each_listing(
+    history: tuple[CountingStore, list[str]],
+) -> None:
     job, commits = history
     job.forget()
     assert next(newest_commits(job)).key == commits[-1]
@@ -79,15 +98,21 @@ def test_the_newest_commit_takes_one_page_of_each_listing(history: tuple[Countin
     job.forget()
     assert [ref.key for ref in reachable_commits(job, limit=16)] == commits[:-17:-1]
     assert job.listed["commits"] == job.listed["generations"] == job.longest == 1
-    assert trace_lineage(job)[0].ref.key == commits[-1] and job.longest > 1, "the whole of it has many pages"
+    assert trace_lineage(job)[0].ref.key == commits[-1] and job.longest > 1, (
+        "the whole of it has many pages"
+    )
 
 
-def test_starts_rewinds_and_zombies_read_one_page_at_a_time(history: tuple[CountingStore, list[str]]) -> None:
+def test_starts_rewinds_and_zombies_read_one_page_at_a_time(
+    history: tuple[CountingStore, list[str]],
+) -> None:
     job, commits = history
     zombie = put_commit(job, f"{7:06d}-{7:08x}", 10**9)
     job.forget()
     assert next(newest_commits(job)).key == commits[-1]
-    assert (job.longest, job.gets) == (1, 1), "a step above the limit needs no walk back to generation 7"
+    assert (job.longest, job.gets) == (1, 1), (
+        "a step above the limit needs no walk back to generation 7"
+    )
     opened = open_generation(job, run="r", attempt=0)
     assert (opened.number, opened.parent) == (GENERATIONS + 1, commits[-1])
     assert job.longest == 1
@@ -99,7 +124,9 @@ def test_starts_rewinds_and_zombies_read_one_page_at_a_time(history: tuple[Count
         job.delete(key)
 
 
-def test_what_is_wrong_with_the_newest_generations_is_noticed(history: tuple[CountingStore, list[str]]) -> None:
+def test_what_is_wrong_with_the_newest_generations_is_noticed(
+    history: tuple[CountingStore, list[str]],
+) -> None:
     job, commits = history
     twin = generation_key(GENERATIONS, "deadbeef")
     job.put(twin, b"")
@@ -122,8 +149,13 @@ def test_records_below_the_number_that_was_asked_about_are_found_too() -> None:
     put_commit(job, "000001-00000001", 10)
     assert newest_generation_number(job, near=900) == 1
     put_commit(job, "000900-00000900", 20)
-    for look in (reachable_commits, trace_lineage):  # to go on without the record would be to start anew, silently
-        with pytest.raises(DamagedLineage, match="commits of generation 900, its record is missing"):
+    for look in (
+        reachable_commits,
+        trace_lineage,
+    ):  # to go on without the record would be to start anew, silently
+        with pytest.raises(
+            DamagedLineage, match="commits of generation 900, its record is missing"
+        ):
             look(job)
 
 
@@ -138,14 +170,20 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, min_size=1, max_size=25), st.randoms(use_true_random=False))
-def test_the_search_says_what_the_whole_history_says(events: list[tuple[str, int]], chance: object) -> None:
+def test_the_search_says_what_the_whole_history_says(
+    events: list[tuple[str, int]], chance: object
+) -> None:
     job = CountingStore()
     opened = [open_generation(job, run="r", attempt=0)]
-    step, keys = 0, []
+    step = 0
+    keys = []
     for kind, amount in events:
         if kind == "start":
             counting = reachable_commits(job)
-            back = counting[min(amount, len(counting) - 1)] if counting and amount else None
+            if counting and amount:
+                back = counting[min(amount, len(counting) - 1)]
+            else:
+                back = None
             try:
                 opened.append(open_generation(job, run="r", attempt=0, parent=back and back.key))
             except CheckpointError:  # what it would start from is being deleted

@@ -1,4 +1,6 @@
-"""Two who work on the same commits at once, one of them cut short or much slower: what must stay, stays."""
+"""Two who work on the same commits at once, one of them cut short or much slower: what must stay,
+stays.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def job(tmp_path: Path) -> Store:
 
 
 def commit(job: Store, generation: Generation, *steps: int, keep_last: int = 99) -> list[str]:
-    with Checkpointer(job.uri, generation=generation, retention=RetentionPolicy(keep_last=keep_last)) as saver:
+    with Checkpointer(
+        job.uri, generation=generation, retention=RetentionPolicy(keep_last=keep_last)
+    ) as saver:
         keys = []
         for step in steps:
             saver.save(step, nn.Linear(2, 2), None, {})
@@ -59,7 +63,9 @@ def test_a_start_that_is_overtaken_by_retention_does_not_begin_from_nothing(
         """The gang before goes on between the choice of the parent and its record."""
         if key.startswith("generations/"):
             commit(job, first, 30, 40, keep_last=1)
-            Retention(RetentionPolicy(keep_last=1)).run(job, _save(first, 40))  # and the tombstones fall
+            Retention(RetentionPolicy(keep_last=1)).run(
+                job, _save(first, 40)
+            )  # and the tombstones fall
         put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", overtaken)
@@ -72,7 +78,10 @@ def test_a_start_that_is_overtaken_by_retention_does_not_begin_from_nothing(
 def test_a_generation_with_a_parent_never_begins_from_nothing(job: Store) -> None:
     commit(job, open_generation(job, run="r", attempt=0), 10)
     second = open_generation(job, run="r", attempt=1)
-    with Checkpointer(job.uri, generation=second) as saver, pytest.raises(CheckpointError, match="not among"):
+    with (
+        Checkpointer(job.uri, generation=second) as saver,
+        pytest.raises(CheckpointError, match="not among"),
+    ):
         saver.restore([], nn.Linear(2, 2), None)
 
 
@@ -86,7 +95,9 @@ def test_a_pin_outlives_a_deletion_that_was_cut_short_before_it_looked(
     def killed(*_: object, **__: object) -> int:
         raise Killed
 
-    monkeypatch.setattr(retention, "newest_generation_number", killed)  # the first thing behind the tombstone
+    monkeypatch.setattr(
+        retention, "newest_generation_number", killed
+    )  # the first thing behind the tombstone
     with pytest.raises(Killed):
         retention.delete_commit(job, ref, generation.name, newest=1)
     monkeypatch.undo()
@@ -98,7 +109,8 @@ def test_a_pin_outlives_a_deletion_that_was_cut_short_before_it_looked(
 def test_retention_gives_way_to_the_next_save_and_gets_on_all_the_same(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     commit(job, generation, 1, 2, 3, 4, 5)
-    keeper, left = Retention(RetentionPolicy(keep_last=1)), []
+    keeper = Retention(RetentionPolicy(keep_last=1))
+    left = []
     for _ in range(5):
         keeper.run(job, _save(generation, 5), lambda: True)
         left.append(steps(job))

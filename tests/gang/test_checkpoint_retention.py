@@ -15,9 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.infra.errors import StoreFull
-from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key, secret_key, signature_key
+from ebbflow.infra.layout import (
+    commit_key,
+    data_key,
+    generation_key,
+    index_key,
+    secret_key,
+    signature_key,
+)
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
+from ebbflow.training.checkpoint import (
+    Generation,
+    RetentionPolicy,
+    open_generation,
+    reachable_commits,
+    trace_lineage,
+)
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Manifest
@@ -34,14 +47,21 @@ def job(tmp_path: Path) -> Store:
     return Store.open(str(tmp_path / "jobs" / "test"))
 
 
-def put_commit(job: Store, generation: Generation, step: int, *, loss: float | None = None, size: int = 100) -> str:
+def put_commit(
+    job: Store, generation: Generation, step: int, *, loss: float | None = None, size: int = 100
+) -> str:
     save = CheckpointId(job="test", generation=generation.name, step=step, world_size=1)
     key = data_key(save.generation, step, 0)
     job.put(key, bytes(size))
     job.put(index_key(save.generation, step, 0), b"{}")
     data = DataObject(key=key, size=size, crc64nvme="0" * 16, chunk_bytes=2**24, chunks=("0" * 16,))
-    extra = {} if loss is None else {"metrics": {"held_out_loss": loss, "step": step}}
-    manifest = Manifest(save=save, data=(data,), indexes=("0",), tensors={}, common={"extra": extra})
+    if loss is None:
+        extra = {}
+    else:
+        extra = {"metrics": {"held_out_loss": loss, "step": step}}
+    manifest = Manifest(
+        save=save, data=(data,), indexes=("0",), tensors={}, common={"extra": extra}
+    )
     raw = manifest.to_bytes()
     job.put(commit := commit_key(step, generation.number, sha256_text(raw)), raw)
     return commit
@@ -67,15 +87,24 @@ def test_last_every_best_and_pinned_are_kept_and_nothing_else(job: Store) -> Non
     generation = open_generation(job, run="r", attempt=0)
     losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: float("nan"), 50: 2.0, 60: 3.0, 70: 9.0, 80: 8.0}
     keys = {
-        step: put_commit(job, generation, step, loss=None if loss != loss else loss) for step, loss in losses.items()
+        step: put_commit(job, generation, step, loss=None if loss != loss else loss)
+        for step, loss in losses.items()
     }
     assert checkpoints(["pin", job.uri, "10"]) == 0
     policy = {"keep_last": 2, "keep_every_steps": 25, "keep_best": 2}
     assert run(job, generation, **policy) == [40, 60]
-    # last: 70, 80. every 25 steps, the first at or after: 30, 50, 80 (of 75). best: 20 (1.0), 50 (2.0). pinned: 10.
+    # last: 70, 80. every 25 steps, the first at or after: 30, 50, 80 (of 75). best: 20 (1.0), 50
+    # (2.0). pinned: 10.
     assert steps(job) == [10, 20, 30, 50, 70, 80]
     assert run(job, generation, **policy) == [], "a choice once made stands"
-    assert {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")} == {"10", "20", "30", "50", "70", "80"}
+    assert {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")} == {
+        "10",
+        "20",
+        "30",
+        "50",
+        "70",
+        "80",
+    }
     assert job.list("tombstones") == []
     assert checkpoints(["unpin", job.uri, keys[10]]) == 0
     assert run(job, generation, **policy) == [10]
@@ -98,7 +127,11 @@ def test_the_cap_takes_the_least_valued_first_and_never_the_newest_or_pinned(job
         put_commit(job, generation, step, loss=float(step))
     assert checkpoints(["pin", job.uri, "2"]) == 0
     rules = {"keep_last": 3, "keep_every_steps": 4, "keep_best": 1}
-    assert run(job, generation, **rules, max_total_bytes=500) == [3, 4, 5]  # 4 by steps; 8 is among the last too
+    assert run(job, generation, **rules, max_total_bytes=500) == [
+        3,
+        4,
+        5,
+    ]  # 4 by steps; 8 is among the last too
     assert run(job, generation, **rules, max_total_bytes=400) == [1]  # the best
     assert run(job, generation, **rules, max_total_bytes=200) == [6, 7]
     assert run(job, generation, **rules, max_total_bytes=1) == []
@@ -113,13 +146,24 @@ KEPT = st.lists(
 )
 
 
-@given(KEPT, st.integers(1, 5), st.none() | st.integers(1, 60), st.integers(0, 4), st.none() | st.integers(0, 400))
+@given(
+    KEPT,
+    st.integers(1, 5),
+    st.none() | st.integers(1, 60),
+    st.integers(0, 4),
+    st.none() | st.integers(0, 400),
+)
 def test_whatever_the_policy_the_newest_and_the_pinned_stay(
     rows: list, last: int, every: int | None, best: int, cap: int | None
 ) -> None:
     rows = sorted(rows, reverse=True)
-    commits = [WholeCommit(sha256=str(s), step=s, size=size, metric=m, pinned=pin) for s, size, m, pin in rows]
-    policy = RetentionPolicy(keep_last=last, keep_every_steps=every, keep_best=best, max_total_bytes=cap)
+    commits = [
+        WholeCommit(sha256=str(s), step=s, size=size, metric=m, pinned=pin)
+        for s, size, m, pin in rows
+    ]
+    policy = RetentionPolicy(
+        keep_last=last, keep_every_steps=every, keep_best=best, max_total_bytes=cap
+    )
     kept = choose_commits(commits, policy)
     bound = {commit.sha256 for commit in commits if commit.pinned} | {commits[0].sha256}
     assert bound <= set(kept)
@@ -130,7 +174,9 @@ def test_whatever_the_policy_the_newest_and_the_pinned_stay(
         assert total <= cap or set(kept) == bound
     survivors = [commit for commit in commits if commit.sha256 in kept]
     if cap is None:
-        assert set(choose_commits(survivors, policy)) == set(kept), "what was kept once is kept again"
+        assert set(choose_commits(survivors, policy)) == set(kept), (
+            "what was kept once is kept again"
+        )
 
 
 def test_orphans_and_what_does_not_count_go_when_they_are_old(job: Store) -> None:
@@ -147,7 +193,12 @@ def test_orphans_and_what_does_not_count_go_when_they_are_old(job: Store) -> Non
     age(job, "index", 60.0, step=31)  # one young object: its save may be under way
     age(job, "commits", DAY / 2)
     assert run(job, generation, keep_last=5) == []
-    assert {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")} == {"10", "20", "40", "31"}
+    assert {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")} == {
+        "10",
+        "20",
+        "40",
+        "31",
+    }
     put_commit(job, generation, 50)
     age(job, "commits", 2 * DAY, step=10**12 - 1 - 40)
     assert run(job, generation, keep_last=5) == [40]
@@ -166,7 +217,10 @@ def test_signatures_and_secrets_that_nothing_needs_go_when_they_are_old(job: Sto
     for key in young:
         job.put(key, b"{}")
     assert checkpoints(["prune", job.uri]) == 0
-    assert {meta.key for prefix in ("signatures", "secrets") for meta in job.list(prefix)} == {needed, *young}
+    assert {meta.key for prefix in ("signatures", "secrets") for meta in job.list(prefix)} == {
+        needed,
+        *young,
+    }
 
 
 def test_a_deleted_record_of_the_running_generation_is_put_back_with_a_warning(
@@ -175,14 +229,17 @@ def test_a_deleted_record_of_the_running_generation_is_put_back_with_a_warning(
     generation = open_generation(job, run="r", attempt=0)
     save = CheckpointId(job="test", generation=generation.name, step=0, world_size=1)
     warnings: list[str] = []
-    retention, late = Retention(RetentionPolicy(keep_last=1), warnings.append), Retention(RetentionPolicy())
+    retention = Retention(RetentionPolicy(keep_last=1), warnings.append)
+    late = Retention(RetentionPolicy())
     put_commit(job, generation, 1)
     assert retention.run(job, save) == []
     key = generation_key(generation.number, generation.id)
     record = job.get(key)
     job.delete(key)
     put_commit(job, generation, 2)
-    assert retention.run(job, save) == late.run(job, save) == [] and not warnings, "a listing may lag"
+    assert retention.run(job, save) == late.run(job, save) == [] and not warnings, (
+        "a listing may lag"
+    )
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + 61)
     with pytest.raises(DamagedLineage, match="was deleted while the job is running"):
@@ -197,7 +254,9 @@ def test_a_deleted_record_of_the_running_generation_is_put_back_with_a_warning(
 def test_the_age_of_orphans_is_by_the_stores_own_clock(
     job: Store, monkeypatch: pytest.MonkeyPatch, writable: bool
 ) -> None:
-    """The last that was put is a save without a commit: where nothing more can be put, nobody knows how old it is."""
+    """The last that was put is a save without a commit: where nothing more can be put, nobody knows
+    how old it is.
+    """
     generation = open_generation(job, run="r", attempt=0)
     put_commit(job, generation, 10)
     for prefix in ("data", "index", "commits"):
@@ -213,7 +272,9 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
         put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", refuse)
-    monkeypatch.setattr(time, "time", lambda: 0.0)  # what this machine takes the time to be does not matter
+    monkeypatch.setattr(
+        time, "time", lambda: 0.0
+    )  # what this machine takes the time to be does not matter
     assert run(job, generation, keep_last=5, orphan_seconds=1.5 * DAY) == []
     left = {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")}
     assert left == ({"10"} if writable else {"10", "20"})
@@ -254,7 +315,9 @@ def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
     assert job.list("tombstones") == []
 
 
-def test_nobody_starts_from_a_commit_that_is_being_deleted(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_starts_from_a_commit_that_is_being_deleted(
+    job: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = open_generation(job, run="r", attempt=0)
     key = put_commit(job, first, 1)
     put = Store.put
@@ -287,12 +350,28 @@ def test_a_full_disk_is_answered_by_retention_and_then_by_a_clear_stop(tmp_path:
     """A real file system of 12 MB, where eight saves of 2 MB are to be kept."""
     probe = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False)
     if probe.returncode != 0:
-        pytest.skip("skipped, because this machine lets no user mount a file system in a namespace of its own")
-    folder, out = tmp_path / "disk", tmp_path / "out.json"
+        pytest.skip(
+            "skipped, because this machine lets no user mount a file system in a namespace of "
+            "its own"
+        )
+    folder = tmp_path / "disk"
+    out = tmp_path / "out.json"
     folder.mkdir()
-    script = [sys.executable, str(ROOT / "tests" / "support" / "full_disk.py"), str(folder), str(out)]
+    script = [
+        sys.executable,
+        str(ROOT / "tests" / "support" / "full_disk.py"),
+        str(folder),
+        str(out),
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["unshare", "-rm", *script], env=env, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        ["unshare", "-rm", *script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found["committed"] == list(range(1, 9)), "every save found room"

@@ -1,4 +1,6 @@
-"""An export needs memory for a window of tensors, not for all of them; what it writes is what it was."""
+"""An export needs memory for a window of tensors, not for all of them; what it writes is what it
+was.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Store:
     model.register_buffer("empty", torch.empty(0, 3))
     model.register_buffer("number", torch.tensor(3, dtype=torch.int64))
     model.register_buffer("sixteen", torch.randn(5, 7, generator=generator).to(torch.bfloat16))
-    with Checkpointer(store.uri, generation=open_generation(store, run="r", attempt=0)) as checkpointer:
+    with Checkpointer(
+        store.uri, generation=open_generation(store, run="r", attempt=0)
+    ) as checkpointer:
         checkpointer.save(1, model, None, {"cursor": 1})
         assert checkpointer.wait() is not None
     return store
@@ -51,11 +55,19 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def test_an_export_holds_a_part_of_it_at_a_time(job: Store, tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     command = [sys.executable, "-c", _PROGRAM, job.uri, str(target)]
-    done = subprocess.run(command, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     code, grown = map(int, done.stdout.splitlines()[-1].split())
     assert code == 0, done.stderr
     assert grown < 256 * _MIB, f"{grown / _MIB:.0f} MiB for an export of 512 MiB"
-    whole = dict(read_commit(job, reachable_commits(job)[0].key).stream(["model.large63", "model.sixteen"]))
+    whole = dict(
+        read_commit(job, reachable_commits(job)[0].key).stream(["model.large63", "model.sixteen"])
+    )
     found = read_file(target).weights
     assert set(found) == {*(f"large{n}" for n in range(64)), "empty", "number", "sixteen"}
     assert all(torch.equal(found[key], whole[f"model.{key}"]) for key in ("large63", "sixteen"))
@@ -63,7 +75,9 @@ def test_an_export_holds_a_part_of_it_at_a_time(job: Store, tmp_path: Path, name
     if target.suffix == ".pt":
         with zipfile.ZipFile(target) as archive:
             assert archive.testzip() is None, "the sums of the archive are right too"
-    if target.suffix == ".safetensors":  # the library's own writer makes the same header, but for the order of names
+    if (
+        target.suffix == ".safetensors"
+    ):  # the library's own writer makes the same header, but for the order of names
         save_file(load_file(target), tmp_path / "theirs.safetensors")
         theirs = load_file(tmp_path / "theirs.safetensors")
         assert all(torch.equal(theirs[key], tensor) for key, tensor in found.items())

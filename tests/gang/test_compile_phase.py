@@ -1,4 +1,6 @@
-"""What torch compiles is a phase of its own, in whichever step it happens: longer than any other, and no hang."""
+"""What torch compiles is a phase of its own, in whichever step it happens: longer than any other,
+and no hang.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,30 @@ from ebbflow.infra.events import LedgerClass
 from ebbflow.infra.store import Store
 from ebbflow.integrations.inductor import open_compile_cache
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.heartbeat import HangLimits, Heartbeat, HeartbeatReading, PhaseThresholds
+from ebbflow.training.launch.heartbeat import (
+    HangLimits,
+    Heartbeat,
+    HeartbeatReading,
+    PhaseThresholds,
+)
 from ebbflow.training.parallel import report_compilation
 from ebbflow.training.reporter import Clock, Reporter
 from tests.support.guard_jobs import Job
 
-DEADLINES = HangLimits(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)
+DEADLINES = HangLimits(
+    floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0
+)
 
 
 class Rank:
-    """A rank's reporter with its heartbeat, and an agent's limits that look at every beat. The clock stands still."""
+    """A rank's reporter with its heartbeat, and an agent's limits that look at every beat.
+
+    The clock stands still.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.now, self._phase = 100.0, "init"
+        self.now = 100.0
+        self._phase = "init"
         self.clock = Clock(lambda *_, **__: None, started=self.now, now=lambda: self.now)
         self.heartbeat = Heartbeat.create(folder / "heartbeat")
         self.limits = PhaseThresholds(DEADLINES)
@@ -39,7 +52,11 @@ class Rank:
         beat = self.heartbeat.read()
         self.limits.observe(beat, beat.t_mono)
         self.seen.append((step, phase, self.limits.hang_threshold(beat)))
-        self.now += 7.0 if self._phase == "compile" else 1.0  # has passed in the phase that ends
+        # has passed in the phase that ends
+        if self._phase == "compile":
+            self.now += 7.0
+        else:
+            self.now += 1.0
         self._phase = phase
 
 
@@ -66,7 +83,13 @@ def test_compilation_has_the_longest_limit_and_is_no_useful_time(rank: Rank) -> 
         return rank.clock.take()
 
     step(1, 4)
-    assert [phase for _, phase, _ in rank.seen] == ["data", "forward", "compile", "forward", "optimizer"]
+    assert [phase for _, phase, _ in rank.seen] == [
+        "data",
+        "forward",
+        "compile",
+        "forward",
+        "optimizer",
+    ]
     for number in range(2, 30):
         step(number, 4)
         assert [phase for _, phase, _ in rank.seen] == ["data", "forward", "optimizer"]
@@ -77,8 +100,15 @@ def test_compilation_has_the_longest_limit_and_is_no_useful_time(rank: Rank) -> 
         (30, "forward"),
     ]
     limits = {phase: limit for _, phase, limit in rank.seen}
-    assert limits["compile"] == DEADLINES.longest_seconds > limits["forward"] == DEADLINES.floor_seconds
-    assert seconds[LedgerClass.STARTUP] == 7.0 and seconds[LedgerClass.USEFUL_STEP] == pytest.approx(3.0)
+    assert (
+        limits["compile"]
+        == DEADLINES.longest_seconds
+        > limits["forward"]
+        == DEADLINES.floor_seconds
+    )
+    assert seconds[LedgerClass.STARTUP] == 7.0 and seconds[
+        LedgerClass.USEFUL_STEP
+    ] == pytest.approx(3.0)
 
 
 def test_an_evaluation_that_compiles_is_still_the_first_one(rank: Rank) -> None:
@@ -94,12 +124,18 @@ def test_an_evaluation_that_compiles_is_still_the_first_one(rank: Rank) -> None:
     assert rank.heartbeat.read().entered == 2
 
 
-def test_a_rank_that_has_ended_hears_of_no_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job of the same process would tell it to a heartbeat and a clock that are nobody's any more."""
+def test_a_rank_that_has_ended_hears_of_no_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job of the same process would tell it to a heartbeat and a clock that are nobody's
+    any more.
+    """
     import torch._dynamo
 
     heard: list[str] = []
-    monkeypatch.setattr(Reporter, "enter_temporarily", lambda self, phase: heard.append(phase) or (lambda: None))
+    monkeypatch.setattr(
+        Reporter, "enter_temporarily", lambda self, phase: heard.append(phase) or (lambda: None)
+    )
     assert Job.make(tmp_path / "job", steps=4).run_alone().step == 4
     heard.clear()
     torch.compile(lambda numbers: 3 * numbers, backend="eager", dynamic=False)(torch.ones(4))
@@ -122,17 +158,23 @@ def test_the_second_evaluation_may_be_as_long_as_the_first() -> None:
 def test_a_start_on_another_machine_finds_compiled_code_in_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Another machine has another folder for torch's files. What cannot be read is compiled again."""
+    """Another machine has another folder for torch's files.
+
+    What cannot be read is compiled again.
+    """
     from torch._dynamo.utils import counters
 
-    config, store = RunConfig().changed("parallel", compile=True), Store.open(str(tmp_path / "store"))
+    config = RunConfig().changed("parallel", compile=True)
+    store = Store.open(str(tmp_path / "store"))
 
     def start(machine: str, config: RunConfig = config) -> dict[str, int]:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / machine))
         torch._dynamo.reset()
         counters.clear()
         reach = open_compile_cache(config, Gang(), store)
-        square = torch.compile(torch.mm, dynamic=False)  # calls a library: no C++ compiler takes seconds
+        square = torch.compile(
+            torch.mm, dynamic=False
+        )  # calls a library: no C++ compiler takes seconds
         for step in (1, 2):
             reach(step)
             square(torch.ones(4, 4), torch.ones(4, 4))
@@ -146,14 +188,24 @@ def test_a_start_on_another_machine_finds_compiled_code_in_the_store(
         (key,) = store.list("compile-cache/")
         kept = store.get(key.key)
         assert start("second") == {"hit": 1, "miss": 0} and store.get(key.key) == kept
-        assert start("signed", config.changed("checkpoint", signing_key_env="KEY")) == {"hit": 0, "miss": 1}
-        assert start("off", config.changed("parallel", compile_cache=False)) == {"hit": 0, "miss": 1}
+        assert start("signed", config.changed("checkpoint", signing_key_env="KEY")) == {
+            "hit": 0,
+            "miss": 1,
+        }
+        assert start("off", config.changed("parallel", compile_cache=False)) == {
+            "hit": 0,
+            "miss": 1,
+        }
         capfd.readouterr()
         store.put(key.key, b"damaged")
         assert start("third") == {"hit": 0, "miss": 1}
         assert f"rank 0: compile cache {store.uri}/{key.key}: " in capfd.readouterr().out
         assert start("fourth") == {"hit": 1, "miss": 0}, "it was saved again"
-        monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)  # a processor with other vector instructions
-        assert start("other") == {"hit": 0, "miss": 1} and len(list(store.list("compile-cache/"))) == 2
+        monkeypatch.setattr(
+            torch._inductor.config.cpp, "simdlen", 1
+        )  # a processor with other vector instructions
+        assert (
+            start("other") == {"hit": 0, "miss": 1} and len(list(store.list("compile-cache/"))) == 2
+        )
     finally:
         torch._dynamo.reset()

@@ -1,4 +1,6 @@
-"""The workload for map-style datasets: order, random numbers, workers that read ahead, and their deaths."""
+"""The workload for map-style datasets: order, random numbers, workers that read ahead, and their
+deaths.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Talkative(Noisy):
 
 class Mistaken(Noisy):
     def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
-        return {}["no such key"] if index == DEADLY_INDEX else super().__getitem__(index)
+        if index == DEADLY_INDEX:
+            return {}["no such key"]
+        return super().__getitem__(index)
 
 
 class Unreadable(Noisy):
@@ -120,7 +124,9 @@ PARENT = os.getpid()
 
 
 def loader(dataset: Any, workers: int, **options: Any) -> Any:
-    return SampleLoader(dataset, default_collate, seed=3, batch_size=BATCH, workers=workers, **options)
+    return SampleLoader(
+        dataset, default_collate, seed=3, batch_size=BATCH, workers=workers, **options
+    )
 
 
 DEADLY_INDEX = int(loader(Noisy(), 0).load(Cursor(17, 1))[0])
@@ -137,11 +143,17 @@ def test_workers_give_the_samples_that_one_process_gives_at_any_world_size() -> 
     assert [flat(ahead.load(Cursor(number * BATCH, BATCH))) for number in range(6)] == whole
     shares = [loader(Noisy(), 1) for _ in range(2)]
     for number in range(6):
-        parts = [flat(one.load(Cursor(number * BATCH, BATCH).share(rank, 2))) for rank, one in enumerate(shares)]
+        parts = [
+            flat(one.load(Cursor(number * BATCH, BATCH).share(rank, 2)))
+            for rank, one in enumerate(shares)
+        ]
         assert [first + second for first, second in zip(*parts, strict=True)] == whole[number]
     assert flat(ahead.load(Cursor(8, BATCH))) == whole[1], "after a rewind"
     indices = [int(index) for step in whole for index in step[0]]
-    assert sorted(indices[:20]) == sorted(indices[20:40]) == list(range(20)) and indices[:20] != indices[20:40]
+    assert (
+        sorted(indices[:20]) == sorted(indices[20:40]) == list(range(20))
+        and indices[:20] != indices[20:40]
+    )
     drawn = [number for step in whole for number in step[1]]
     assert len(set(drawn)) == len(drawn), "another epoch draws other numbers"
     assert state[0] == random.getstate() and torch.equal(state[1], torch.get_rng_state())
@@ -169,26 +181,37 @@ def test_a_worker_that_dies_is_named_with_its_sample() -> None:
     with pytest.raises(RuntimeError) as caught:
         for number in range(4):
             ahead.load(Cursor(number * BATCH, BATCH))
-    expected = f"that loads data was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX} (a second time); "
+    expected = (
+        f"that loads data was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX} (a "
+        "second time); "
+    )
     assert expected + "fix: " in str(caught.value)
 
 
 @pytest.mark.usefixtures("deaths_seen_at_once")
-def test_samples_of_a_worker_that_dies_once_are_read_again_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+def test_samples_of_a_worker_that_dies_once_are_read_again_in_order(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     whole = [flat(loader(Noisy(), 0).load(Cursor(number * BATCH, BATCH))) for number in range(6)]
     ahead = loader(DeadlyOnce(), 2)
     assert [flat(ahead.load(Cursor(number * BATCH, BATCH))) for number in range(6)] == whole
-    expected = f"was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX}; other workers read again from "
+    expected = (
+        f"was killed by SIGKILL while it read sample 17, index {DEADLY_INDEX}; other workers "
+        "read again from "
+    )
     printed = capfd.readouterr()
     assert expected in printed.out and KILLED[0] and "Exception ignored" not in printed.err
 
 
-def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     steps = [Cursor(number * BATCH, BATCH) for number in range(3)]
     spawned = loader(Talkative(), 1, worker_start="forkserver")
     found = [[flat(one.load(step)) for step in steps] for one in (loader(Noisy(), 0), spawned)]
     assert found[0] == found[1] and spawned._iterator is not None
-    spawned._stop_workers()  # the capture's file has one position, which reading would move under a line being written
+    # the capture's file has one position, which reading would move under a line being written
+    spawned._stop_workers()
     lines = capfd.readouterr().out.splitlines()
     assert f"reads {int(found[0][0][0][0])}" in lines, "the first step is read by the rank"
     assert f"loader worker 0: reads {int(found[0][1][0][0])}" in lines
@@ -197,14 +220,20 @@ def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(capf
     refused.load(steps[0])
     with (
         pytest.warns(UserWarning, match="pickle"),
-        pytest.raises(DataError, match=r"cannot be sent to a worker that starts by spawn: .*; fix: a dataset and a"),
+        pytest.raises(
+            DataError,
+            match=r"cannot be sent to a worker that starts by spawn: .*; fix: a dataset and a",
+        ),
     ):
         refused.load(steps[1])
 
 
-def test_workers_are_as_many_as_cores_memory_and_shared_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_as_many_as_cores_memory_and_shared_memory_allow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Place:
-        f_bavail, f_frsize = 64, 2**20
+        f_bavail = 64
+        f_frsize = 2**20
 
     monkeypatch.setattr(loader_processes, "usable_cores", lambda: 12.5)
     monkeypatch.setattr(loader_processes, "host_bytes_left", lambda: 2.0 * 2**30)
@@ -212,15 +241,23 @@ def test_workers_are_as_many_as_cores_memory_and_shared_memory_allow(monkeypatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     chosen = loader_processes.choose_workers
     assert chosen(-1, 2**20, "fork") == (4, "")  # 8 of 12 cores, for 2 ranks
-    number, why = chosen(6, 6 * 2**20, "fork")  # 0.8 · 64 / 2 = 25.6 MiB: 4 batches, two of them with the rank
-    assert number == 1 and why.startswith("1 workers load data instead of 6: 64.0 MiB of /dev/shm left for 2 ranks, ")
+    number, why = chosen(
+        6, 6 * 2**20, "fork"
+    )  # 0.8 · 64 / 2 = 25.6 MiB: 4 batches, two of them with the rank
+    assert number == 1 and why.startswith(
+        "1 workers load data instead of 6: 64.0 MiB of /dev/shm left for 2 ranks, "
+    )
     Place.f_bavail = 2**20
-    number, why = chosen(9, 12 * 2**20, "fork")  # 0.8 · 2,048 / 2 = 819.2 MiB, 36 + 64 for each worker
+    number, why = chosen(
+        9, 12 * 2**20, "fork"
+    )  # 0.8 · 2,048 / 2 = 819.2 MiB, 36 + 64 for each worker
     assert number == 8 and "2.0 GiB of memory left for 2 ranks" in why
     assert chosen(9, 12 * 2**20, "spawn")[0] == 2  # 36 + 256
     monkeypatch.setattr(loader_processes, "host_bytes_left", lambda: 1.0 * 2**20)
     alone = loader(Noisy(), 2)
-    assert [flat(alone.load(Cursor(number, 1))) for number in (0, BATCH)] and alone._iterator is None
+    assert [
+        flat(alone.load(Cursor(number, 1))) for number in (0, BATCH)
+    ] and alone._iterator is None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -235,7 +272,9 @@ def test_an_error_of_the_dataset_names_sample_and_line(workers: int) -> None:
         loader(Unreadable(), workers).load(Cursor(0, BATCH))
 
 
-def test_corrupt_samples_are_replaced_within_their_budget(capfd: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_samples_are_replaced_within_their_budget(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """By the next one that is not, in any number of workers, in later epochs and after a restart."""
     found = []
     for workers, first in ((0, 0), (2, 0), (1, 3)):
@@ -253,7 +292,10 @@ def test_corrupt_samples_are_replaced_within_their_budget(capfd: pytest.CaptureF
     assert "(3 of at most 3 corrupt)" in text
     for workers in (0, 1):
         read = loader(Broken(), workers, corrupt_samples=2)
-        with pytest.raises(DataError, match=r"3 corrupt samples of 20 are more than .*corrupt_samples 2; fix: repair"):
+        with pytest.raises(
+            DataError,
+            match=r"3 corrupt samples of 20 are more than .*corrupt_samples 2; fix: repair",
+        ):
             for number in range(8):
                 read.load(Cursor(number * BATCH, BATCH))
     alone = SampleLoader(AllBroken(), default_collate, seed=3, batch_size=2, corrupt_samples=9)
@@ -267,7 +309,9 @@ def test_corrupt_samples_are_replaced_within_their_budget(capfd: pytest.CaptureF
 class Lines(DatasetWorkload):
     def dataset(self, train: bool) -> object:
         points = torch.linspace(0, 1, 64 if train else 10)
-        return [{"x": point[None], "y": 2 * point[None], "name": f"{point:.2f}"} for point in points]
+        return [
+            {"x": point[None], "y": 2 * point[None], "name": f"{point:.2f}"} for point in points
+        ]
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -278,7 +322,11 @@ class Lines(DatasetWorkload):
 
 
 def context(tmp_path: Path, **options: object) -> WorkloadContext:
-    values = {"workload": f"{__name__}:Lines", "workload_options": options, "training": {"batch_size": 8}}
+    values = {
+        "workload": f"{__name__}:Lines",
+        "workload_options": options,
+        "training": {"batch_size": 8},
+    }
     config = RunConfig.model_validate(values)
     return WorkloadContext(config=config, store=Store.open(str(tmp_path)), project_root=tmp_path)
 
@@ -287,7 +335,11 @@ def test_ten_lines_pass_the_examination_of_a_workload(tmp_path: Path) -> None:
     own = context(tmp_path)
     trial = try_workload(own.config, own)
     assert "evaluate gives held_out_loss" in trial.text and trial.shape is not None
-    assert trial.shape.parameters == 25 and trial.shape.flops_per_sample == 150 and trial.shape.units == 2
+    assert (
+        trial.shape.parameters == 25
+        and trial.shape.flops_per_sample == 150
+        and trial.shape.units == 2
+    )
     workload = Lines(own)
     batch = workload.next_batch(workload.model(), Cursor(0, 5))
     parts = batch.split(3)
@@ -301,13 +353,22 @@ def test_ten_lines_pass_the_examination_of_a_workload(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_that_of_the_data_and_not_of_the_workers(tmp_path: Path) -> None:
     first = Lines.prepare(context(tmp_path))
-    assert first == Lines.prepare(context(tmp_path, workers=7)) != Lines.prepare(context(tmp_path, split="b"))
-    for options, said in (({"workers": -2}, "workers is -2"), ({"worker_start": "thread"}, "worker_start is 'thread'")):
+    assert (
+        first
+        == Lines.prepare(context(tmp_path, workers=7))
+        != Lines.prepare(context(tmp_path, split="b"))
+    )
+    for options, said in (
+        ({"workers": -2}, "workers is -2"),
+        ({"worker_start": "thread"}, "worker_start is 'thread'"),
+    ):
         with pytest.raises(DataError, match=rf"workload_options\.{said}; fix"):
             Lines(context(tmp_path, **options))
 
 
-def test_a_node_with_other_data_than_were_prepared_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_other_data_than_were_prepared_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared = {}
     for place in ("a", "moved/b"):
         (tmp_path / place).mkdir(parents=True)
@@ -319,10 +380,15 @@ def test_a_node_with_other_data_than_were_prepared_says_so(tmp_path: Path, monke
     own = replace(context(tmp_path), prepared=prepared["a"])
     OfFiles(own)
     (tmp_path / "moved/b" / "2.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"other data on this node .*: 3 samples on both, but files have other names"):
+    with pytest.raises(
+        DataError,
+        match=r"other data on this node .*: 3 samples on both, but files have other names",
+    ):
         OfFiles(own)
     (tmp_path / "moved/b" / "2.bin").unlink()
-    with pytest.raises(DataError, match=r"other data on this node .*: 2 samples instead of 3; fix: copy or mount"):
+    with pytest.raises(
+        DataError, match=r"other data on this node .*: 2 samples instead of 3; fix: copy or mount"
+    ):
         OfFiles(own)
     OfFiles(replace(own, prepared={"fingerprint": "of an older version"}))
 
@@ -343,21 +409,27 @@ def test_the_evaluation_is_the_same_at_any_number_of_ranks(tmp_path: Path) -> No
     assert float(sum(rows)) / 10 == pytest.approx(alone, rel=1e-6)
 
 
-def test_the_example_of_the_guide_passes_the_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_guide_passes_the_examination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
     page = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()
     code = re.search(
-        r"```python\n(import torch\nfrom torch import Tensor, nn\nfrom torchvision.*?)```", page, re.DOTALL
+        r"```python\n(import torch\nfrom torch import Tensor, nn\nfrom torchvision.*?)```",
+        page,
+        re.DOTALL,
     )
     assert code is not None
     text = code[1].replace("/data", str(tmp_path / "data"))
-    if importlib.util.find_spec("torchvision") is None:  # a large package: the example's crop without it
+    if (
+        importlib.util.find_spec("torchvision") is None
+    ):  # a large package: the example's crop without it
         text = text.replace("from torchvision.transforms import v2\n", "from PIL import Image\n")
         text = re.sub(
             r"SHRINK = .*\n",
-            "def SHRINK(one):\n    at = torch.randint(9, ()).item()\n"
-            "    return torch.frombuffer(bytearray(one.crop((at, 0, at + 64, 64)).tobytes()), dtype=torch.uint8)"
-            ".view(64, 64, 3).permute(2, 0, 1) / 255\n",
+            "def SHRINK(one):\n    at = torch.randint(9, ()).item()\n    return "
+            "torch.frombuffer(bytearray(one.crop((at, 0, at + 64, 64)).tobytes()), "
+            "dtype=torch.uint8).view(64, 64, 3).permute(2, 0, 1) / 255\n",
             text,
         )
     (tmp_path / "pictures.py").write_text(text)
@@ -365,8 +437,12 @@ def test_the_example_of_the_guide_passes_the_examination(tmp_path: Path, monkeyp
         for colour, name in ((20, "dark"), (220, "light")):
             (tmp_path / "data" / part / name).mkdir(parents=True)
             for number in range(4):
-                image.new("RGB", (72, 64), (colour, number, 0)).save(tmp_path / "data" / part / name / f"{number}.png")
+                image.new("RGB", (72, 64), (colour, number, 0)).save(
+                    tmp_path / "data" / part / name / f"{number}.png"
+                )
     monkeypatch.syspath_prepend(tmp_path)
-    config = RunConfig.model_validate({"workload": "pictures:Pictures", "training": {"batch_size": 4}})
+    config = RunConfig.model_validate(
+        {"workload": "pictures:Pictures", "training": {"batch_size": 4}}
+    )
     own = WorkloadContext(config=config, store=Store.open(str(tmp_path)), project_root=tmp_path)
     assert "evaluate gives held_out_loss" in try_workload(config, own).text

@@ -22,7 +22,8 @@ from ebbflow.training.launch.messages import GangSpec, describe_node, find_diffe
 from tests.support.gangs import endless_gang, run_ranks
 from tests.support.headline import start_nodes
 
-# A rank that joins several gangs with the GPUs named on its command line, and prints its device in each.
+# A rank that joins several gangs with the GPUs named on its command line, and prints its device in
+# each.
 _RANK = """
 import json, os, sys
 import torch
@@ -61,22 +62,30 @@ def test_each_rank_takes_a_gpu_of_its_own_wherever_it_runs() -> None:
 def test_too_few_gpus_are_left_unused_and_named() -> None:
     assigned = assign_gpus([visible("a"), visible("a")], "auto")
     assert assigned.indices is None
-    assert assigned.note.startswith("2 ranks and 1 GPUs: no GPU is left for rank 1; all ranks train on the CPU")
+    assert assigned.note.startswith(
+        "2 ranks and 1 GPUs: no GPU is left for rank 1; all ranks train on the CPU"
+    )
     assert assign_gpus([visible(), visible()], "auto") == assign_gpus([visible("a")], "cpu")
     for choice, promised in (("cuda", 0), ("auto", 1)):
-        with pytest.raises(DeviceUnavailable, match="2 ranks and 1 GPUs: no GPU is left for rank 1; fix: "):
+        with pytest.raises(
+            DeviceUnavailable, match="2 ranks and 1 GPUs: no GPU is left for rank 1; fix: "
+        ):
             assign_gpus([visible("a", promised=promised), visible("a", promised=promised)], choice)
     with pytest.raises(DeviceUnavailable, match="2 ranks and 0 GPUs"):
         assign_gpus([visible(), visible()], "cuda")
 
 
 def test_one_rank_without_cuda_refuses_for_all_of_them() -> None:
-    with pytest.raises(DeviceUnavailable, match=r"rank 1 cannot use a GPU: driver too old; fix: .*device to cpu"):
+    with pytest.raises(
+        DeviceUnavailable, match=r"rank 1 cannot use a GPU: driver too old; fix: .*device to cpu"
+    ):
         assign_gpus([visible("a"), visible(trouble="driver too old")], "auto")
     assert DeviceUnavailable.outcome is Outcome.CONFIG and not DeviceUnavailable.curable
 
 
-def test_a_machine_with_gpus_and_without_cuda_is_not_a_cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_gpus_and_without_cuda_is_not_a_cpu_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("glob.glob", lambda pattern: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -115,13 +124,19 @@ def test_ranks_agree_over_the_store(tmp_path: Path) -> None:
     script.write_text(_RANK)
     gangs = [[["a", "b"], ["a", "b"]], [["a"], ["a"]]]
     for rank, text in enumerate(run_ranks(2, [str(script), json.dumps(gangs)])):
-        backends_and_devices = [line for line in text.splitlines() if line.startswith(("backend", "device"))]
+        backends_and_devices = [
+            line for line in text.splitlines() if line.startswith(("backend", "device"))
+        ]
         assert backends_and_devices[:3] == ["backend nccl", f"device cuda:{rank} ", "backend gloo"]
-        assert backends_and_devices[3].startswith("device cpu 2 ranks and 1 GPUs: no GPU is left for rank 1")
+        assert backends_and_devices[3].startswith(
+            "device cpu 2 ranks and 1 GPUs: no GPU is left for rank 1"
+        )
 
 
 def test_a_node_without_its_gpus_ends_the_job_as_refused(tmp_path: Path) -> None:
-    """Its agent finds it before a rank is started; it is neither a lost node nor worth another attempt."""
+    """Its agent finds it before a rank is started; it is neither a lost node nor worth another
+    attempt.
+    """
     spec = endless_gang(tmp_path, survival={"standby": False})
     gang = LocalGang(
         spec,
@@ -131,7 +146,10 @@ def test_a_node_without_its_gpus_ends_the_job_as_refused(tmp_path: Path) -> None
     )
     with pytest.raises(GangError) as refused:
         gang.wait(120)
-    assert "DeviceUnavailable: CUDA_VISIBLE_DEVICES='' hides all GPUs, and this node was chosen" in str(refused.value)
+    assert (
+        "DeviceUnavailable: CUDA_VISIBLE_DEVICES='' hides all GPUs, and this node was chosen"
+        in str(refused.value)
+    )
     assert "set cluster.device to cpu" in str(refused.value)
     assert refused.value.outcome is Outcome.CONFIG and not refused.value.curable
     assert not list((tmp_path / "logs").rglob("rank-1.log")), "no rank was started there"
@@ -142,21 +160,43 @@ def test_a_node_with_another_torch_is_named_before_a_rank_starts(tmp_path: Path)
     begun = time.monotonic()
     with pytest.raises(GangError) as refused:
         start_nodes(spec, "other_torch", 1, tmp_path).wait(120)
-    assert "rank 1: NodesDiffer: node 1 differs from node 0 in torch 2.12.1 (node 0: 2." in str(refused.value)
-    assert "fix: start all nodes from one image" in str(refused.value) and time.monotonic() - begun < 60
+    assert "rank 1: NodesDiffer: node 1 differs from node 0 in torch 2.12.1 (node 0: 2." in str(
+        refused.value
+    )
+    assert (
+        "fix: start all nodes from one image" in str(refused.value)
+        and time.monotonic() - begun < 60
+    )
     assert refused.value.outcome is Outcome.CONFIG and not refused.value.curable
 
 
 def test_nodes_are_compared_by_versions_and_by_the_settings_of_a_step(tmp_path: Path) -> None:
-    config = {"training": {"seed": 1, "batch_size": 8}, "store": "a", "survival": {"notice_file": "a"}}
+    config = {
+        "training": {"seed": 1, "batch_size": 8},
+        "store": "a",
+        "survival": {"notice_file": "a"},
+    }
     spec = GangSpec(
-        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1",
-        config=config, store_uri="a", prepared={}, log_folder="a",
-    )  # fmt: skip
+        job="job",
+        run="run",
+        attempt=0,
+        node=1,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config,
+        store_uri="a",
+        prepared={},
+        log_folder="a",
+    )
     own = describe_node(spec)
     assert own["versions"]["torch"].startswith("2.") and find_differences(spec, own) == ([], False)
     assert find_differences(spec, {}) == ([], False), "node 0 runs an older version"
-    for versions, fatal in (({"numpy": "2.4.9"}, False), ({"python": "3.11.0"}, True), ({"NVIDIA driver": "1"}, False)):
+    for versions, fatal in (
+        ({"numpy": "2.4.9"}, False),
+        ({"python": "3.11.0"}, True),
+        ({"NVIDIA driver": "1"}, False),
+    ):
         texts, found = find_differences(spec, {"versions": own["versions"] | versions})
         assert found is fatal and f"(node 0: {next(iter(versions.values()))})" in texts[0]
     moved = replace(spec, config=config | {"store": "b", "survival": {}})
@@ -202,7 +242,9 @@ def test_a_node_without_gpu_files_trains_on_its_cpu_whatever_tools_its_image_has
 
 def test_auto_makes_one_local_rank_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{number}" for number in range(8)])
+    monkeypatch.setattr(
+        "glob.glob", lambda pattern: [f"/dev/nvidia{number}" for number in range(8)]
+    )
     config = RunConfig(training={"batch_size": 24})
     assert ranks_of_local_gpus(config, nodes=2) == 4
     assert ranks_of_local_gpus(config, nodes=1) == 8

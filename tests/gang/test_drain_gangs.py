@@ -1,4 +1,6 @@
-"""Real gangs that are given notices at the moments that suit them least; each leaves its work behind, and goes on."""
+"""Real gangs that are given notices at the moments that suit them least; each leaves its work
+behind, and goes on.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ class Job:
     """One job over several starts. spec: of the next one."""
 
     def __init__(self, spec: GangSpec, folder: Path) -> None:
-        self.spec, self._folder = spec, folder
+        self.spec = spec
+        self._folder = folder
         self.store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
 
     def start(self) -> LocalGang:
         known = set(self.ranks())
-        gang = LocalGang(self.spec, self._folder / f"start-{self.spec.attempt}", self._folder / "output.log")
+        gang = LocalGang(
+            self.spec, self._folder / f"start-{self.spec.attempt}", self._folder / "output.log"
+        )
         self.spec = replace(self.spec, attempt=self.spec.attempt + 1)
         wait_until("its ranks", lambda: set(self.ranks()) - known, timeout=60)
         return gang
@@ -42,7 +47,9 @@ class Job:
 
     def await_beat(self, wanted: Callable[[HeartbeatReading], bool]) -> HeartbeatReading:
         return wait_until(
-            "a beat", lambda: (beat := Heartbeat(self.ranks()[-1]).read()) if self._wanted(wanted) else None, timeout=60
+            "a beat",
+            lambda: (beat := Heartbeat(self.ranks()[-1]).read()) if self._wanted(wanted) else None,
+            timeout=60,
         )
 
     def _wanted(self, wanted: Callable[[HeartbeatReading], bool]) -> bool:
@@ -82,16 +89,21 @@ def test_several_in_an_evaluation_then_one_before_the_first_step_then_one_betwee
     training = {**spec.config["training"], "evaluation_interval_steps": 5}
     job = Job(replace(spec, config={**spec.config, "training": training}), tmp_path)
     gang = job.start()
-    job.await_beat(lambda beat: beat.phase == "evaluation")  # it comes to its end; then all leave after the next step
+    job.await_beat(
+        lambda beat: beat.phase == "evaluation"
+    )  # it comes to its end; then all leave after the next step
     job.notify(1)
-    (tmp_path / "metaflow").write_text(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 40)))
+    (tmp_path / "metaflow").write_text(
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 40))
+    )
     gang.agents[0].send_signal(signal.SIGTERM)
     assert_left(gang.wait(60), job)
     heard = {(event.node, event.data["source"]) for event in job.events(NOTICE)}
     assert (0, "signal") in heard and len(job.events(GENERATION_ENDED)) == 1
     (tmp_path / "metaflow").unlink()
 
-    gang, saved = job.start(), job.saved_step
+    gang = job.start()
+    saved = job.saved_step
     job.notify(0)
     outcome = gang.wait(60)
     assert_left(outcome, job)
@@ -101,7 +113,11 @@ def test_several_in_an_evaluation_then_one_before_the_first_step_then_one_betwee
     gang = job.start()
     beat = job.await_beat(lambda beat: beat.step > saved + 20)
     os.kill(beat.pid, signal.SIGKILL)
-    wait_until("the news of it", lambda: "killed by SIGKILL" in (tmp_path / "output.log").read_text(), timeout=20)
+    wait_until(
+        "the news of it",
+        lambda: "killed by SIGKILL" in (tmp_path / "output.log").read_text(),
+        timeout=20,
+    )
     job.notify(0)
     error = None
     try:
@@ -115,7 +131,10 @@ def test_several_in_an_evaluation_then_one_before_the_first_step_then_one_betwee
 
 def test_a_recommendation_saves_and_goes_on_and_a_notice_hurries_that_save(tmp_path: Path) -> None:
     """At its cap the save under way would take longer than the notice gives."""
-    job = Job(spec_of(tmp_path, checkpoint={"upload_mib_per_second": 0.005, "interval_steps": 1_000_000}), tmp_path)
+    job = Job(
+        spec_of(tmp_path, checkpoint={"upload_mib_per_second": 0.005, "interval_steps": 1_000_000}),
+        tmp_path,
+    )
     gang = job.start()
     job.await_beat(lambda beat: beat.step > 10)
     rehearse_notice(job.notice_path(0), action="rebalance", seconds=float("inf"))

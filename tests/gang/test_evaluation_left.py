@@ -1,4 +1,6 @@
-"""Evaluations in the midst of which all are told to leave: ranks leave them together, between two passes."""
+"""Evaluations in the midst of which all are told to leave: ranks leave them together, between two
+passes.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,19 @@ _SOON = timedelta(seconds=60)
 
 
 class Ranks:
-    """Two ranks as threads. Each pass is one collective of both, as of a sharded model: nobody is a pass ahead.
+    """Two ranks as threads.
 
-    told: by rank, the pass before which it hears that it is to leave; a rank that is not in it never does.
+    Each pass is one collective of both, as of a sharded model: nobody is a pass ahead.
+
+    told: by rank, the pass before which it hears that it is to leave; a rank that is not in it
+        never does.
     """
 
     def __init__(self, told: dict[int, int], vote_seconds: float) -> None:
-        self.told, self._vote_seconds = told, vote_seconds
-        self.passes, self.metrics = [0, 0], cast(list[Any], ["nothing", "nothing"])
+        self.told = told
+        self._vote_seconds = vote_seconds
+        self.passes = [0, 0]
+        self.metrics = cast(list[Any], ["nothing", "nothing"])
         self._collective = threading.Barrier(2, timeout=60)
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -113,18 +120,23 @@ def config_of(folder: Path, interval_steps: int = 2, **options: Any) -> RunConfi
 
 def passes_made(folder: Path, rank: int = 0) -> int:
     path = folder / f"passes-{rank}"
-    return len(path.read_text()) if path.exists() else 0
+    if path.exists():
+        return len(path.read_text())
+    return 0
 
 
 def test_an_evaluation_is_left_and_the_one_at_the_end_is_made_up_for(tmp_path: Path) -> None:
-    config, job = config_of(tmp_path), Store.open(str(tmp_path / "store")).sub(job_prefix("job"))
+    config = config_of(tmp_path)
+    job = Store.open(str(tmp_path / "store")).sub(job_prefix("job"))
     seen: list[tuple[Outcome, int, int, int]] = []
     for told in (True, True, False):
         if told:
             (tmp_path / "tell").touch()
         (tmp_path / "passes-0").unlink(missing_ok=True)
         ending = run_alone(config, "job")
-        seen.append((ending.outcome, ending.step, reachable_commits(job)[0].step, passes_made(tmp_path)))
+        seen.append(
+            (ending.outcome, ending.step, reachable_commits(job)[0].step, passes_made(tmp_path))
+        )
         if told:
             assert ending.message.endswith("; saved, to be resumed")
     assert seen == [
@@ -134,17 +146,27 @@ def test_an_evaluation_is_left_and_the_one_at_the_end_is_made_up_for(tmp_path: P
     ]
     events = read_events(job)
     assert [event.step for event in events if event.name == STEP] == [1, 2, 3, 4], "each once"
-    assert [event.data["metrics"] for event in events if event.name == EVALUATION] == [{"score": 0.5}]
+    assert [event.data["metrics"] for event in events if event.name == EVALUATION] == [
+        {"score": 0.5}
+    ]
 
 
 def test_a_gang_leaves_its_last_evaluation_at_a_notice(tmp_path: Path) -> None:
     """An evaluation of hours, of which no more is made than it takes all ranks to hear."""
     config = config_of(tmp_path, interval_steps=1000, passes=10**6, seconds=0.02)
     spec = GangSpec(
-        job="job", run="run", attempt=0, node=0, nodes=1, processes_per_node=2, main_address="127.0.0.1",
-        config=config.model_dump(mode="json"), store_uri=config.store,
-        prepared={"fingerprint": "points", "weight_unit": "points"}, log_folder=str(tmp_path / "logs"),
-    )  # fmt: skip
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        nodes=1,
+        processes_per_node=2,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        prepared={"fingerprint": "points", "weight_unit": "points"},
+        log_folder=str(tmp_path / "logs"),
+    )
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
     try:
         both: Callable[[], bool] = lambda: all(passes_made(tmp_path, rank) for rank in range(2))  # noqa: E731
@@ -159,9 +181,12 @@ def test_a_gang_leaves_its_last_evaluation_at_a_notice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_a_store_only_a_rank_that_is_alone_can_leave(world_size: int) -> None:
-    limits, model = Limits(None, world_size=world_size, elapsed_seconds=lambda: 0.0), nn.Linear(1, 1)
+    limits = Limits(None, world_size=world_size, elapsed_seconds=lambda: 0.0)
+    model = nn.Linear(1, 1)
     limits.request_drain(60.0)
-    workload = SimpleNamespace(evaluate=lambda model: {"score": float(model(torch.zeros(1, 1)).numel())})
+    workload = SimpleNamespace(
+        evaluate=lambda model: {"score": float(model(torch.zeros(1, 1)).numel())}
+    )
     left = Evaluation(Gang(world_size=world_size), limits).run(
         cast(Any, workload), Spread(model=model, module=model, copies=1)
     )

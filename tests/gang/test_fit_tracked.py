@@ -1,7 +1,9 @@
-"""The memory estimate against torch's own accounting: steps of the real model on fake tensors, tracked by kind.
+"""The memory estimate against torch's own accounting: steps of the real model on fake tensors,
+tracked by kind.
 
-Nothing is allocated, so that models and lengths of any size take seconds. CUDA's fused norm
-is stood in for by a function that keeps what that kernel keeps, and the norms of CPUs are tracked as they are.
+Nothing is allocated, so that models and lengths of any size take seconds. CUDA's fused norm is
+stood in for by a function that keeps what that kernel keeps, and the norms of CPUs are tracked as
+they are.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from ebbflow.training.weights.load import materialise
 from ebbflow.training.workloads.language_model import CausalLM
 
 _RANKS = 8
-# (width, blocks, heads, length, vocabulary), samples per rank and micro-batch, and what differs from the defaults.
+# (width, blocks, heads, length, vocabulary), samples per rank and micro-batch, and what differs
+# from the defaults.
 CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
     "narrow": ((128, 2, 4, 128, 256), 16, {}),
     "wide": ((512, 3, 8, 512, 256), 16, {}),
@@ -58,7 +61,10 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
     "sharded, tensor, full": (
         (1024, 6, 8, 8192, 1024),
         2,
-        {"fsdp": {"use_mixed_precision": True}, "parallel": {"recompute": "full", "tensor_size": 4}},
+        {
+            "fsdp": {"use_mixed_precision": True},
+            "parallel": {"recompute": "full", "tensor_size": 4},
+        },
     ),
     "sharded, full": (
         (1024, 6, 8, 8192, 1024),
@@ -69,12 +75,18 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
     "llama, full": (
         (512, 4, 8, 2048, 1024),
         4,
-        {"model": {"architecture": "llama", "tied_embeddings": True}, "parallel": {"recompute": "full"}},
+        {
+            "model": {"architecture": "llama", "tied_embeddings": True},
+            "parallel": {"recompute": "full"},
+        },
     ),
     "llama, selective, qk_norm": (
         (512, 4, 8, 2048, 1024),
         4,
-        {"model": {"architecture": "llama", "qk_norm": True}, "parallel": {"recompute": "selective"}},
+        {
+            "model": {"architecture": "llama", "qk_norm": True},
+            "parallel": {"recompute": "selective"},
+        },
     ),
     "llama, sharded, tied": (
         (1024, 6, 8, 2048, 8192),
@@ -111,15 +123,25 @@ def ranks() -> Iterator[None]:
 
 @pytest.fixture
 def fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.functional, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight))
+    monkeypatch.setattr(
+        nn.functional, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
+    )
 
 
 def configured(name: str) -> tuple[RunConfig, int]:
     (hidden, layers, heads, length, vocabulary), samples, sections = CASES[name]
-    world_size = _RANKS if "sharded" in name else 1
+    if "sharded" in name:
+        world_size = _RANKS
+    else:
+        world_size = 1
     parts = sections.get("training", {}).get("gradient_accumulation_steps", 1)
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
-    model = {**sizes, **sections.get("model", {}), "sequence_length": length, "vocab_size": vocabulary}
+    model = {
+        **sizes,
+        **sections.get("model", {}),
+        "sequence_length": length,
+        "vocab_size": vocabulary,
+    }
     data_ranks = world_size // sections.get("parallel", {}).get("tensor_size", 1)
     training = {**sections.get("training", {}), "batch_size": samples * data_ranks * parts}
     return RunConfig.model_validate({**sections, "model": model, "training": training}), samples
@@ -127,11 +149,16 @@ def configured(name: str) -> tuple[RunConfig, int]:
 
 def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str, int]:
     """Bytes by kind at the peak of an optimizer step, as torch counts them."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # it loads dynamo, in one process of tests
+    from torch.distributed._tools.fsdp2_mem_tracker import (
+        FSDPMemTracker,
+    )  # it loads dynamo, in one process of tests
 
     gang = Gang(rank=0, world_size=world_size, ranks_per_node=world_size)
     tensor = config.parallel.tensor_size
-    mesh = spread.make_mesh(gang, shard=world_size, tensor=tensor) if world_size > 1 else None
+    if world_size > 1:
+        mesh = spread.make_mesh(gang, shard=world_size, tensor=tensor)
+    else:
+        mesh = None
     with torch.device("meta"):
         model = CausalLM(config.model)
     model.head.chunk_tokens = chunk = config.training.loss_chunk_tokens
@@ -144,13 +171,20 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         materialise(model, "cpu")
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # the trackers miscount the fused one
-        tracker = FSDPMemTracker(model, optimizer) if world_size > 1 else MemTracker()
+        optimizer = torch.optim.AdamW(
+            model.parameters(), foreach=False
+        )  # the trackers miscount the fused one
+        if world_size > 1:
+            tracker = FSDPMemTracker(model, optimizer)
+        else:
+            tracker = MemTracker()
         tracker.track_inputs(()) if world_size > 1 else tracker.track_external(model, optimizer)
         with tracker:
             for _ in range(2):  # the second step has the optimizer's state from its beginning
                 for _ in range(config.training.gradient_accumulation_steps):
-                    tokens = torch.randint(0, config.model.vocab_size, (samples, config.model.sequence_length))
+                    tokens = torch.randint(
+                        0, config.model.vocab_size, (samples, config.model.sequence_length)
+                    )
                     if chunk:
                         loss = model(tokens, targets=tokens)
                     else:
@@ -169,19 +203,34 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
     config, samples = configured(name)
-    world_size = _RANKS if "sharded" in name else 1
-    fit, peak = memory_fit(config, world_size), tracked(config, samples, world_size=world_size)
+    if "sharded" in name:
+        world_size = _RANKS
+    else:
+        world_size = 1
+    fit = memory_fit(config, world_size)
+    peak = tracked(config, samples, world_size=world_size)
     if world_size == 1:
         assert fit.parameters == peak["PARAM"]
-        assert fit.optimizer == pytest.approx(peak["OPT"], rel=1e-3), "torch adds a step counter to each parameter"
-    step = fit.total - fit.allowance  # the allowance is for what torch does not see: context, fragmentation
+        assert fit.optimizer == pytest.approx(peak["OPT"], rel=1e-3), (
+            "torch adds a step counter to each parameter"
+        )
+    step = (
+        fit.total - fit.allowance
+    )  # the allowance is for what torch does not see: context, fragmentation
     assert 1.0 <= step / peak["Total"] <= 1.25, (step / peak["Total"], fit, peak)
 
 
-@pytest.mark.parametrize("name", ["wide", "length 8192", "full", "sharded", "sharded, tensor", "sharded, tensor, full"])
+@pytest.mark.parametrize(
+    "name", ["wide", "length 8192", "full", "sharded", "sharded, tensor", "sharded, tensor, full"]
+)
 def test_on_a_cpu_norms_keep_more(name: str) -> None:
     config, samples = configured(name)
-    ranks = _RANKS if "sharded" in name else 1
-    found = rank_bytes(config, causal_lm_shape(config.model), ranks=ranks, samples=samples, fused_norms=False)
+    if "sharded" in name:
+        ranks = _RANKS
+    else:
+        ranks = 1
+    found = rank_bytes(
+        config, causal_lm_shape(config.model), ranks=ranks, samples=samples, fused_norms=False
+    )
     ratio = found.total / tracked(config, samples, world_size=ranks)["Total"]
     assert 1.0 <= ratio <= 1.25, ratio

@@ -1,4 +1,6 @@
-"""float16 trains with a loss scale: overflows are skipped, and a resumed job has the scale of its commit."""
+"""float16 trains with a loss scale: overflows are skipped, and a resumed job has the scale of its
+commit.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,19 @@ def configured(folder: Path, steps: int, **sections: Any) -> RunConfig:
         (texts / f"{number}.txt").write_text(f"{number} ebb and flow, " * 40)
     return RunConfig(
         store=str(folder / "store"),
-        model={"architecture": "llama", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 16},
+        model={
+            "architecture": "llama",
+            "hidden_size": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "sequence_length": 16,
+        },
         data={"path": str(texts), "suffixes": [".txt"], "held_out_fraction": 0.3},
-        training={"batch_size": 4, "max_steps": steps, "scheduler": {"type": "constant", "warmup_steps": 0}},
+        training={
+            "batch_size": 4,
+            "max_steps": steps,
+            "scheduler": {"type": "constant", "warmup_steps": 0},
+        },
         checkpoint={"interval_steps": 1},
         **sections,
     )
@@ -40,29 +52,45 @@ HALF = {"use_mixed_precision": True, "param_dtype": "float16"}
 def test_overflows_are_skipped_and_a_resumed_job_goes_on_with_the_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LossScale, "FIRST", 2.0**24)  # the gradient of a logit is then beyond float16
+    monkeypatch.setattr(
+        LossScale, "FIRST", 2.0**24
+    )  # the gradient of a logit is then beyond float16
     monkeypatch.setattr(LossScale, "GOOD_STEPS", 3)
     whole = run_alone(configured(tmp_path, 20, fsdp=HALF), "whole")
     for steps in (4, 20):  # within the skipped steps
         part = run_alone(configured(tmp_path, steps, fsdp=HALF), "parts")
     assert whole.step == part.step == 20 and whole.weights_sha256 == part.weights_sha256
-    found, again = steps_of(tmp_path, "whole"), steps_of(tmp_path, "parts")
+    found = steps_of(tmp_path, "whole")
+    again = steps_of(tmp_path, "parts")
     skipped = [step for step, event in found.items() if "skipped" in event.data]
     assert skipped == [step for step, event in again.items() if "skipped" in event.data]
-    assert found[1].data["skipped"] == "float16 overflow in gradients; loss scale 1.67772e+07 → 8.38861e+06"
-    assert skipped[:5] == [1, 2, 3, 4, 5] and 6 < len(skipped) < 20, "the scale grows again every three steps"
-    assert found[1].data["loss"] == pytest.approx(found[4].data["loss"], abs=0.5) and found[20].data["loss"] < 5.5
+    assert (
+        found[1].data["skipped"]
+        == "float16 overflow in gradients; loss scale 1.67772e+07 → 8.38861e+06"
+    )
+    assert skipped[:5] == [1, 2, 3, 4, 5] and 6 < len(skipped) < 20, (
+        "the scale grows again every three steps"
+    )
+    assert (
+        found[1].data["loss"] == pytest.approx(found[4].data["loss"], abs=0.5)
+        and found[20].data["loss"] < 5.5
+    )
 
 
 def test_losses_and_norms_are_those_of_float32(tmp_path: Path) -> None:
-    for name, fsdp in (("half", HALF), ("single", {})):  # ddp computes under autocast, fsdp2 in float16 throughout
+    for name, fsdp in (
+        ("half", HALF),
+        ("single", {}),
+    ):  # ddp computes under autocast, fsdp2 in float16 throughout
         run_alone(configured(tmp_path, 6, fsdp=fsdp, parallel={"mode": "ddp"}), name)
     half, single = (steps_of(tmp_path, name) for name in ("half", "single"))
     assert list(half) == list(single) == [1, 2, 3, 4, 5, 6]
     for step, event in single.items():
         assert "skipped" not in half[step].data
         assert half[step].data["loss"] == pytest.approx(event.data["loss"], rel=1e-3)
-        assert half[step].data["gradient_norm"] == pytest.approx(event.data["gradient_norm"], rel=2e-2)
+        assert half[step].data["gradient_norm"] == pytest.approx(
+            event.data["gradient_norm"], rel=2e-2
+        )
 
 
 def test_a_scale_at_its_lower_limit_leaves_the_judgement_to_the_guards() -> None:

@@ -1,4 +1,6 @@
-"""fp8 by torchao's emulation on a CPU: what changes is the rounding of products, not weights, names or samples."""
+"""fp8 by torchao's emulation on a CPU: what changes is the rounding of products, not weights, names
+or samples.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ SIZE = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "sequence_length": 1
 
 def configure(float8: str, architecture: str = "gpt", **parallel: Any) -> RunConfig:
     return RunConfig.model_validate(
-        {"model": {**SIZE, "architecture": architecture}, "fsdp": {"float8": float8}, "parallel": parallel}
+        {
+            "model": {**SIZE, "architecture": architecture},
+            "fsdp": {"float8": float8},
+            "parallel": parallel,
+        }
     )
 
 
@@ -34,7 +40,8 @@ def train(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The initial weights, and the losses of ten steps."""
     module = spread_model(ModelOnly(config), config, Gang()).module
     initial = {name: value.detach().clone() for name, value in module.named_parameters()}
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=2e-3), list[float]()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    losses = list[float]()
     tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1))
     for _ in range(10):
         loss = F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -47,13 +54,22 @@ def train(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_products_are_rounded_to_eight_bits_and_weights_stay(architecture: str, recompute: str) -> None:
+def test_products_are_rounded_to_eight_bits_and_weights_stay(
+    architecture: str, recompute: str
+) -> None:
     (plain, expected), (weights, losses), (_, again) = (
-        train(configure(how, architecture, recompute=recompute)) for how in ("off", "emulate", "emulate")
+        train(configure(how, architecture, recompute=recompute))
+        for how in ("off", "emulate", "emulate")
     )
-    assert plain.keys() == weights.keys() and all(torch.equal(plain[name], weights[name]) for name in plain)
+    assert plain.keys() == weights.keys() and all(
+        torch.equal(plain[name], weights[name]) for name in plain
+    )
     assert losses == again, "equal runs give equal bits"
-    assert losses != expected and losses == pytest.approx(expected, rel=0.02) and losses[-1] < 0.95 * losses[0]
+    assert (
+        losses != expected
+        and losses == pytest.approx(expected, rel=0.02)
+        and losses[-1] < 0.95 * losses[0]
+    )
 
 
 def test_layers_keep_their_identity_and_the_output_its_precision() -> None:
@@ -61,18 +77,28 @@ def test_layers_keep_their_identity_and_the_output_its_precision() -> None:
     model = ModelOnly(config).model()
     before = dict(model.named_modules())
     names = {id(part): name for name, part in before.items()}
-    converted = convert_units([(names[id(unit)], unit) for unit in model.units()], "emulate", torch.device("cpu"))
+    converted = convert_units(
+        [(names[id(unit)], unit) for unit in model.units()], "emulate", torch.device("cpu")
+    )
     assert dict(model.named_modules()) == before
     assert converted and all(name.startswith("blocks.") for name in converted)
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "blocks." in name]
+    linear = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and "blocks." in name
+    ]
     assert sorted(converted) == sorted(linear)
 
 
 def test_what_cannot_compute_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParallelError, match=r"CPUs have no fp8; fix: set fsdp.float8 to emulate or off"):
+    with pytest.raises(
+        ParallelError, match=r"CPUs have no fp8; fix: set fsdp.float8 to emulate or off"
+    ):
         spread_model(ModelOnly(configure("on")), configure("on"), Gang())
     odd = [("unit", nn.Linear(24, 24))]
-    with pytest.raises(ParallelError, match="no unit has a linear layer whose sizes are multiples of 16"):
+    with pytest.raises(
+        ParallelError, match="no unit has a linear layer whose sizes are multiples of 16"
+    ):
         convert_units(odd, "emulate", torch.device("cpu"))
     with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
@@ -84,7 +110,8 @@ def test_what_cannot_compute_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_plan_leaves_out_gpus_without_fp8() -> None:
-    config, pool = configure("on"), SimpleNamespace(market="spot", nodes=1, processes_per_node=1)
+    config = configure("on")
+    pool = SimpleNamespace(market="spot", nodes=1, processes_per_node=1)
     found = {kind.gpu.name: _cannot_run(config, pool, kind) for kind in load_catalogue().types}  # type: ignore[arg-type]
     assert found["A100"] == ("GPU too old", "A100 has capability 8.0; fsdp.float8 needs 8.9")
     assert found["H100"] is None and found["L4"] is None

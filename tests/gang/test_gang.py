@@ -1,4 +1,6 @@
-"""Whole gangs of real ranks without Metaflow: who is blamed for a hang, and what is not worth a second try."""
+"""Whole gangs of real ranks without Metaflow: who is blamed for a hang, and what is not worth a
+second try.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
+from ebbflow.infra.events import (
+    COMMIT_SKIPPED,
+    FAULT_DETECTED,
+    GENERATION_ENDED,
+    NODE_ENDED,
+    NODE_STARTED,
+    read_events,
+)
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.process import all_processes, children, process_state
 from ebbflow.infra.store import Store
@@ -56,7 +65,8 @@ def beat(spec: GangSpec, rank: int) -> HeartbeatReading:
 
 def with_descendants(gang: LocalGang) -> list[int]:
     """All processes of the gang, the agents first."""
-    found, parents = [agent.pid for agent in gang.agents], {one.pid: one.parent for one in all_processes()}
+    found = [agent.pid for agent in gang.agents]
+    parents = {process.pid: process.parent for process in all_processes()}
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
     return found
@@ -69,15 +79,18 @@ def await_commit(spec: GangSpec) -> None:
 def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_is_told_to_leave(
     spec: GangSpec, tmp_path: Path
 ) -> None:
-    """The pause is as of a frozen virtual machine: longer than a node may be silent, and than a rank may make no
-    progress. It is nobody's fault. A frozen or killed rank is named, ended and replaced within the attempt.
+    """The pause is as of a frozen virtual machine: longer than a node may be silent, and than a
+    rank may make no progress. It is nobody's fault. A frozen or killed rank is named, ended and
+    replaced within the attempt.
     """
     survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
     spec = replace(spec, config={**spec.config, "survival": survival})
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
     listening = listening_addresses(with_descendants(gang))
-    assert listening == {"0100007F"}, "control channel, torch's store, gloo, wire, metrics: 127.0.0.1 alone"
+    assert listening == {"0100007F"}, (
+        "control channel, torch's store, gloo, wire, metrics: 127.0.0.1 alone"
+    )
     wait_until("the secret's end", lambda: not job_store(spec).list("secrets"), timeout=60)
 
     frozen = with_descendants(gang)
@@ -94,9 +107,15 @@ def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_i
     for generation, number in ((2, signal.SIGSTOP), (3, signal.SIGKILL)):
         victim = beat(spec, rank=1)
         os.kill(victim.pid, number)
-        wait_until("another commit", lambda wanted=generation: newest_commit(spec).generation == wanted, timeout=60)
+        wait_until(
+            "another commit",
+            lambda wanted=generation: newest_commit(spec).generation == wanted,
+            timeout=60,
+        )
         assert process_state(victim.pid) in ("", "Z")
-        assert beat(spec, rank=1).pid != victim.pid and all(agent.poll() is None for agent in gang.agents)
+        assert beat(spec, rank=1).pid != victim.pid and all(
+            agent.poll() is None for agent in gang.agents
+        )
 
     gang.agents[1].send_signal(signal.SIGTERM)
     outcome = gang.wait(60)
@@ -112,11 +131,24 @@ def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_i
         assert ended.data["reason"] == reason and not ended.data["user_code"]
         assert ended.data["culprit"].startswith("rank 1: ")
         told = detected.data
-        assert (told["rank"], told["node"], told["reason"], told["certainty"]) == (1, 1, reason, "proven")
-        assert detected.t_mono < ended.t_mono and told["lost_rank_seconds"] > 0 and told["next_action"]
+        assert (told["rank"], told["node"], told["reason"], told["certainty"]) == (
+            1,
+            1,
+            reason,
+            "proven",
+        )
+        assert (
+            detected.t_mono < ended.t_mono and told["lost_rank_seconds"] > 0 and told["next_action"]
+        )
     told = detections[0].data
-    assert ".py:" in told["where"] and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
-    for node in (0, 1):  # all of an agent's life is paid for once: one generation begins where the other ends
+    assert (
+        ".py:" in told["where"]
+        and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
+    )
+    for node in (
+        0,
+        1,
+    ):  # all of an agent's life is paid for once: one generation begins where the other ends
         *ends, _ = [event for event in events if event.name == NODE_ENDED and event.node == node]
         starts = [event for event in events if event.name == NODE_STARTED and event.node == node]
         for before, ended, after in zip(starts[:-1], ends, starts[1:], strict=True):
@@ -124,20 +156,30 @@ def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_i
             assert ended.t_mono == after.t_mono
 
 
-def test_a_gang_leaves_spot_if_a_restart_of_its_ranks_would_break_the_guarantee(spec: GangSpec, tmp_path: Path) -> None:
-    reserve = Fallback(seconds=60, restart_seconds=4000, restart_usd=0, step_seconds=0, usd=0, step_usd=0)
+def test_a_gang_leaves_spot_if_a_restart_of_its_ranks_would_break_the_guarantee(
+    spec: GangSpec, tmp_path: Path
+) -> None:
+    reserve = Fallback(
+        seconds=60, restart_seconds=4000, restart_usd=0, step_seconds=0, usd=0, step_usd=0
+    )
     terms = Terms(usd_per_rank_second=0.001, deadline_utc=time.time() + 3600, fallback=reserve)
     gang = start(replace(spec, terms=terms.to_json()), tmp_path / "gang")
     await_commit(spec)
     os.kill(beat(spec, rank=1).pid, signal.SIGKILL)
     outcome = gang.wait(60)
     assert outcome.outcome == "interrupted" and outcome.generation == 2
-    assert "leaves Spot for on-demand" in outcome.message and "finishing on demand may take 1.13 h" in outcome.message
+    assert (
+        "leaves Spot for on-demand" in outcome.message
+        and "finishing on demand may take 1.13 h" in outcome.message
+    )
 
 
 def test_a_node_told_to_leave_without_time_to_save_says_so(spec: GangSpec, tmp_path: Path) -> None:
     """Of 2 s nothing is left for a save: that long a process takes to end."""
-    spec = replace(spec, config={**spec.config, "checkpoint": {**spec.config["checkpoint"], "stop_seconds": 2.0}})
+    spec = replace(
+        spec,
+        config={**spec.config, "checkpoint": {**spec.config["checkpoint"], "stop_seconds": 2.0}},
+    )
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
     gang.agents[1].send_signal(signal.SIGTERM)
@@ -145,13 +187,17 @@ def test_a_node_told_to_leave_without_time_to_save_says_so(spec: GangSpec, tmp_p
     assert outcome.outcome == "interrupted"
     newest = newest_commit(spec)
     assert 0 < newest.step < outcome.step and newest.step % 20 == 0
-    assert outcome.message.endswith(f"step {outcome.step} is not saved, to be resumed from step {newest.step}")
+    assert outcome.message.endswith(
+        f"step {outcome.step} is not saved, to be resumed from step {newest.step}"
+    )
     skipped = [event for event in read_events(job_store(spec)) if event.name == COMMIT_SKIPPED]
     [reason] = [event.data["reason"] for event in skipped if event.step == outcome.step]
     assert reason.endswith("and 0.0 s are left; the last commit counts")
 
 
-def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(spec: GangSpec, tmp_path: Path) -> None:
+def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(
+    spec: GangSpec, tmp_path: Path
+) -> None:
     survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
     gang = start(replace(spec, config={**spec.config, "survival": survival}), tmp_path / "gang")
     await_commit(spec)
@@ -173,12 +219,16 @@ def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Pat
         os.kill(pid, signal.SIGSTOP)
     gang.kill()
     pids = (rank, standby, keeper)
-    wait_until("the end of all", lambda: {process_state(pid) for pid in pids} <= {"", "Z"}, timeout=30)
+    wait_until(
+        "the end of all", lambda: {process_state(pid) for pid in pids} <= {"", "Z"}, timeout=30
+    )
 
 
-def test_what_cannot_go_on_is_refused_by_all_nodes_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:
-    """Another model than the commits'; and a damaged record, at which the other nodes have not joined yet: node 0 reads
-    the store before anything else.
+def test_what_cannot_go_on_is_refused_by_all_nodes_and_not_tried_again(
+    spec: GangSpec, tmp_path: Path
+) -> None:
+    """Another model than the commits'; and a damaged record, at which the other nodes have not
+    joined yet: node 0 reads the store before anything else.
     """
     first = start(spec, tmp_path / "first")
     await_commit(spec)
@@ -189,15 +239,21 @@ def test_what_cannot_go_on_is_refused_by_all_nodes_and_not_tried_again(spec: Gan
         second.wait(60)
     assert not error.value.curable and error.value.outcome == "config"
 
-    record = Path(spec.store_uri) / job_prefix(spec.job) / job_store(spec).list("generations")[0].key
+    record = (
+        Path(spec.store_uri) / job_prefix(spec.job) / job_store(spec).list("generations")[0].key
+    )
     record.write_text('{"x":')
     cluster = {**spec.config["cluster"], "start_deadline_seconds": 600.0}
-    third = start(replace(spec, config={**spec.config, "cluster": cluster}, attempt=2), tmp_path / "third")
+    third = start(
+        replace(spec, config={**spec.config, "cluster": cluster}, attempt=2), tmp_path / "third"
+    )
     with pytest.raises(GangError, match="generations/000001") as error:
         third.wait(120)
     assert not error.value.curable
     other = json.loads((tmp_path / "third" / "node-1.result.json").read_text())
-    assert "generations/000001" in other["error"] and not other["curable"], "of node 0, or read by itself after that"
+    assert "generations/000001" in other["error"] and not other["curable"], (
+        "of node 0, or read by itself after that"
+    )
 
 
 def test_of_two_launchers_the_older_gives_way_for_good(spec: GangSpec, tmp_path: Path) -> None:

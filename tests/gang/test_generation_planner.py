@@ -1,4 +1,6 @@
-"""What node 0 decides between two generations: what the next one may still spend, and whether there is a next one."""
+"""What node 0 decides between two generations: what the next one may still spend, and whether there
+is a next one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from ebbflow.training.checkpoint.lineage import amend_parent
 from ebbflow.training.launch.coordinator import FailedGeneration, GenerationPlanner, find_crash_loop
 from ebbflow.training.launch.messages import GangSpec, GenerationEnd
 
-A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
+A = "ValueError at model.py:12 in loss"
+B = "killed by SIGSEGV"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,10 @@ A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
 def test_a_loop_is_the_same_failure_three_times_without_a_commit_or_any_ten(
     failed: list[tuple[int, str]], commit_of: int, loop: list[int]
 ) -> None:
-    failures = [FailedGeneration(generation=number, fingerprint=mark, rank_seconds=1.0) for number, mark in failed]
+    failures = [
+        FailedGeneration(generation=number, fingerprint=mark, rank_seconds=1.0)
+        for number, mark in failed
+    ]
     assert [failure.generation for failure in find_crash_loop(failures, commit_of)] == loop
 
 
@@ -65,11 +71,15 @@ def job_store(spec: GangSpec) -> Store:
 
 
 def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangSpec) -> None:
-    """100 s to find each other and 100 s of training with 6 ranks, then 50 s with 4, at a cent per rank-second, on top
-    of the $5 of earlier attempts."""
-    terms = Terms(usd_per_rank_second=0.01, spent_usd=5.0, budget_usd=20.0, reserve_usd=1.0).to_json()
+    """100 s to find each other and 100 s of training with 6 ranks, then 50 s with 4, at a cent per
+    rank-second, on top of the $5 of earlier attempts."""
+    terms = Terms(
+        usd_per_rank_second=0.01, spent_usd=5.0, budget_usd=20.0, reserve_usd=1.0
+    ).to_json()
     now = iter((100.0, 200.0, 250.0))
-    planner = GenerationPlanner(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
+    planner = GenerationPlanner(
+        replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now)
+    )
     first = planner.plan(planner.open(), [0, 1, 2], ["a", "a", "b"])
     assert (first.terms["spent_usd"], first.terms["last_notified_threshold"]) == (11.0, 0.0)
     second = planner.plan(planner.open(), [0, 2], ["a", "b"])
@@ -85,8 +95,11 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
 def open_in_vain(
     planner: GenerationPlanner, store: Store, monkeypatch: pytest.MonkeyPatch, *, arrives: bool
 ) -> list[tuple[str, bytes]]:
-    """(key, data) of the records whose put was given up. arrives: they are in the store all the same."""
-    late, put = [], store.put
+    """(key, data) of the records whose put was given up. arrives: they are in the store all the
+    same.
+    """
+    late = []
+    put = store.put
 
     def give_up(key: str, data: bytes) -> None:
         late.append((key, data))
@@ -118,7 +131,9 @@ def test_a_record_whose_put_was_given_up_is_nobodys_rival(
 def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
     spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its start has gone back to an older parent meanwhile: what it left behind must not count again."""
+    """Its start has gone back to an older parent meanwhile: what it left behind must not count
+    again.
+    """
     store = job_store(spec)
     planner = GenerationPlanner(spec, store, born=0.0)
     late = open_in_vain(planner, store, monkeypatch, arrives=False)
@@ -134,7 +149,9 @@ def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
     planner = GenerationPlanner(spec, store, born=time.monotonic())
     for number in (1, 2):
         generation = planner.open()
-        with EventLog(store, Origin(job="job", run="run", attempt=0, generation=number, process="agent")) as log:
+        with EventLog(
+            store, Origin(job="job", run="run", attempt=0, generation=number, process="agent")
+        ) as log:
             log.emit(NODE_STARTED, ranks=[0, 1])
             log.emit(GENERATION_ENDED, reason="rank_failed", fingerprint=A)
             log.emit(NODE_ENDED, seconds=7.0)
@@ -142,10 +159,18 @@ def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
     later = GenerationPlanner(replace(spec, attempt=2, terms=terms), store, born=time.monotonic())
     generation = later.open()
     assert (
-        later.check_crash_loop(GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, 10.0) is None
+        later.check_crash_loop(
+            GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, 10.0
+        )
+        is None
     )
     last = later.check_crash_loop(
         GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 10.0
     )
-    assert last is not None and last.failed_as == "crash_loop" and not last.curable and not last.again
-    assert "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x" in last.culprit
+    assert (
+        last is not None and last.failed_as == "crash_loop" and not last.curable and not last.again
+    )
+    assert (
+        "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x"
+        in last.culprit
+    )

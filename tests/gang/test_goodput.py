@@ -1,4 +1,6 @@
-"""Where a tormented job's time went: every second in one share, the last execution of a step the only useful one."""
+"""Where a tormented job's time went: every second in one share, the last execution of a step the
+only useful one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from benchmarks.soak.goodput import shares_text, time_shares
 from ebbflow.infra.events import NODE_STARTED, PHASE, STEP, Event
 
 
-def event(name: str, at: float, *, generation: int = 1, rank: int | None = 0, step: int | None = None, **data) -> Event:
+def event(
+    name: str,
+    at: float,
+    *,
+    generation: int = 1,
+    rank: int | None = 0,
+    step: int | None = None,
+    **data,
+) -> Event:
     place = {"t_wall": 0.0, "t_mono": at, "job": "j", "run": "r", "attempt": 0, "node": rank or 0}
     return Event(name=name, generation=generation, rank=rank, step=step, data=data, **place)
 
@@ -25,9 +35,13 @@ def test_the_last_execution_counts_and_the_gap_belongs_to_nobody() -> None:
         ]
     shares = time_shares(events)
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["useful_step"] == pytest.approx(0.3) and shares["redone_step"] == pytest.approx(0.3)
+    assert shares["useful_step"] == pytest.approx(0.3) and shares["redone_step"] == pytest.approx(
+        0.3
+    )
     assert shares["startup"] == pytest.approx(0.2) and shares["absent"] == pytest.approx(0.2)
     assert "useful" not in shares_text(shares) and "absent 20.0%" in shares_text(shares)
     assert time_shares(events[:1]) == {}
     hung = event(PHASE, 10.0, generation=2, **{"class": "useful_step", "seconds": 0.0001})
-    assert time_shares([*events, hung])["useful_step"] == shares["useful_step"], "its step never completed"
+    assert time_shares([*events, hung])["useful_step"] == shares["useful_step"], (
+        "its step never completed"
+    )

@@ -1,4 +1,6 @@
-"""A rank whose process closes its descriptors is replaced; one that may write no files trains on and says so."""
+"""A rank whose process closes its descriptors is replaced; one that may write no files trains on
+and says so.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from tests.support.guard_jobs import Job
 
 def hostile_job(folder: Path, deed: str) -> Job:
     options = {"deed": deed, "once": str(folder / "once")}
-    return Job.make(folder / "job", steps=16, workload="tests.support.hostile_rank:Hostile", options=options)
+    return Job.make(
+        folder / "job", steps=16, workload="tests.support.hostile_rank:Hostile", options=options
+    )
 
 
 def test_a_rank_that_closes_its_descriptors_is_replaced(tmp_path: Path) -> None:

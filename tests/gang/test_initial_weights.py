@@ -26,9 +26,18 @@ from tests.support.weights_rank import text_loss
 MODEL = ModelConfig(hidden_size=18, num_layers=2, num_heads=2, sequence_length=10, vocab_size=30)
 
 LLAMA = ModelConfig(
-    architecture="llama", hidden_size=18, num_layers=2, num_heads=6, num_kv_heads=3, head_size=4, sequence_length=10,
-    vocab_size=30, tied_embeddings=True, qkv_bias=True, qk_norm=True,
-)  # fmt: skip
+    architecture="llama",
+    hidden_size=18,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_size=4,
+    sequence_length=10,
+    vocab_size=30,
+    tied_embeddings=True,
+    qkv_bias=True,
+    qk_norm=True,
+)
 
 
 @pytest.fixture
@@ -44,21 +53,30 @@ def save_folder(model: nn.Module, folder: Path, *, parts: int) -> Path:
     names = [f"model-{number + 1:05d}-of-{parts:05d}.safetensors" for number in range(parts)]
     where = {name: names[number % parts] for number, name in enumerate(state)}
     for file in names:
-        save_file({name: state[name].contiguous() for name in state if where[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        save_file(
+            {name: state[name].contiguous() for name in state if where[name] == file}, folder / file
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     return folder
 
 
-def test_every_mode_reads_its_own_part_of_several_files_and_trains_alike(source: CausalLM, tmp_path: Path) -> None:
+def test_every_mode_reads_its_own_part_of_several_files_and_trains_alike(
+    source: CausalLM, tmp_path: Path
+) -> None:
     models = [source, CausalLM(LLAMA)]
     configs = []
     for number, model in enumerate(models):
         path = save_folder(model, tmp_path / str(number), parts=3)
-        configs.append(RunConfig(model=model.config, training=TrainingConfig(initial_weights=str(path))))
+        configs.append(
+            RunConfig(model=model.config, training=TrainingConfig(initial_weights=str(path)))
+        )
     texts = [config.model_dump_json() for config in configs]
     (output,) = run_ranks(1, ["-m", "tests.support.weights_rank", "4", *texts])
     found = sorted(line.split()[1:] for line in output.splitlines() if line.startswith("sha256"))
-    modes, numbers = ("ddp", "fsdp2", "hsdp"), ("0", "1")
+    modes = ("ddp", "fsdp2", "hsdp")
+    numbers = ("0", "1")
     expected = [[rank, number, mode] for rank in "0123" for number in numbers for mode in modes]
     assert [words[:3] for words in found] == expected, output
     for number, (model, config) in enumerate(zip(models, configs, strict=True)):
@@ -68,7 +86,9 @@ def test_every_mode_reads_its_own_part_of_several_files_and_trains_alike(source:
         for words in found:
             if words[1] == str(number):
                 assert words[3] == weights_sha256(model)
-                assert [float(word) for word in words[4:]] == pytest.approx([loss.item(), norm], rel=1e-5), words
+                assert [float(word) for word in words[4:]] == pytest.approx(
+                    [loss.item(), norm], rel=1e-5
+                ), words
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -109,7 +129,9 @@ def test_names_can_be_translated_and_left_out(source: CausalLM, tmp_path: Path) 
     target = CausalLM(MODEL)
 
     def ours(name: str) -> str | None:
-        return name.removeprefix("transformer.") if name.startswith("transformer.") else None
+        if name.startswith("transformer."):
+            return name.removeprefix("transformer.")
+        return None
 
     load_weights(str(tmp_path / "foreign.safetensors"), target, ours)
     assert weights_sha256(target) == weights_sha256(source)
@@ -126,27 +148,40 @@ def test_tied_weights_are_wanted_once(tmp_path: Path) -> None:
             self.head.weight = self.embedding.weight
             self.register_buffer("scale", torch.ones(1))
 
-    source, target = Tied(), Tied()
+    source = Tied()
+    target = Tied()
     source.scale.fill_(0.5)
-    save_file({"head.weight": source.head.weight.data, "scale": source.scale}, tmp_path / "tied.safetensors")
+    save_file(
+        {"head.weight": source.head.weight.data, "scale": source.scale},
+        tmp_path / "tied.safetensors",
+    )
     load_weights(str(tmp_path / "tied.safetensors"), target)
-    assert torch.equal(target.embedding.weight, source.embedding.weight) and target.scale.item() == 0.5
+    assert (
+        torch.equal(target.embedding.weight, source.embedding.weight) and target.scale.item() == 0.5
+    )
 
 
-@pytest.mark.parametrize("trouble", ["absent", "no safetensors", "cut off", "an empty folder", "a file of the index"])
+@pytest.mark.parametrize(
+    "trouble", ["absent", "no safetensors", "cut off", "an empty folder", "a file of the index"]
+)
 def test_files_that_cannot_serve_are_named(trouble: str, source: CausalLM, tmp_path: Path) -> None:
     folder = save_folder(source, tmp_path / "weights", parts=2)
-    path, message = folder, ""
+    path = folder
+    message = ""
     if trouble == "absent":
-        path, message = tmp_path / "nowhere", "no such file or folder"
+        path = tmp_path / "nowhere"
+        message = "no such file or folder"
     elif trouble == "no safetensors":
-        path, message = tmp_path / "weights.bin", "is not a safetensors file"
+        path = tmp_path / "weights.bin"
+        message = "is not a safetensors file"
         path.write_bytes(b"PK\x03\x04 a pickle")
     elif trouble == "cut off":
-        path, message = folder / "model-00001-of-00002.safetensors", "is not a safetensors file"
+        path = folder / "model-00001-of-00002.safetensors"
+        message = "is not a safetensors file"
         path.write_bytes(path.read_bytes()[:-4])
     elif trouble == "an empty folder":
-        path, message = tmp_path / "empty", "it holds nothing"
+        path = tmp_path / "empty"
+        message = "it holds nothing"
         path.mkdir()
     else:
         (folder / "model-00002-of-00002.safetensors").unlink()
@@ -157,13 +192,15 @@ def test_files_that_cannot_serve_are_named(trouble: str, source: CausalLM, tmp_p
 
 def test_a_job_begins_with_them_once_and_a_commit_wins(tmp_path: Path) -> None:
     model = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, sequence_length=16)
-    path, texts = tmp_path / "start.safetensors", tmp_path / "texts"
+    path = tmp_path / "start.safetensors"
+    texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(4):
         (texts / f"{number}.txt").write_text(f"{number} ebb and flow, " * 40)
     source = CausalLM(model)
     with torch.no_grad():
-        source.head.logits.weight.zero_()  # every token is then as likely: the loss is that of a uniform guess
+        # every token is then as likely: the loss is that of a uniform guess
+        source.head.logits.weight.zero_()
     save_file(source.state_dict(), path)
     training = {"batch_size": 4, "initial_weights": str(path), "scheduler": {"warmup_steps": 0}}
     for steps in (2, 3):
@@ -192,4 +229,6 @@ def test_the_record_says_which_files_they_were(source: CausalLM, tmp_path: Path)
     with torch.no_grad():
         source.head.norm.weight[0] += 1
     changed = describe_files(str(save_folder(source, tmp_path / "changed", parts=2)))
-    assert [a["sha256"] == b["sha256"] for a, b in zip(first, changed, strict=True)].count(False) == 1
+    assert [a["sha256"] == b["sha256"] for a, b in zip(first, changed, strict=True)].count(
+        False
+    ) == 1

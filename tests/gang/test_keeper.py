@@ -20,7 +20,8 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.launch.workers import WorkerGroup
 from tests.support.flow import wait_until
 
-# Each prints the number of what it leaves, and ends or stays. All have an environment of their own, which is empty.
+# Each prints the number of what it leaves, and ends or stays. All have an environment of their own,
+# which is empty.
 HIDE = """
 import os, signal, sys, time
 def say(pid):
@@ -84,7 +85,15 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
 def spawn(keeper: Keeper, folder: Path, code: str, name: str = "told") -> tuple[RemoteChild, int]:
     """The process, and the number that it has told."""
     told = folder / name
-    command = [sys.executable, "-I", "-S", "-c", code, str(told), str(len(os.listdir("/proc")) + 150)]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        code,
+        str(told),
+        str(len(os.listdir("/proc")) + 150),
+    ]
     with open(os.devnull, "r+b") as nothing, open(folder / "errors.log", "ab") as errors:
         child = keeper.spawn(command, {}, nothing.fileno(), nothing.fileno(), errors.fileno())
     wait_until("its word", told.exists, timeout=60)
@@ -98,7 +107,10 @@ def gone(*pids: int) -> Callable[[], bool]:
 def test_it_starts_programs_and_reports_their_exits(keeper: Keeper, tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb") as out, open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), out.fileno())
-        code = "import os, sys; print(os.environ['LONG'][:3], os.getsid(0) == os.getpid()); sys.exit(7)"
+        code = (
+            "import os, sys; print(os.environ['LONG'][:3], os.getsid(0) == os.getpid()); "
+            "sys.exit(7)"
+        )
         child = keeper.spawn([sys.executable, "-c", code], {"LONG": "x" * 100_000}, *streams)
         assert child.wait(60) == 7
         other = keeper.spawn(["/bin/sleep", "600"], {}, *streams)
@@ -115,14 +127,19 @@ def test_a_program_gets_its_three_streams_and_no_other_ones(keeper: Keeper, tmp_
         code = "import os; os.execve('/bin/ls', ['ls', '/proc/self/fd'], {})"
         with open(told, "wb") as out, open(os.devnull, "rb") as nothing:
             streams = (nothing.fileno(), out.fileno(), out.fileno())
-            assert keeper.spawn([sys.executable, "-I", "-S", "-c", code], {}, *streams).wait(60) == 0
+            assert (
+                keeper.spawn([sys.executable, "-I", "-S", "-c", code], {}, *streams).wait(60) == 0
+            )
         assert told.read_text().split() == ["0", "1", "2", "3"], "3 is the folder that ls reads"
 
 
 @pytest.mark.parametrize("garbage", [b"warning: no JSON\n", b"7\n", b'{"other": 1}\n', b"\xff\n"])
-def test_anothers_bytes_on_the_keepers_pipe_lose_the_keeper_and_raise_nothing(keeper: Keeper, garbage: bytes) -> None:
+def test_anothers_bytes_on_the_keepers_pipe_lose_the_keeper_and_raise_nothing(
+    keeper: Keeper, garbage: bytes
+) -> None:
     forged, other = socket.socketpair()
-    real, keeper._channel = keeper._channel, forged
+    real = keeper._channel
+    keeper._channel = forged
     real.close()
     forged.setblocking(False)
     other.sendall(garbage)
@@ -159,11 +176,17 @@ def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
     try:
         wait_until("its children", (tmp_path / "pids").exists, timeout=60)
         keeper, daemon = map(int, (tmp_path / "pids").read_text().split())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGPIPE,
+        ):
             os.kill(keeper, number)
         time.sleep(0.2)
         assert not gone(keeper, daemon)(), "a stray signal ended the keeper"
-        before = {one.pid for one in descendants(keeper)} | {keeper, daemon}
+        before = {descendant.pid for descendant in descendants(keeper)} | {keeper, daemon}
     finally:
         agent.kill()
         agent.wait()
@@ -171,7 +194,9 @@ def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not descendants(keeper)
 
 
-def test_of_a_stopped_parent_the_kernel_tells_how_a_child_ended(keeper: Keeper, tmp_path: Path) -> None:
+def test_of_a_stopped_parent_the_kernel_tells_how_a_child_ended(
+    keeper: Keeper, tmp_path: Path
+) -> None:
     child, _ = spawn(keeper, tmp_path, HIDE + "say(1); time.sleep(600)")
     os.kill(keeper.pid, signal.SIGSTOP)
     try:
@@ -181,12 +206,25 @@ def test_of_a_stopped_parent_the_kernel_tells_how_a_child_ended(keeper: Keeper, 
         os.kill(keeper.pid, signal.SIGCONT)
 
 
-def test_a_culprits_daemon_is_ended_and_the_other_ranks_are_not(tmp_path: Path, keeper: Keeper) -> None:
-    """The others have still to write their last events; what the culprit has left may hold copies of its sockets."""
+def test_a_culprits_daemon_is_ended_and_the_other_ranks_are_not(
+    tmp_path: Path, keeper: Keeper
+) -> None:
+    """The others have still to write their last events; what the culprit has left may hold copies
+    of its sockets.
+    """
     spec = WorkerSpec(
-        job="job", run="run", attempt=0, node=0, generation=1, generation_id="x", candidates=[], config={},
-        store_uri=str(tmp_path), prepared={}, agent_pid=os.getpid(),
-    )  # fmt: skip
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        generation=1,
+        generation_id="x",
+        candidates=[],
+        config={},
+        store_uri=str(tmp_path),
+        prepared={},
+        agent_pid=os.getpid(),
+    )
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), None, keeper)
     real = [worker.process for worker in group.workers]
     for process in real:

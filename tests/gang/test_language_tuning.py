@@ -1,4 +1,6 @@
-"""Supervised fine-tuning of a folder: conversations by its chat template, and a multiple-choice test."""
+"""Supervised fine-tuning of a folder: conversations by its chat template, and a multiple-choice
+test.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from tests.gang.test_hugging_face import settings_for
 from tests.gang.test_policy_folders import CHAT, make_folder
 
 QUESTIONS = [
-    {"prompt": "the tide", "choices": [" comes in", " goes out", " sleeps", " number"], "answer": 1},
+    {
+        "prompt": "the tide",
+        "choices": [" comes in", " goes out", " sleeps", " number"],
+        "answer": 1,
+    },
     {"prompt": "and the tide goes", "choices": [" out again", " in"], "answer": " in"},
     {"prompt": "number", "choices": [" 1", " 2", " 12"], "answer": 2},
 ]
@@ -37,13 +43,16 @@ def prepared(config: RunConfig) -> Any:
     return replace(own, prepared=HuggingFace.prepare(own))
 
 
-def test_choices_are_scored_as_transformers_scores_them_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_choices_are_scored_as_transformers_scores_them_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
     folder = make_folder(tmp_path, chat=True)
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     config = settings_for(folder, choices=str(tmp_path / "questions.jsonl"))
     context = prepared(config)
     workload = HuggingFace(context)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     right = {"choice_accuracy": 0, "choice_accuracy_per_byte": 0}
     for question in QUESTIONS:
         scores = []
@@ -54,13 +63,18 @@ def test_choices_are_scored_as_transformers_scores_them_on_any_number_of_ranks(t
                 spread = model(tokens).logits[0, :-1].log_softmax(-1)
             scores.append(float(spread.gather(1, tokens[0, 1:, None])[begin - 1 :].sum()))
         answer = question["answer"]
-        answer = question["choices"].index(answer) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            answer = question["choices"].index(answer)
+        else:
+            answer = answer
         right["choice_accuracy"] += int(np.argmax(scores)) == answer
         lengths = [len(choice) for choice in question["choices"]]
         right["choice_accuracy_per_byte"] += int(np.argmax(np.array(scores) / lengths)) == answer
     with torch.no_grad():
         found = workload.evaluate(model)
-    assert {name: found[name] for name in right} == {name: count / 3 for name, count in right.items()}
+    assert {name: found[name] for name in right} == {
+        name: count / 3 for name, count in right.items()
+    }
     assert "choice_accuracy" in try_workload(config, context).text
     test: Any = workload._choices
     rows: dict[int, torch.Tensor] = {}
@@ -77,13 +91,16 @@ def test_choices_are_scored_as_transformers_scores_them_on_any_number_of_ranks(t
             return model(tokens).logits
 
     split = [
-        test.evaluate(logits_of, replace(context, rank=rank, world_size=2, gather=gather(rank)), 2) for rank in (0, 1)
+        test.evaluate(logits_of, replace(context, rank=rank, world_size=2, gather=gather(rank)), 2)
+        for rank in (0, 1)
     ]
     assert split[1] == {name: found[name] for name in right}, "the second rank has seen both rows"
 
 
 def test_a_model_that_knows_the_answers_has_all_of_them() -> None:
-    """A model that gives each token's successor all probability, and a choice that is a word too long."""
+    """A model that gives each token's successor all probability, and a choice that is a word too
+    long.
+    """
 
     class Bytes:
         def encode(self, piece: bytes) -> np.ndarray:
@@ -95,7 +112,9 @@ def test_a_model_that_knows_the_answers_has_all_of_them() -> None:
     questions = [Question("ab", ["cde", "xyz"], 0), Question("kl", ["lmn", "mn", "m"], 2)]
     found = ChoiceTest(questions, Bytes(), 8).evaluate(successor, _alone(), 3)  # type: ignore[arg-type]
     assert found["choice_accuracy"] == 1.0
-    with pytest.raises(TrainingError, match=r"question 1 has 5 tokens with its choice 'cde', more than .* 4; fix"):
+    with pytest.raises(
+        TrainingError, match=r"question 1 has 5 tokens with its choice 'cde', more than .* 4; fix"
+    ):
         ChoiceTest(questions, Bytes(), 4)  # type: ignore[arg-type]
 
 
@@ -128,16 +147,23 @@ def test_conversations_become_text_by_the_folders_template(tmp_path: Path) -> No
     config = settings_for(folder, dataset=str(tmp_path / "talk.jsonl"), chat=True)
     context = prepared(config)
     tokens = open_tokens(context.store, context.prepared["fingerprint"])
-    text = AutoTokenizer.from_pretrained(folder).decode(tokens.train[:40].tolist()).replace(" ", "").replace("Ġ", "")
+    text = (
+        AutoTokenizer.from_pretrained(folder)
+        .decode(tokens.train[:40].tolist())
+        .replace(" ", "")
+        .replace("Ġ", "")
+    )
     assert text.startswith("<user>tide?<assistant>comesin<|endoftext|><user>tide?")
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": [{"content": "x"}, "y"]}) + "\n")
-    with pytest.raises(TrainingError, match=r"row 1: the chat template of .* refuses the messages: .*; fix: \["):
+    with pytest.raises(
+        TrainingError, match=r"row 1: the chat template of .* refuses the messages: .*; fix: \["
+    ):
         prepared(config)
 
 
 MARKED = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ "
+    "m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 FRESH_ONLY = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | length }}")
 
@@ -151,40 +177,63 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
     tokenizer.save_pretrained(folder)
     answers = ["comes in", "and the tide goes out, number 12"]
     talk = [{"role": role, "content": text} for text in answers for role in ("user", "assistant")]
-    talk[0]["content"], talk[2]["content"] = "tide? é", "and then the tide, which tide, the tide of number 300?"
+    talk[0]["content"] = "tide? é"
+    talk[2]["content"] = "and then the tide, which tide, the tide of number 300?"
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 60)
     config = settings_for(folder, dataset=str(tmp_path / "talk.jsonl"), chat=True)
     context = prepared(config)
-    workload, model = HuggingFace(context), AutoModelForCausalLM.from_pretrained(folder)
+    workload = HuggingFace(context)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     whole = "".join(f"<{one['role']}>{one['content']}" for one in talk)
-    counted = {at for text in answers for at in range(len(whole[: whole.rindex(text)].encode()), len(
-        whole[: whole.rindex(text) + len(text)].encode()))}  # bytes of the answers  # fmt: skip
-    ids, labels, at = tokenizer(whole)["input_ids"], [], 0
+    counted = {
+        at
+        for text in answers
+        for at in range(
+            len(whole[: whole.rindex(text)].encode()),
+            len(whole[: whole.rindex(text) + len(text)].encode()),
+        )
+    }  # bytes of the answers
+    ids = tokenizer(whole)["input_ids"]
+    labels = []
+    at = 0
     for token in ids:
-        size = len(tokenizer.convert_ids_to_tokens(token))  # byte-level: one character for each byte
+        size = len(
+            tokenizer.convert_ids_to_tokens(token)
+        )  # byte-level: one character for each byte
         labels.append(token if counted & set(range(at, at + size)) else -100)
         at += size
     assert at == len(whole.encode())
     end = tokenizer.eos_token_id
-    ids, labels = [*ids, end] * 60, [*labels, end] * 60
+    ids = [*ids, end] * 60
+    labels = [*labels, end] * 60
     expected = {}
     for number in range((54 * len(ids) // 60 - 1) // 16):  # a tenth is held out
-        inputs, targets = ids[16 * number :][:16], labels[16 * number + 1 :][:16]
+        inputs = ids[16 * number :][:16]
+        targets = labels[16 * number + 1 :][:16]
         expected[tuple(inputs)] = targets
     order = [workload.next_batch(model, Cursor(first, 4)) for first in range(0, 40, 4)]
     for batch in order:
         for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
             assert expected[tuple(inputs)] == targets and max(targets) >= 0
-        assert batch.weight == int((batch.targets >= 0).sum()) == sum(part.weight for part in batch.split(3))
+        assert (
+            batch.weight
+            == int((batch.targets >= 0).sum())
+            == sum(part.weight for part in batch.split(3))
+        )
     batch = order[0]
-    loss, spread = workload.loss(model, batch), model(batch.inputs).logits.log_softmax(-1)
+    loss = workload.loss(model, batch)
+    spread = model(batch.inputs).logits.log_softmax(-1)
     kept = batch.targets >= 0
     theirs = -spread.gather(2, batch.targets.clamp(min=0)[..., None])[..., 0][kept].sum()
     assert loss.weight == kept.sum() and loss.sum.item() == pytest.approx(float(theirs), rel=1e-5)
     assert set(workload.evaluate(model)) == {"held_out_loss"}
-    again = config.model_copy(update={"workload_options": config.workload_options | {"assistant_only_loss": False}})
+    again = config.model_copy(
+        update={"workload_options": config.workload_options | {"assistant_only_loss": False}}
+    )
     assert HuggingFace(prepared(again)).next_batch(model, Cursor(0, 4)).weight == 64
     tokenizer.chat_template = FRESH_ONLY
     tokenizer.save_pretrained(folder)
-    with pytest.raises(TrainingError, match=r"the chat template of .* writes message 2 differently .*; fix: \{% g"):
+    with pytest.raises(
+        TrainingError, match=r"the chat template of .* writes message 2 differently .*; fix: \{% g"
+    ):
         prepared(config)

@@ -1,4 +1,6 @@
-"""Agents that leave while others wait for them: everybody hears why, and an interruption is no failure."""
+"""Agents that leave while others wait for them: everybody hears why, and an interruption is no
+failure.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
 
 START = GenerationStart(
-    generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
+    generation=1,
+    generation_id="x",
+    candidates=[],
+    rendezvous_port=1,
+    terms=None,
+    rehearse=None,
+    hosts=["a", "b"],
     nodes=[0, 1],
-)  # fmt: skip
+)
 NOTICE = RankOrder(seconds=30.0, cause="spot interruption notice", node=1)
 
 
@@ -45,17 +53,27 @@ def never() -> bool:
 def spec_of(folder: Path, *, nodes: int) -> GangSpec:
     run = f"run-of-{nodes}-{folder.name}"
     return GangSpec(
-        job="job", run=run, attempt=0, node=0, nodes=nodes, processes_per_node=1, main_address="127.0.0.1",
-        config={"cluster": {}}, store_uri=str(folder), prepared={}, log_folder=str(folder),
+        job="job",
+        run=run,
+        attempt=0,
+        node=0,
+        nodes=nodes,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config={"cluster": {}},
+        store_uri=str(folder),
+        prepared={},
+        log_folder=str(folder),
         candidate_ports=control_ports(run, 0),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, FollowerPeers]]:
     """Two agents in a generation that has begun."""
     spec = spec_of(tmp_path, nodes=2)
-    coordinator, members = CoordinatorPeers(spec, "a", SECRET), []
+    coordinator = CoordinatorPeers(spec, "a", SECRET)
+    members = []
     thread = threading.Thread(
         target=lambda: members.append(FollowerPeers(replace(spec, node=1), "b", 10, never, **KNOWN))
     )
@@ -69,7 +87,9 @@ def pair(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, FollowerPeers]]:
     coordinator.close()
 
 
-def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
+def test_who_is_still_busy_when_the_lead_leaves_hears_why(
+    pair: tuple[CoordinatorPeers, FollowerPeers],
+) -> None:
     coordinator, member = pair
     last = coordinator.regroup(10, lambda: True)
     assert isinstance(last, GenerationEnd)
@@ -79,7 +99,10 @@ def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[Coordinato
         member.ready()
         time.sleep(0.05)
     word = member.await_start(5)
-    assert isinstance(word, GenerationEnd) and (word.reason, word.failed_as) == (EndReason.AGENT_STOPPED, "interrupted")
+    assert isinstance(word, GenerationEnd) and (word.reason, word.failed_as) == (
+        EndReason.AGENT_STOPPED,
+        "interrupted",
+    )
 
 
 def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
@@ -92,10 +115,16 @@ def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
     member.close()
     time.sleep(0.1)
     last = coordinator.regroup(10, never)
-    assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted" and NOTICE.cause in last.culprit
+    assert (
+        isinstance(last, GenerationEnd)
+        and last.failed_as == "interrupted"
+        and NOTICE.cause in last.culprit
+    )
 
 
-def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
+def test_a_machine_that_goes_after_its_notice_is_an_interruption(
+    pair: tuple[CoordinatorPeers, FollowerPeers],
+) -> None:
     coordinator, member = pair
     member.order(NOTICE)
     member.close()
@@ -105,11 +134,17 @@ def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[Coo
     assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted"
 
 
-def test_a_machine_that_goes_without_one_is_a_failure(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
+def test_a_machine_that_goes_without_one_is_a_failure(
+    pair: tuple[CoordinatorPeers, FollowerPeers],
+) -> None:
     coordinator, member = pair
     member.close()
     verdict = wait_until("the verdict", coordinator.poll, timeout=60)
-    assert (verdict.reason, verdict.again, verdict.failed_as) == (EndReason.NODE_LOST, False, "failed")
+    assert (verdict.reason, verdict.again, verdict.failed_as) == (
+        EndReason.NODE_LOST,
+        False,
+        "failed",
+    )
 
 
 def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
@@ -117,11 +152,18 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
         probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1]]
     lobby = RollCallServer("127.0.0.1", ports, "token", SECRET)
-    with socket.create_connection(("127.0.0.1", ports[0])) as gone:  # a coordinator that is busy greets nobody
-        gone.sendall(json.dumps({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b"}).encode() + b"\n")
+    with socket.create_connection(
+        ("127.0.0.1", ports[0])
+    ) as gone:  # a coordinator that is busy greets nobody
+        gone.sendall(
+            json.dumps({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b"}).encode()
+            + b"\n"
+        )
     came: list[Connection] = []
     hello = {"node": 1, "host": "b"}
-    thread = threading.Timer(0.5, lambda: came.append(join_gang("127.0.0.1", ports, "token", hello, 10, **KNOWN)))
+    thread = threading.Timer(
+        0.5, lambda: came.append(join_gang("127.0.0.1", ports, "token", hello, 10, **KNOWN))
+    )
     thread.start()
     connection, _ = lobby.roll_call(2, 10)[1]
     connection.receive()
@@ -154,17 +196,32 @@ def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_le
 ) -> None:
     spec = endless_gang(tmp_path, survival={"standby": False})
     spec = replace(spec, candidate_ports=control_ports(f"{spec.job}/{spec.run}", spec.attempt))
-    coordinator = CoordinatorPeers(spec, "a", SECRET) if joined else None
-    StartSecret(Store.open(spec.store_uri).sub(job_prefix(spec.job)), spec.run, spec.attempt).publish(SECRET)
-    gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 1 else None)
-    [agent], told = gang.agents, tmp_path / "gang" / "node-1.result.json"
+    if joined:
+        coordinator = CoordinatorPeers(spec, "a", SECRET)
+    else:
+        coordinator = None
+    StartSecret(
+        Store.open(spec.store_uri).sub(job_prefix(spec.job)), spec.run, spec.attempt
+    ).publish(SECRET)
+    gang = LocalGang(
+        spec,
+        tmp_path / "gang",
+        tmp_path / "output.log",
+        alter=lambda own: own if own.node == 1 else None,
+    )
+    [agent] = gang.agents
+    told = tmp_path / "gang" / "node-1.result.json"
     if coordinator is not None:
         coordinator.roll_call(30, never)
     wait_until("its readiness", lambda: _catches(agent.pid, signal.SIGTERM), timeout=30)
     agent.send_signal(signal.SIGTERM)
     if coordinator is not None:
         last = coordinator.regroup(20, never)
-        assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted" and "SIGTERM" in last.culprit
+        assert (
+            isinstance(last, GenerationEnd)
+            and last.failed_as == "interrupted"
+            and "SIGTERM" in last.culprit
+        )
         coordinator.close()
     agent.wait(30)
     assert json.loads(told.read_text())["outcome"] == "interrupted"
@@ -173,9 +230,16 @@ def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_le
 def test_a_node_that_waits_for_others_is_paid_for_until_its_last_sign(tmp_path: Path) -> None:
     """Of an agent that is killed nothing but its heartbeats tells how long it has cost money."""
     spec = endless_gang(tmp_path, survival={"standby": False})
-    gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 0 else None)
+    gang = LocalGang(
+        spec,
+        tmp_path / "gang",
+        tmp_path / "output.log",
+        alter=lambda own: own if own.node == 0 else None,
+    )
     store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
-    beats = wait_until("signs", lambda: [e for e in read_events(store) if e.name == NODE_HEARTBEAT], timeout=30)
+    beats = wait_until(
+        "signs", lambda: [e for e in read_events(store) if e.name == NODE_HEARTBEAT], timeout=30
+    )
     gang.kill()
     assert beats[-1].data["seconds"] > 0
 

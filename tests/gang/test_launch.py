@@ -32,11 +32,15 @@ def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
     ports = [free_port()]
     lobby = RollCallServer("127.0.0.1", ports, "token", SECRET)
     present = threading.Thread(
-        target=join_gang, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5), kwargs=KNOWN
+        target=join_gang,
+        args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5),
+        kwargs=KNOWN,
     )
     present.start()
     began = time.monotonic()
-    with pytest.raises(GangError, match=r"2 of 4 nodes joined within 1 s .* missing: node 1, node 3"):
+    with pytest.raises(
+        GangError, match=r"2 of 4 nodes joined within 1 s .* missing: node 1, node 3"
+    ):
         lobby.roll_call(4, deadline_seconds=1)
     assert time.monotonic() - began < 20
     present.join()
@@ -47,10 +51,21 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
     """It has waited for it, and is paid for: without the number it could write no log."""
     ports = control_ports("run-of-three", 0)
     spec = GangSpec(
-        job="job", run="run-of-three", attempt=0, node=0, nodes=3, processes_per_node=1, main_address="127.0.0.1",
-        config={}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path), candidate_ports=ports,
-    )  # fmt: skip
-    lead, told = CoordinatorPeers(spec, "a", SECRET), []
+        job="job",
+        run="run-of-three",
+        attempt=0,
+        node=0,
+        nodes=3,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config={},
+        store_uri=str(tmp_path),
+        prepared={},
+        log_folder=str(tmp_path),
+        candidate_ports=ports,
+    )
+    lead = CoordinatorPeers(spec, "a", SECRET)
+    told = []
 
     def follow() -> None:
         member = FollowerPeers(replace(spec, node=1), "b", 10, lambda: False, **KNOWN)
@@ -68,7 +83,9 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
 
 
 def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
-    """The lead goes on telling all nodes that a rank waits for the store, for as long as that takes."""
+    """The lead goes on telling all nodes that a rank waits for the store, for as long as that
+    takes.
+    """
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = Connection(socket.create_connection(door.getsockname()))
         door.accept()[0].close()
@@ -86,7 +103,14 @@ def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
 
 def test_a_node_that_finds_nobody_says_so() -> None:
     with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
-        join_gang("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
+        join_gang(
+            "127.0.0.1",
+            [free_port()],
+            "token",
+            {"node": 1, "host": "b"},
+            deadline_seconds=1,
+            **KNOWN,
+        )
 
 
 def test_a_taken_port_is_passed_over_by_both_sides() -> None:
@@ -98,7 +122,9 @@ def test_a_taken_port_is_passed_over_by_both_sides() -> None:
         assert lobby.port == ports[1]
         stranger.close()  # refuses from now on: the node goes on to the next port
         joiner = threading.Thread(
-            target=join_gang, args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10), kwargs=KNOWN
+            target=join_gang,
+            args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10),
+            kwargs=KNOWN,
         )
         joiner.start()
         assert set(lobby.roll_call(2, deadline_seconds=10)) == {1}
@@ -113,7 +139,9 @@ def test_an_agent_of_another_job_is_sent_away() -> None:
 
     def other() -> None:
         try:
-            join_gang("127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
+            join_gang(
+                "127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN
+            )
         except GangError as error:
             errors.append(error)
 
@@ -132,7 +160,9 @@ def test_messages_cross_and_a_closed_end_is_noticed() -> None:
     ends: list = []
     thread = threading.Thread(
         target=lambda: ends.append(
-            join_gang("127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5, **KNOWN)
+            join_gang(
+                "127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5, **KNOWN
+            )
         )
     )
     thread.start()
@@ -184,12 +214,14 @@ def test_heartbeat_carries_progress(tmp_path) -> None:
 
 
 def test_a_heartbeat_is_never_read_half_written(tmp_path) -> None:
-    """An agent that reads half a beat sees a rank that has been silent since the machine started, and kills it."""
+    """An agent that reads half a beat sees a rank that has been silent since the machine started,
+    and kills it.
+    """
     agent_side = Heartbeat.create(tmp_path / "beat")
     code = (
-        "import sys, time; from pathlib import Path; from ebbflow.training.launch.heartbeat import Heartbeat\n"
-        "beat = Heartbeat(Path(sys.argv[1])); end = time.monotonic() + 2; step = 0\n"
-        "while time.monotonic() < end: step += 1; beat.beat(step, 'forward')"
+        "import sys, time; from pathlib import Path; from ebbflow.training.launch.heartbeat "
+        "import Heartbeat\nbeat = Heartbeat(Path(sys.argv[1])); end = time.monotonic() + 2; step "
+        "= 0\nwhile time.monotonic() < end: step += 1; beat.beat(step, 'forward')"
     )
     before = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "beat")], cwd=ROOT) as writer:

@@ -1,4 +1,6 @@
-"""Claims on a job: of two launchers one runs it, the other is refused, waits for a dead one, or takes over."""
+"""Claims on a job: of two launchers one runs it, the other is refused, waits for a dead one, or
+takes over.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,22 @@ from ebbflow.infra import launchers
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import JobIsRunning
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import BATCH_SUBMITTED, OUTCOME, PLAN, PREFLIGHT, Event, Origin, read_events
-from ebbflow.infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
+from ebbflow.infra.events import (
+    BATCH_SUBMITTED,
+    OUTCOME,
+    PLAN,
+    PREFLIGHT,
+    Event,
+    Origin,
+    read_events,
+)
+from ebbflow.infra.launchers import (
+    Claim,
+    Launcher,
+    check_inherited_claim,
+    claim_job,
+    running_launcher,
+)
 from ebbflow.infra.layout import launcher_key
 from ebbflow.infra.process import process_state
 from ebbflow.infra.store import Store
@@ -57,7 +73,14 @@ def folder(tmp_path: Path) -> Store:
 
 def elsewhere(store: Store, number: int = 1, **changes: object) -> Launcher:
     """A claim that a launcher on another machine has left."""
-    given = {"id": "other", "command": "run", "host": "node-7", "user": "ann", "pid": 4711, "since_utc": 0.0}
+    given = {
+        "id": "other",
+        "command": "run",
+        "host": "node-7",
+        "user": "ann",
+        "pid": 4711,
+        "since_utc": 0.0,
+    }
     launcher = Launcher(number=number, **{**given, **changes})
     store.put(launcher_key(number), launcher.to_json())
     return launcher
@@ -121,9 +144,17 @@ def test_a_former_launcher_is_fenced_and_waited_for(store: Store) -> None:
 
 
 def test_a_process_of_this_machine_that_is_gone_holds_nothing(folder: Store) -> None:
-    left = "import sys; from ebbflow.infra.store import Store; from ebbflow.infra.launchers import claim_job;"
+    left = (
+        "import sys; from ebbflow.infra.store import Store; from ebbflow.infra.launchers import "
+        "claim_job;"
+    )
     left += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); import os; os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", left, folder.uri], cwd=Path(__file__).parents[2]).returncode == 9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", left, folder.uri], cwd=Path(__file__).parents[2]
+        ).returncode
+        == 9
+    )
     assert running_launcher(folder) is None
     claim = claim_job(folder, "mine", "run", say=pytest.fail)
     assert claim.launcher.number == 2
@@ -134,9 +165,14 @@ def test_a_stopped_process_of_this_machine_holds_its_job_at_any_age(
     folder: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after Ctrl-Z: it renews nothing, and goes on with `fg`."""
-    held = "import sys, time; from ebbflow.infra.store import Store; from ebbflow.infra.launchers import claim_job;"
+    held = (
+        "import sys, time; from ebbflow.infra.store import Store; from ebbflow.infra.launchers "
+        "import claim_job;"
+    )
     held += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); time.sleep(600)"
-    other = subprocess.Popen([sys.executable, "-c", held, folder.uri], cwd=Path(__file__).parents[2])
+    other = subprocess.Popen(
+        [sys.executable, "-c", held, folder.uri], cwd=Path(__file__).parents[2]
+    )
     try:
         wait_until("its claim", lambda: running_launcher(folder) is not None, timeout=WAIT_SECONDS)
         other.send_signal(signal.SIGSTOP)
@@ -144,7 +180,10 @@ def test_a_stopped_process_of_this_machine_holds_its_job_at_any_age(
         age(folder, 1, 86400)
         found = running_launcher(folder)
         assert found is not None and found.heartbeat_age_seconds > 86000
-        with pytest.raises(JobIsRunning, match=f"it is stopped, kill -CONT {other.pid} continues it; to end that run"):
+        with pytest.raises(
+            JobIsRunning,
+            match=f"it is stopped, kill -CONT {other.pid} continues it; to end that run",
+        ):
             claim_job(folder, "mine", "run", say=pytest.fail)
         monkeypatch.setattr(launchers, "HAND_OVER_SECONDS", 1.0)
         said: list[str] = []
@@ -157,18 +196,24 @@ def test_a_stopped_process_of_this_machine_holds_its_job_at_any_age(
 
 
 def test_a_claim_of_another_machine_is_watched_for_a_sign_of_life(folder: Store) -> None:
-    other, said = elsewhere(folder), []
+    other = elsewhere(folder)
+    said = []
 
     def renew(text: str) -> None:
         said.append(text)
         threading.Timer(0.2, lambda: elsewhere(folder, renewals=other.renewals + 1)).start()
 
-    with pytest.raises(JobIsRunning, match=r"`run` of ann on host node-7 \(pid 4711\), since 1970-01-01 00:00:00 UTC"):
+    with pytest.raises(
+        JobIsRunning,
+        match=r"`run` of ann on host node-7 \(pid 4711\), since 1970-01-01 00:00:00 UTC",
+    ):
         claim_job(folder, "mine", "run", say=renew)
     assert len(said) == 1 and said[0].endswith("for a sign of life")
 
 
-def test_a_claim_without_a_sign_of_life_is_taken(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_without_a_sign_of_life_is_taken(
+    folder: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere(folder)
     age(folder, 1, launchers.STALE_SECONDS + 1)
     claim = claim_job(folder, "mine", "run", say=pytest.fail)  # stale: without a word
@@ -188,7 +233,9 @@ def test_a_damaged_claim_holds_the_job_until_it_is_stale(
     elsewhere(folder, number=6, released=True)
     folder.put(launcher_key(7), content)
     found = running_launcher(folder)
-    assert found is not None and found.launcher.describe().endswith("claim launchers/000007.json cannot be read")
+    assert found is not None and found.launcher.describe().endswith(
+        "claim launchers/000007.json cannot be read"
+    )
     other = threading.Timer(0.2, lambda: elsewhere(folder, number=7))
     with pytest.raises(JobIsRunning, match="`run` of ann on host node-7"):
         claim_job(folder, "mine", "run", say=lambda text: other.start())
@@ -199,7 +246,11 @@ def test_a_damaged_claim_holds_the_job_until_it_is_stale(
     folder.put(launcher_key(8), content)
     check_inherited_claim(folder, "mine", claim.launcher.id)
     renewed = claim.launcher.renewals
-    wait_until("the renewal of its own", lambda: claim.launcher.renewals > renewed + 1, timeout=WAIT_SECONDS)
+    wait_until(
+        "the renewal of its own",
+        lambda: claim.launcher.renewals > renewed + 1,
+        timeout=WAIT_SECONDS,
+    )
     claim.release()
     assert running_launcher(folder) is None and claim.fenced_by is None
 
@@ -219,12 +270,16 @@ put = claim._store.put
 claim._store.put = lambda *words: (os.kill(os.getpid(), signal.SIGINT), put(*words))
 claim.release()
 """
-    done = subprocess.run([sys.executable, "-c", program, folder.uri], cwd=ROOT, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", program, folder.uri], cwd=ROOT, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 75
     claim_job(folder, "mine", "run", say=pytest.fail).release()
 
 
-def test_a_run_id_file_that_is_used_again_names_no_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_id_file_that_is_used_again_names_no_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run-id"
     file.write_text("171")
     words = ["train_flow.py", "resume", "--run-id-file", str(file)]
@@ -253,7 +308,9 @@ def test_of_several_launchers_at_the_same_moment_one_gets_the_job(folder: Store)
     found[0].release()
 
 
-def test_a_live_claim_is_renewed_and_judged_by_the_stores_clock(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_claim_is_renewed_and_judged_by_the_stores_clock(
+    folder: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim = claim_job(folder, "mine", "run")
     wait_until("a renewal", lambda: claim.launcher.renewals > 0, timeout=WAIT_SECONDS)
     real = time.time
@@ -290,7 +347,10 @@ def test_a_running_job_is_reported_as_running_and_not_as_lost(
     assert cost_main([*where, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["outcome"] is None and found["exit_code"] is None
-    assert (found["running"]["host"], found["running"]["pid"]) == (socket.gethostname(), os.getpid())
+    assert (found["running"]["host"], found["running"]["pid"]) == (
+        socket.gethostname(),
+        os.getpid(),
+    )
     assert cost_main(where) == 0
     text = capsys.readouterr().out
     page = render_html(RunReport.from_json(found))
@@ -304,7 +364,9 @@ def test_a_running_job_is_reported_as_running_and_not_as_lost(
         log.emit(OUTCOME, outcome="completed")
     Store.open(job.uri).put("report.json", json.dumps(before).encode())
     whole = load_report("mine", store=folder.uri)
-    assert (whole.state, whole.outcome) == ("completed", "completed"), "only the report is left to be written"
+    assert (whole.state, whole.outcome) == ("completed", "completed"), (
+        "only the report is left to be written"
+    )
     job.delete("report.json")
     for path in (folder.local_path("jobs/mine/events/000001") or Path()).iterdir():
         path.unlink()
@@ -314,27 +376,42 @@ def test_a_running_job_is_reported_as_running_and_not_as_lost(
     assert ",interrupted," in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["report", "mine"], ["plan", str(ROOT / "ebbflow/configs" / "laptop.yaml")]])
-def test_a_reader_that_leaves_ends_a_command_of_cost_quietly(words: list[str], folder: Store) -> None:
-    with EventLog(Store.open(f"{folder.uri}/jobs/mine"), Origin(job="mine", run="1", process="plan")) as log:
+@pytest.mark.parametrize(
+    "words", [["report", "mine"], ["plan", str(ROOT / "ebbflow/configs" / "laptop.yaml")]]
+)
+def test_a_reader_that_leaves_ends_a_command_of_cost_quietly(
+    words: list[str], folder: Store
+) -> None:
+    with EventLog(
+        Store.open(f"{folder.uri}/jobs/mine"), Origin(job="mine", run="1", process="plan")
+    ) as log:
         log.emit(PLAN, started_utc=1.0)
-    store = ["--store", folder.uri] if words[0] == "report" else ["--set", f"store={folder.uri}"]
+    if words[0] == "report":
+        store = ["--store", folder.uri]
+    else:
+        store = ["--set", f"store={folder.uri}"]
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "cost", *words, *store]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("module", ["cost", "infra"])
-def test_an_interrupted_command_ends_with_75_and_one_word(module: str, number: int, tmp_path: Path) -> None:
+def test_an_interrupted_command_ends_with_75_and_one_word(
+    module: str, number: int, tmp_path: Path
+) -> None:
     words = {"cost": ["plan"], "infra": ["preflight"]}[module]
     fifo = tmp_path / "never.yaml"
     os.mkfifo(fifo)  # reading the configuration waits
     command = [sys.executable, "-m", module, *words, str(fifo)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         wait_until("its signal handlers", lambda: catches(process.pid, signal.SIGHUP))
         process.send_signal(number)
@@ -347,18 +424,33 @@ def test_an_interrupted_command_ends_with_75_and_one_word(module: str, number: i
 
 def test_the_report_of_a_passed_preflight_and_no_plan_is_interrupted() -> None:
     passed = {"id": "memory", "status": "passed", "severity": "error"}
-    with_check = partial(Event, job="mine", run="1", attempt=0, generation=0, node=0, rank=-1, step=None, t_mono=0.0)
-    assert build_report([with_check(name=PREFLIGHT, t_wall=1.0, data={"results": [passed]})]).exit_code == 75
+    with_check = partial(
+        Event, job="mine", run="1", attempt=0, generation=0, node=0, rank=-1, step=None, t_mono=0.0
+    )
+    assert (
+        build_report([with_check(name=PREFLIGHT, t_wall=1.0, data={"results": [passed]})]).exit_code
+        == 75
+    )
     failed = {**passed, "status": "failed"}
-    assert build_report([with_check(name=PREFLIGHT, t_wall=1.0, data={"results": [failed]})]).exit_code == 3
+    assert (
+        build_report([with_check(name=PREFLIGHT, t_wall=1.0, data={"results": [failed]})]).exit_code
+        == 3
+    )
 
 
 def test_output_whose_reader_left_is_dropped_and_the_work_goes_on(tmp_path: Path) -> None:
-    program = "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers(); import sys, time\n"
-    program += "for each in range(3): print('x' * 100000, flush=True)\nprint('done', file=sys.stderr)"
+    program = (
+        "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers(); import "
+        "sys, time\n"
+    )
+    program += (
+        "for each in range(3): print('x' * 100000, flush=True)\nprint('done', file=sys.stderr)"
+    )
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "done\n")
 
@@ -379,13 +471,18 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, former.id)
     asked: list[object] = []
     client = SimpleNamespace(meta=SimpleNamespace(region_name="us-east-1"))
-    monkeypatch.setattr(settlement, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {})
+    monkeypatch.setattr(
+        settlement, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {}
+    )
     with job.events("settle") as log:
         assert settlement.settle_attempts(job, read_events(job.store), client, log) == []
     assert asked == [["x-1"]]
 
     elsewhere(job.store, number=2, id="successor")
-    with job.events("settle") as log, pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"):
+    with (
+        job.events("settle") as log,
+        pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"),
+    ):
         settlement.settle_attempts(job, read_events(job.store), client, log)
     monkeypatch.setattr(reporting, "write_report", pytest.fail)
     monkeypatch.setattr(Job, "remember", lambda job: None)

@@ -1,4 +1,6 @@
-"""A real gang, seen from outside: its pages and pushes while it trains, its logs and last words when it dies."""
+"""A real gang, seen from outside: its pages and pushes while it trains, its logs and last words
+when it dies.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def steps_at(ports: range) -> dict[str, float]:
     for port in ports:
         try:
             page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
-        except (OSError, HTTPException):  # nobody listens; a free port may even be connected to itself
+        except (
+            OSError,
+            HTTPException,
+        ):  # nobody listens; a free port may even be connected to itself
             continue
         for node in ("0", "1"):
             if steps := values(page, "ebbflow_step", node=node):
@@ -51,17 +56,24 @@ def steps_at(ports: range) -> dict[str, float]:
 
 
 def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Path) -> None:
-    gateway, port = SmallGateway(), free_port()
+    gateway = SmallGateway()
+    port = free_port()
     spec = gang_spec(tmp_path, port=port, push_url=gateway.url, interval_seconds=1.0)
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
     try:
-        wait_until("both nodes' pages", lambda: len(steps_at(range(port, port + 4))) == 2, timeout=60)
-        wait_until("both groups", lambda: set(gateway.groups()) == {("job", "0"), ("job", "1")}, timeout=60)
+        wait_until(
+            "both nodes' pages", lambda: len(steps_at(range(port, port + 4))) == 2, timeout=60
+        )
+        wait_until(
+            "both groups", lambda: set(gateway.groups()) == {("job", "0"), ("job", "1")}, timeout=60
+        )
         [heartbeat] = (tmp_path / "runs").rglob("rank-1.heartbeat")
         os.kill(Heartbeat(heartbeat).read().pid, signal.SIGKILL)
-        again = wait_until("generation 2", lambda: list((tmp_path / "runs").rglob("000002-*/rank-0.log")), timeout=30)[
-            0
-        ]
+        again = wait_until(
+            "generation 2",
+            lambda: list((tmp_path / "runs").rglob("000002-*/rank-0.log")),
+            timeout=30,
+        )[0]
         wait_until("its steps", lambda: "step " in again.read_text(), timeout=60)
         gang.agents[1].send_signal(signal.SIGTERM)
         assert gang.wait(60).outcome == "interrupted"
@@ -75,26 +87,36 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
     assert re.search(r"ebbflow logs job --rank 1 --generation 1 --around step:\d+\n", output)
 
     logs = sorted((tmp_path / "runs").rglob("0*/rank-*.log"))
-    raw = {(int(log.parent.name[:6]), int(log.stem[-1])): log.read_text().splitlines() for log in logs}
+    raw = {
+        (int(log.parent.name[:6]), int(log.stem[-1])): log.read_text().splitlines() for log in logs
+    }
     here = read_logs([tmp_path / "runs" / "job"], [])
     said = {key: [x.text for x in here.lines if (x.generation, x.rank) == key] for key in raw}
     assert len(raw) == 4 and said == raw and not here.notices
-    assert any("Traceback" in line for line in raw[1, 0]), "the rank that lost its peer has told of it"
+    assert any("Traceback" in line for line in raw[1, 0]), (
+        "the rank that lost its peer has told of it"
+    )
     far = read_logs([], [Store.open(spec.store_uri).sub(job_prefix("job"))])
     assert far.lines == here.lines
 
 
 def test_the_terminal_shows_the_first_failing_ranks_last_words(tmp_path: Path) -> None:
     spec = gang_spec(tmp_path)
-    lost = replace(spec, prepared={**spec.prepared, "fingerprint": "0" * 64})  # no such tokens in the store
+    lost = replace(
+        spec, prepared={**spec.prepared, "fingerprint": "0" * 64}
+    )  # no such tokens in the store
     gang = LocalGang(lost, tmp_path / "gang", tmp_path / "output.log")
     with pytest.raises(GangError) as error:
         gang.wait(90)
     output = (tmp_path / "output.log").read_text()
-    first = re.search(r"rank (\d) failed first on this node, its last lines \((\S+)\):\n((?:\| .*\n)+)", output)
+    first = re.search(
+        r"rank (\d) failed first on this node, its last lines \((\S+)\):\n((?:\| .*\n)+)", output
+    )
     assert first is not None, output
     shown = first[3].splitlines()
-    assert len(shown) <= 15 and Path(first[2]).read_text().splitlines()[-1] == shown[-1].removeprefix("| ")
+    assert len(shown) <= 15 and Path(first[2]).read_text().splitlines()[-1] == shown[
+        -1
+    ].removeprefix("| ")
     assert str(error.value).splitlines()[0].partition(": ")[2][:40] in "\n".join(shown)
     assert f"ebbflow logs job --rank {first[1]} --generation 1 --around step:0" in output
 
@@ -110,11 +132,15 @@ def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(
     texts = ["one", "two · half", "three"]
     for start, text in enumerate(texts):
         place = {"generation": 2, "node": 3, "rank": 6, "start": start, "end": start + 1}
-        line = LogLine(t=utc_text(start), job="far", step=start, phase="forward", text=text, **place)
+        line = LogLine(
+            t=utc_text(start), job="far", step=start, phase="forward", text=text, **place
+        )
         shipper.add(6, [line.to_json().encode()])
     shipper.close(deadline_seconds=60)
     (tmp_path / "runs" / "far").mkdir(parents=True)
-    (tmp_path / "runs" / "far" / "job.json").write_text(json.dumps({"schema": 1, "job": "far", "store": uri}))
+    (tmp_path / "runs" / "far" / "job.json").write_text(
+        json.dumps({"schema": 1, "job": "far", "store": uri})
+    )
     for words in (["far"], ["far", "--store", uri]):
         command = [sys.executable, "-m", "infra", "logs", *words]
 
@@ -122,7 +148,9 @@ def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
             return [line.partition(" | ")[2] for line in done.stdout.splitlines()] == texts
 
-        wait_until(f"{texts} from {words}", shown, timeout=60)  # Swift lists what it has acknowledged a little late
+        wait_until(
+            f"{texts} from {words}", shown, timeout=60
+        )  # Swift lists what it has acknowledged a little late
 
 
 def test_a_traceback_that_is_only_logged_does_not_end_the_progress(
@@ -130,7 +158,9 @@ def test_a_traceback_that_is_only_logged_does_not_end_the_progress(
 ) -> None:
     log = tmp_path / "rank-0.log"
     echo = TerminalEcho(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
-    log.write_text("hello\nTraceback (most recent call last):\n  File x\nValueError: caught\nstep 1/9\n")
+    log.write_text(
+        "hello\nTraceback (most recent call last):\n  File x\nValueError: caught\nstep 1/9\n"
+    )
     echo.echo_new_lines()
     with log.open("a") as more:
         more.write("a word\nstep 2/9\nTraceback (most recent call last):\nstep 3/9\n")
@@ -138,16 +168,27 @@ def test_a_traceback_that_is_only_logged_does_not_end_the_progress(
     assert capsys.readouterr().out == "hello\nstep 1/9\nstep 2/9\nstep 3/9\n"
 
 
-def test_warnings_of_native_code_stay_in_the_raw_log(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_warnings_of_native_code_stay_in_the_raw_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     log = tmp_path / "rank-0.log"
     echo = TerminalEcho(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
-    note = "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server listening to UNIX /proc/self/fd/4\n"
-    log.write_text(f"hello\n{note}step 1/9\n[rank0]:[W1122 20:53:09.1 TCPStore.cpp:125] recvValue failed\n")
+    note = (
+        "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server listening to UNIX "
+        "/proc/self/fd/4\n"
+    )
+    log.write_text(
+        f"hello\n{note}step 1/9\n[rank0]:[W1122 20:53:09.1 TCPStore.cpp:125] recvValue failed\n"
+    )
     echo.echo_new_lines()
     with log.open("a") as more:
-        more.write("Exception raised from recvBytes at Utils.hpp:678\nframe #0: c10::Error::Error + 0x9\nstep 2/9\n")
         more.write(
-            "[E1122 20:53:09.1 ProcessGroupGloo.cpp:9] an error\nframe #1: of my own\n/x.py:3: UserWarning: mine\n"
+            "Exception raised from recvBytes at Utils.hpp:678\nframe #0: c10::Error::Error + "
+            "0x9\nstep 2/9\n"
+        )
+        more.write(
+            "[E1122 20:53:09.1 ProcessGroupGloo.cpp:9] an error\nframe #1: of my own\n/x.py:3: "
+            "UserWarning: mine\n"
         )
     echo.echo_new_lines()
     shown = capsys.readouterr().out.splitlines()

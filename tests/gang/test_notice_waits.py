@@ -1,4 +1,6 @@
-"""Notices that stand as agents start: who waits one out is there, is waited for, and is on the bill."""
+"""Notices that stand as agents start: who waits one out is there, is waited for, and is on the
+bill.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,19 @@ class Waiting:
     def __init__(self, folder: Path) -> None:
         run = f"waiting-{folder.name}"
         self.spec = GangSpec(
-            job="job", run=run, attempt=0, node=0, nodes=2, processes_per_node=1, main_address="127.0.0.1",
-            config={"cluster": {}}, store_uri=str(folder), prepared={}, log_folder=str(folder),
+            job="job",
+            run=run,
+            attempt=0,
+            node=0,
+            nodes=2,
+            processes_per_node=1,
+            main_address="127.0.0.1",
+            config={"cluster": {}},
+            store_uri=str(folder),
+            prepared={},
+            log_folder=str(folder),
             candidate_ports=control_ports(run, 0),
-        )  # fmt: skip
+        )
         self.coordinator = CoordinatorPeers(self.spec, "a", SECRET)
         self.coordinator.announce_generation(7)
         self.opened: list[int] = []
@@ -67,7 +78,15 @@ class Waiting:
         thread.start()
         own = replace(self.spec, node=1)
         self.members.append(
-            FollowerPeers(own, "b", 60, never, **KNOWN, pending_notice=NOTICE_STANDS, opened=self.opened.append)
+            FollowerPeers(
+                own,
+                "b",
+                60,
+                never,
+                **KNOWN,
+                pending_notice=NOTICE_STANDS,
+                opened=self.opened.append,
+            )
         )
         return thread
 
@@ -85,7 +104,9 @@ def test_the_start_waits_for_a_node_that_waits_out_its_notice(waiting: Waiting) 
     """It has come, and knows for which generation, so that it can say what it costs."""
     thread = waiting.call_roll(60)
     [member] = waiting.members
-    wait_until("the generation", lambda: member.report_wait(NOTICE_STANDS) or waiting.opened, timeout=60)
+    wait_until(
+        "the generation", lambda: member.report_wait(NOTICE_STANDS) or waiting.opened, timeout=60
+    )
     thread.join(1.0)
     assert thread.is_alive() and waiting.opened == [7]
     member.report_wait_over()
@@ -97,11 +118,15 @@ def test_a_machine_that_goes_while_it_waits_was_to_go(waiting: Waiting) -> None:
     thread = waiting.call_roll(60)
     waiting.members[0].close()
     thread.join(60)
-    assert "node 1 (b) was lost while it waited out its spot interruption notice" in waiting.errors[0]
+    assert (
+        "node 1 (b) was lost while it waited out its spot interruption notice" in waiting.errors[0]
+    )
     assert waiting.coordinator.leave_cause == NOTICE_STANDS.cause
 
 
-def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(waiting: Waiting) -> None:
+def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(
+    waiting: Waiting,
+) -> None:
     thread = waiting.call_roll(2)
     thread.join(60)
     assert waiting.errors == [
@@ -111,7 +136,8 @@ def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(waiti
 
 def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting) -> None:
     """It had no answer in time, while node 0 was busy or stood still."""
-    done, own = threading.Event(), replace(waiting.spec, node=1)
+    done = threading.Event()
+    own = replace(waiting.spec, node=1)
 
     def greet() -> None:
         while not done.wait(0.01):
@@ -121,7 +147,9 @@ def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting
     thread.start()
     try:
         FollowerPeers(own, "b", 60, never, **KNOWN, pending_notice=NOTICE_STANDS).close()
-        waiting.members.append(member := FollowerPeers(own, "b", 60, never, **KNOWN, opened=waiting.opened.append))
+        waiting.members.append(
+            member := FollowerPeers(own, "b", 60, never, **KNOWN, opened=waiting.opened.append)
+        )
         wait_until("the generation", lambda: member.poll() or waiting.opened, timeout=60)
     finally:
         done.set()
@@ -145,13 +173,17 @@ def named(events: list[Event], name: str) -> list[Event]:
 def of_node_1(folder: Path, own: GangSpec) -> GangSpec:
     """Its machine alone has a notice."""
     survival: dict[str, Any] = {**own.config["survival"], "notice_file": str(folder / "notice-1")}
-    return own if own.node == 0 else replace(own, config={**own.config, "survival": survival})
+    if own.node == 0:
+        return own
+    return replace(own, config={**own.config, "survival": survival})
 
 
 @pytest.mark.parametrize("gone", ["killed", "told to end"])
 def test_what_node_0_costs_while_it_waits_is_on_the_bill(gone: str, tmp_path: Path) -> None:
     notice = tmp_path / "notice"
-    spec = replace(endless_gang(tmp_path, survival={"notice_file": str(notice), "standby": False}), nodes=1)
+    spec = replace(
+        endless_gang(tmp_path, survival={"notice_file": str(notice), "standby": False}), nodes=1
+    )
     stand(notice, 90)
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
     wait_until("signs of life", lambda: named(events_of(spec), NODE_HEARTBEAT)[1:], timeout=60)
@@ -159,18 +191,28 @@ def test_what_node_0_costs_while_it_waits_is_on_the_bill(gone: str, tmp_path: Pa
     with pytest.raises(GangError):
         gang.wait(60)
     events = events_of(spec)
-    assert [event.data["does"] for event in named(events, NOTICE)] == ["wait"] + ["leave"] * (gone != "killed")
-    assert len(named(events, NODE_ENDED)) == len(named(events, GENERATION_ENDED)) == (gone != "killed")
-    lived = max(event.data["seconds"] for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED))
+    assert [event.data["does"] for event in named(events, NOTICE)] == ["wait"] + ["leave"] * (
+        gone != "killed"
+    )
+    assert (
+        len(named(events, NODE_ENDED)) == len(named(events, GENERATION_ENDED)) == (gone != "killed")
+    )
+    lived = max(
+        event.data["seconds"] for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED)
+    )
     assert fold(events).paid_rank_seconds == pytest.approx(lived, abs=0.001) and lived > 0.5
 
 
-def test_a_member_that_goes_while_it_waits_is_on_the_bill_and_an_interruption(tmp_path: Path) -> None:
-    spec = endless_gang(tmp_path, survival={"notice_file": str(tmp_path / "none"), "standby": False})
+def test_a_member_that_goes_while_it_waits_is_on_the_bill_and_an_interruption(
+    tmp_path: Path,
+) -> None:
+    spec = endless_gang(
+        tmp_path, survival={"notice_file": str(tmp_path / "none"), "standby": False}
+    )
     stand(tmp_path / "notice-1", 90)
     gang = LocalGang(
         spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: of_node_1(tmp_path, own)
-    )  # fmt: skip
+    )
     beats = lambda node: [e for e in named(events_of(spec), NODE_HEARTBEAT) if e.node == node]  # noqa: E731
     wait_until("signs of life of both", lambda: beats(0)[1:] and beats(1)[1:], timeout=60)
     gang.agents[1].kill()
@@ -181,16 +223,24 @@ def test_a_member_that_goes_while_it_waits_is_on_the_bill_and_an_interruption(tm
     assert bill[1] >= beats(1)[-1].data["seconds"] > 0 and bill[0] > 0
 
 
-def test_a_gang_starts_in_the_attempt_in_which_a_member_has_waited_out_its_notice(tmp_path: Path) -> None:
+def test_a_gang_starts_in_the_attempt_in_which_a_member_has_waited_out_its_notice(
+    tmp_path: Path,
+) -> None:
     """The notice's time is over as it starts, and nothing has come of it."""
-    spec = endless_gang(tmp_path, survival={"notice_file": str(tmp_path / "none"), "standby": False})
+    spec = endless_gang(
+        tmp_path, survival={"notice_file": str(tmp_path / "none"), "standby": False}
+    )
     stand(tmp_path / "notice-1", 0)
-    gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: of_node_1(tmp_path, own))
+    gang = LocalGang(
+        spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: of_node_1(tmp_path, own)
+    )
     try:
         wait_until("steps", lambda: named(events_of(spec), STEP), timeout=120)
     finally:
         gang.kill()
     events = events_of(spec)
-    assert sorted(event.node for event in named(events, NODE_STARTED)) == [0, 1], "each once, in the one generation"
+    assert sorted(event.node for event in named(events, NODE_STARTED)) == [0, 1], (
+        "each once, in the one generation"
+    )
     assert [(event.node, event.data["does"]) for event in named(events, NOTICE)] == [(1, "wait")]
     assert {event.generation for event in events} == {1}

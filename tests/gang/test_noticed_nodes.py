@@ -1,4 +1,6 @@
-"""Notices to single nodes: one that stands as an agent starts, and one for which the others need not leave."""
+"""Notices to single nodes: one that stands as an agent starts, and one for which the others need
+not leave.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, STEP, read_events
+from ebbflow.infra.events import (
+    FAULT_DETECTED,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    STEP,
+    read_events,
+)
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.infra.store import Store
@@ -30,7 +38,8 @@ from tests.support.gangs import KNOWN, SECRET, endless_gang
 
 
 def test_on_a_machine_that_is_going_away_no_rank_is_started(tmp_path: Path) -> None:
-    notice, output = tmp_path / "notice", tmp_path / "output.log"
+    notice = tmp_path / "notice"
+    output = tmp_path / "output.log"
     spec = replace(endless_gang(tmp_path, survival={"notice_file": str(notice)}), nodes=1)
     notice.write_text(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 90)))
     gang = LocalGang(spec, tmp_path / "gang", output)
@@ -43,7 +52,9 @@ def test_on_a_machine_that_is_going_away_no_rank_is_started(tmp_path: Path) -> N
     assert not list(Path(spec.log_folder).glob("*/rank-*"))
 
 
-def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(tmp_path: Path) -> None:
+def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(
+    tmp_path: Path,
+) -> None:
     cluster = {"nodes": 3, "min_nodes": 2, "start_deadline_seconds": 60.0}
     spec = endless_gang(tmp_path, checkpoint={"interval_steps": 1_000_000}, cluster=cluster)
     spec = replace(spec, nodes=3, terms=Terms(usd_per_rank_second=0.01).to_json())
@@ -67,7 +78,9 @@ def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(tm
     begun = {event.generation: event.data for event in events if event.name == GENERATION_STARTED}
     assert {number: data["nodes"] for number, data in begun.items()} == {1: 3, 2: 2}
     assert begun[2]["parent_step"] == commit.step
-    assert [event.data["reason"] for event in events if event.name == GENERATION_ENDED] == ["interrupted"] * 2
+    assert [event.data["reason"] for event in events if event.name == GENERATION_ENDED] == [
+        "interrupted"
+    ] * 2
     assert not [event for event in events if event.name == FAULT_DETECTED]
     report = build_report(events)
     assert (report.failures, report.redone_steps) == (0, 0)
@@ -75,11 +88,17 @@ def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(tm
 
 
 def _steps(store: Store, *, generation: int) -> list[int | None]:
-    return [one.step for one in read_events(store) if one.name == STEP and one.generation == generation]
+    return [
+        event.step
+        for event in read_events(store)
+        if event.name == STEP and event.generation == generation
+    ]
 
 
 INTERRUPTED = {"outcome": "interrupted", "step": 7, "message": "asked to leave"}
-NOTICE, REBALANCE, SIGNAL = CAUSES[2], CAUSES[5], CAUSES[1]
+NOTICE = CAUSES[2]
+REBALANCE = CAUSES[5]
+SIGNAL = CAUSES[1]
 
 
 @pytest.fixture
@@ -87,11 +106,21 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
     """Three agents in a generation that has begun; two are enough."""
     run = f"trio-{tmp_path.name}"
     spec = GangSpec(
-        job="job", run=run, attempt=0, node=0, nodes=3, processes_per_node=1, main_address="127.0.0.1",
-        config={"cluster": {"min_nodes": 2}}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
+        job="job",
+        run=run,
+        attempt=0,
+        node=0,
+        nodes=3,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config={"cluster": {"min_nodes": 2}},
+        store_uri=str(tmp_path),
+        prepared={},
+        log_folder=str(tmp_path),
         candidate_ports=control_ports(run, 0),
-    )  # fmt: skip
-    coordinator, members = CoordinatorPeers(spec, "a", SECRET), {}
+    )
+    coordinator = CoordinatorPeers(spec, "a", SECRET)
+    members = {}
 
     def member(node: int) -> None:
         members[node] = FollowerPeers(replace(spec, node=node), "b", 30, lambda: False, **KNOWN)
@@ -103,9 +132,15 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
     for thread in threads:
         thread.join()
     start = GenerationStart(
-        generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None,
-        hosts=["a", "b", "b"], nodes=[0, 1, 2],
-    )  # fmt: skip
+        generation=1,
+        generation_id="x",
+        candidates=[],
+        rendezvous_port=1,
+        terms=None,
+        rehearse=None,
+        hosts=["a", "b", "b"],
+        nodes=[0, 1, 2],
+    )
     coordinator.start(start)
     assert [members[node].await_start(30) for node in (1, 2)] == [start, start]
     yield coordinator, [members[1], members[2]]
@@ -127,7 +162,9 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
     ],
 )
 def test_who_leaves_alone_and_when_all_must(
-    orders: list[tuple[int, str]], left_out: list[int], trio: tuple[CoordinatorPeers, list[FollowerPeers]]
+    orders: list[tuple[int, str]],
+    left_out: list[int],
+    trio: tuple[CoordinatorPeers, list[FollowerPeers]],
 ) -> None:
     coordinator, members = trio
     for node, cause in orders:
@@ -138,12 +175,16 @@ def test_who_leaves_alone_and_when_all_must(
         member.report_results({rank: INTERRUPTED})
     verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     heard = [wait_until("the verdict", member.poll, timeout=30) for member in members]
-    assert [(one.again, list(one.left_out)) for one in (verdict, *heard)] == [(bool(left_out), left_out)] * 3
+    assert [(one.again, list(one.left_out)) for one in (verdict, *heard)] == [
+        (bool(left_out), left_out)
+    ] * 3
     assert verdict.outcome is not None and (verdict.outcome.step, verdict.culprit) == (7, "")
     if left_out:
         [staying] = {1, 2} - set(left_out)
         members[staying - 1].ready()
-        assert coordinator.regroup(30, lambda: False) == [0, staying] and not coordinator.leave_cause
+        assert (
+            coordinator.regroup(30, lambda: False) == [0, staying] and not coordinator.leave_cause
+        )
     else:
         assert coordinator.leave_cause
 
@@ -153,7 +194,9 @@ def test_a_noticed_machine_that_goes_before_its_ranks_have_left_stops_nobody_els
 ) -> None:
     coordinator, members = trio
     members[0].order(RankOrder(seconds=60.0, cause=NOTICE, node=1))
-    wait_until("the order", lambda: coordinator.poll() is None and coordinator.leave_cause, timeout=30)
+    wait_until(
+        "the order", lambda: coordinator.poll() is None and coordinator.leave_cause, timeout=30
+    )
     members[0].close()
     verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     assert (verdict.reason, verdict.again, verdict.left_out) == ("node_lost", True, [1])
@@ -166,11 +209,15 @@ def test_a_node_that_reads_commits_wrongly_is_left_out_but_for_the_one_that_coor
     rank: int, left_out: list[int], trio: tuple[CoordinatorPeers, list[FollowerPeers]]
 ) -> None:
     coordinator, members = trio
-    failure = WorkerFailure(rank=rank, node=rank, message="it reads wrongly", error="UnreliableReader", timestamp=1.0)
+    failure = WorkerFailure(
+        rank=rank, node=rank, message="it reads wrongly", error="UnreliableReader", timestamp=1.0
+    )
     (members[rank - 1] if rank else coordinator).report(failure)
     verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     assert (verdict.again, list(verdict.left_out), verdict.user_code) == (True, left_out, False)
     assert bool(verdict.fingerprint) == (not left_out), "node 0's comes again at most twice"
     for member in members:
         member.ready()
-    assert coordinator.regroup(30, lambda: False) == [node for node in (0, 1, 2) if node not in left_out]
+    assert coordinator.regroup(30, lambda: False) == [
+        node for node in (0, 1, 2) if node not in left_out
+    ]

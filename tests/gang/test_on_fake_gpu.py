@@ -1,4 +1,6 @@
-"""The real engine loop on a device that says it is a GPU: what waits for it, and what reaches a commit."""
+"""The real engine loop on a device that says it is a GPU: what waits for it, and what reaches a
+commit.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,15 @@ class Numbers:
     """Samples that are a function of their index, already on the device."""
 
     def __init__(self, first: int, count: int, *, on_gpu: bool) -> None:
-        rows = torch.arange(first, first + count, dtype=torch.float32)[:, None] * torch.tensor([0.1, 0.2, 0.3, 0.4])
+        rows = torch.arange(first, first + count, dtype=torch.float32)[:, None] * torch.tensor(
+            [0.1, 0.2, 0.3, 0.4]
+        )
         rows = torch.sin(rows)
-        self.rows, self.weight = GpuTensor(rows, FakeGpu.newest) if on_gpu else rows, float(count)
+        if on_gpu:
+            self.rows = GpuTensor(rows, FakeGpu.newest)
+        else:
+            self.rows = rows
+        self.weight = float(count)
 
     def split(self, parts: int) -> list[Numbers]:
         return [self]
@@ -112,17 +120,25 @@ def make_config(*, steps: int, every: int, **guards: Any) -> RunConfig:
         "scheduler": {"warmup_steps": 1},
     }
     return RunConfig.model_validate(
-        {"training": training, "guards": guards, "checkpoint": {"interval_steps": every, "when_busy": "wait"}}
+        {
+            "training": training,
+            "guards": guards,
+            "checkpoint": {"interval_steps": every, "when_busy": "wait"},
+        }
     )
 
 
-def make_trainer(config: RunConfig, *, saver: Any = None, device: torch.device = CUDA) -> tuple[Trainer, list]:
+def make_trainer(
+    config: RunConfig, *, saver: Any = None, device: torch.device = CUDA
+) -> tuple[Trainer, list]:
     events: list[tuple[str, dict]] = []
 
     def emit(name: str, **data: Any) -> None:
         events.append((name, data))
 
-    gang, clock, workload = Gang(device=device), Clock(emit), Workload()
+    gang = Gang(device=device)
+    clock = Clock(emit)
+    workload = Workload()
     spread = spread_model(workload, config, gang)  # type: ignore[arg-type]
     trainer = Trainer(
         config=config,
@@ -157,7 +173,9 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def test_a_commit_holds_one_step_though_it_is_copied_at_the_last_moment(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_a_commit_holds_one_step_though_it_is_copied_at_the_last_moment(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
     """The next forward pass changes the batch norm's statistics before the copy is awaited."""
     with open_saver(tmp_path) as saver:
         trainer, _ = make_trainer(make_config(steps=5, every=2), saver=saver)
@@ -165,23 +183,28 @@ def test_a_commit_holds_one_step_though_it_is_copied_at_the_last_moment(gpu: Fak
         train(trainer)
     kept = Kept()
     train(make_trainer(make_config(steps=5, every=1), saver=kept, device=torch.device("cpu"))[0])
-    expected, found = kept.states[3], saved_tensors(tmp_path, 3)
+    expected = kept.states[3]
+    found = saved_tensors(tmp_path, 3)
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     assert gpu.threads == ["staging", "staging"], "no save page-locks memory in the loop"
 
 
-def test_the_host_waits_for_no_result_of_the_step_in_progress(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_no_result_of_the_step_in_progress(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between saves, each step waits once for the event of the step before, and for nothing else."""
     trainer, events = make_trainer(make_config(steps=8, every=4))
     waits: list[list[tuple[str, str]]] = []
     take_step = trainer.optimizer.step
-    monkeypatch.setattr(trainer.optimizer, "step", lambda: (waits.append(gpu.take_waits()), take_step()))
+    monkeypatch.setattr(
+        trainer.optimizer, "step", lambda: (waits.append(gpu.take_waits()), take_step())
+    )
     gpu.take_waits()
     ending = train(trainer)
     assert (ending.outcome, ending.step, trainer.saver.steps) == ("completed", 8, [5, 8])  # type: ignore[attr-defined]
-    kinds = [[f"{what} {place.rpartition(' ')[2]}" for what, place in one] for one in waits]
+    kinds = [[f"{what} {place.rpartition(' ')[2]}" for what, place in wait] for wait in waits]
     read = ["event.synchronize read"]
     assert kinds == [[], read, read, read, read, read, read, read], kinds
     steps = [data for name, data in events if name == "step"]
@@ -189,22 +212,29 @@ def test_the_host_waits_for_no_result_of_the_step_in_progress(gpu: FakeGpu, monk
     train(cpu)
     for one, other in zip(steps, [data for name, data in expected if name == "step"], strict=True):
         assert one["step"] == other["step"] and one["learning_rate"] == other["learning_rate"]
-        assert one["loss"] == other["loss"] and one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-12)
+        assert one["loss"] == other["loss"] and one["gradient_norm"] == pytest.approx(
+            other["gradient_norm"], rel=1e-12
+        )
     weights = zip(trainer.spread.module.parameters(), cpu.spread.module.parameters(), strict=True)
     assert all(torch.equal(one.cpu(), other) for one, other in weights)
 
 
 @pytest.mark.parametrize("steps", [3, 4])
-def test_a_loss_that_is_not_finite_ends_the_job_before_it_is_saved(gpu: FakeGpu, steps: int) -> None:
+def test_a_loss_that_is_not_finite_ends_the_job_before_it_is_saved(
+    gpu: FakeGpu, steps: int
+) -> None:
     """In the third step: seen in the fourth, or at the end."""
     trainer, _ = make_trainer(make_config(steps=steps, every=100))
-    take_loss, count = trainer.workload.loss, 0
+    take_loss = trainer.workload.loss
+    count = 0
 
     def loss(model: nn.Module, batch: Numbers) -> Loss:
         nonlocal count
         count += 1
         found = take_loss(model, batch)
-        return Loss(found.sum * torch.nan, found.weight) if count == 3 else found
+        if count == 3:
+            return Loss(found.sum * torch.nan, found.weight)
+        return found
 
     trainer.workload.loss = loss  # type: ignore[method-assign,assignment]
     ending = train(trainer)
@@ -217,7 +247,10 @@ def test_a_loss_that_is_not_finite_ends_the_job_before_it_is_saved(gpu: FakeGpu,
 def test_a_module_whose_output_is_not_finite_is_named_though_it_is_seen_late(
     gpu: FakeGpu, steps: int, kind: Any
 ) -> None:
-    """A fused optimizer does not take the third step. Another has taken it, so that every module looks guilty."""
+    """A fused optimizer does not take the third step.
+
+    Another has taken it, so that every module looks guilty.
+    """
     trainer, _ = make_trainer(make_config(steps=steps, every=100))
     fused = kind is torch.optim.AdamW
     if not fused:
@@ -226,13 +259,17 @@ def test_a_module_whose_output_is_not_finite_is_named_though_it_is_seen_late(
 
     def next_batch(model: nn.Module, cursor: Cursor) -> Numbers:
         batch = draw(model, cursor)
-        return batch if cursor.first != 16 else replace_rows(batch, torch.inf)
+        if cursor.first != 16:
+            return batch
+        return replace_rows(batch, torch.inf)
 
     trainer.workload.next_batch = next_batch  # type: ignore[method-assign]
     message = train(trainer).message
     assert message.startswith("step 3: loss is not finite on rank 0")
     assert ("the first such output is that of 0 (Linear) on rank 0" in message) is fused
-    assert all(one.isfinite().all() for one in trainer.spread.module.parameters()) is fused
+    assert (
+        all(parameter.isfinite().all() for parameter in trainer.spread.module.parameters()) is fused
+    )
 
 
 def replace_rows(batch: Numbers, value: float) -> Numbers:
@@ -268,22 +305,36 @@ def test_a_straggler_is_found_by_the_time_of_its_device(gpu: FakeGpu) -> None:
 def test_what_is_deterministic_is_what_the_report_promises(
     mode: str, device: str, level: str, on: bool, warns: bool
 ) -> None:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(False)
     try:
-        arrange_arithmetic(TrainingConfig.model_validate({"deterministic": mode}), torch.device(device))
-        enabled = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        arrange_arithmetic(
+            TrainingConfig.model_validate({"deterministic": mode}), torch.device(device)
+        )
+        enabled = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         assert enabled == (on, warns)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     promise = describe_promise(mode, torch.device(device))
-    assert promise["level"] == level and bool(promise["reasons"]) == ((mode, device) != ("auto", "cpu"))
+    assert promise["level"] == level and bool(promise["reasons"]) == (
+        (mode, device) != ("auto", "cpu")
+    )
 
 
 def test_tf32_is_off_unless_it_is_configured_and_no_matter_of_a_cpu() -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        for tf32, device, expected in ((True, "cpu", before), (True, "cuda", "high"), (False, "cuda", "highest")):
+        for tf32, device, expected in (
+            (True, "cpu", before),
+            (True, "cuda", "high"),
+            (False, "cuda", "highest"),
+        ):
             arrange_arithmetic(TrainingConfig(tf32=tf32, deterministic="off"), torch.device(device))
             assert torch.get_float32_matmul_precision() == expected
     finally:
@@ -291,8 +342,13 @@ def test_tf32_is_off_unless_it_is_configured_and_no_matter_of_a_cpu() -> None:
     assert before == "highest" and not TrainingConfig().tf32, "the defaults"
 
 
-def test_a_rank_that_waits_for_its_gpu_flushes_its_events_before_it_is_ended(tmp_path: Path) -> None:
-    """NCCL raises nothing in the main thread of a survivor. Otherwise events are written every 100 s here."""
+def test_a_rank_that_waits_for_its_gpu_flushes_its_events_before_it_is_ended(
+    tmp_path: Path,
+) -> None:
+    """NCCL raises nothing in the main thread of a survivor.
+
+    Otherwise events are written every 100 s here.
+    """
     store = Store.open(str(tmp_path)).sub("jobs/one")
     record = OrderRecord.create(tmp_path / "node-0.control")
     origin = Origin(job="one", run="1", attempt=0, generation=1, node=0, rank=1)
@@ -302,7 +358,9 @@ def test_a_rank_that_waits_for_its_gpu_flushes_its_events_before_it_is_ended(tmp
         time.sleep(0.5)
         assert not list(read_events(store))
         record.announce_end()
-        wait_until("the event", lambda: [event.step for event in read_events(store)] == [7], timeout=60)
+        wait_until(
+            "the event", lambda: [event.step for event in read_events(store)] == [7], timeout=60
+        )
 
 
 def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path: Path) -> None:
@@ -312,19 +370,27 @@ def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path
     store = Store.open(str(tmp_path / "store"))
     data = DataConfig(path=".", suffixes=[".txt"], held_out_fraction=0.4, held_out_samples=2)
     prepared = prepare_tokens(data, store, project_root=tmp_path).to_json()
-    config = RunConfig.model_validate({"model": {"sequence_length": 16}, "training": {"batch_size": 4}})
+    config = RunConfig.model_validate(
+        {"model": {"sequence_length": 16}, "training": {"batch_size": 4}}
+    )
     config = config.model_copy(update={"data": data})
     on = {
         device: TextWorkload(
-            WorkloadContext(config=config, store=store, project_root=tmp_path, prepared=prepared, device=device)
+            WorkloadContext(
+                config=config, store=store, project_root=tmp_path, prepared=prepared, device=device
+            )
         )
         for device in (torch.device("cpu"), CUDA)
     }
     gpu.take_waits()
     for first in (0, 4, 8, 100, 104):
-        expected, found = (workload.next_batch(nn.Module(), Cursor(first, 4)) for workload in on.values())
+        expected, found = (
+            workload.next_batch(nn.Module(), Cursor(first, 4)) for workload in on.values()
+        )
         assert gpu.take_waits() == []
-        assert torch.equal(found.inputs.cpu(), expected.inputs) and torch.equal(found.targets.cpu(), expected.targets)
+        assert torch.equal(found.inputs.cpu(), expected.inputs) and torch.equal(
+            found.targets.cpu(), expected.targets
+        )
         gpu.take_waits()
     assert "tokens_0" in {thread.name for thread in threading.enumerate()}
 
@@ -342,28 +408,46 @@ def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
     state = stage.stage(sources, planner.layout)
     assert state.copied is not None
     state.copied.synchronize()
-    copied = stage._views(0, planner.layout)[[item.name for item in planner.layout.items].index("x")]
+    copied = stage._views(0, planner.layout)[
+        [item.name for item in planner.layout.items].index("x")
+    ]
     assert copied.tolist() == [0, 1, 2, 3, 4, 5]
-    said, limit = capfd.readouterr().err, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    allowed = "unlimited" if limit == -1 else f"{limit // 1024} KiB"
+    said = capfd.readouterr().err
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == -1:
+        allowed = "unlimited"
+    else:
+        allowed = f"{limit // 1024} KiB"
     assert (
-        f"are not page-locked, so saves hold up training: cudaHostRegister failed with error 2; ulimit -l is {allowed}"
-        in said
+        "are not page-locked, so saves hold up training: cudaHostRegister failed with error 2; "
+        f"ulimit -l is {allowed}" in said
     )
     assert threading.current_thread().name not in gpu.threads and set(gpu.threads) == {"staging"}
-    assert gpu.errors and threading.get_ident() not in gpu.errors, "torch would raise it at this thread's next call"
+    assert gpu.errors and threading.get_ident() not in gpu.errors, (
+        "torch would raise it at this thread's next call"
+    )
     stage.close()
 
 
 @pytest.mark.parametrize("version", ["", "memory"])
 def test_no_more_is_page_locked_than_a_container_has(
-    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], version: str
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    version: str,
 ) -> None:
-    """What is left of a container's memory decides, and page-locking happens in the background, before a save."""
+    """What is left of a container's memory decides, and page-locking happens in the background,
+    before a save.
+    """
     limit, use, (cached, _) = process._CGROUP_FILES[version]
     folder = tmp_path / version
     folder.mkdir(exist_ok=True)
-    for name, text in ((limit, f"{2**30}"), (use, f"{2**30 - 2**20}"), ("memory.stat", f"{cached} {2**20}\nanon 5")):
+    for name, text in (
+        (limit, f"{2**30}"),
+        (use, f"{2**30 - 2**20}"),
+        ("memory.stat", f"{cached} {2**20}\nanon 5"),
+    ):
         (folder / name).write_text(text)
     monkeypatch.setattr(process, "_CGROUPS", tmp_path)
     assert process.host_bytes_left() == 2**21, "1 MiB is unused, and 1 MiB is page cache"
@@ -373,7 +457,9 @@ def test_no_more_is_page_locked_than_a_container_has(
         for buffer in stage._buffers:
             buffer.join()
         assert len(gpu.pinned) == (2 if locked else 0)
-        assert ("it would take more than half of the free memory" in capfd.readouterr().err) is not locked
+        assert (
+            "it would take more than half of the free memory" in capfd.readouterr().err
+        ) is not locked
         stage.close()
     assert set(gpu.threads) == {"staging"} and not gpu.pinned
 
@@ -387,9 +473,12 @@ def test_no_more_is_page_locked_than_a_container_has(
     ],
 )
 def test_memory_that_runs_out_in_the_optimizer_splits_the_batch(gpu: FakeGpu, message: str) -> None:
-    assert is_out_of_memory(RuntimeError(message)) and not is_out_of_memory(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"))
+    assert is_out_of_memory(RuntimeError(message)) and not is_out_of_memory(
+        RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+    )
     trainer, events = make_trainer(make_config(steps=4, every=100))
-    take_step, count = trainer.optimizer.step, 0
+    take_step = trainer.optimizer.step
+    count = 0
 
     def step() -> None:
         nonlocal count
@@ -405,12 +494,24 @@ def test_memory_that_runs_out_in_the_optimizer_splits_the_batch(gpu: FakeGpu, me
 
 
 @pytest.mark.parametrize("response", ["split", "stop"])
-def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(gpu: FakeGpu, tmp_path: Path, response: str) -> None:
-    trainer, events = make_trainer(make_config(steps=4, every=100, out_of_memory=response, memory_history=500))
+def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
+    gpu: FakeGpu, tmp_path: Path, response: str
+) -> None:
+    trainer, events = make_trainer(
+        make_config(steps=4, every=100, out_of_memory=response, memory_history=500)
+    )
     spec = WorkerSpec(
-        job="one", run="1", attempt=0, node=0, generation=3, generation_id="abc", candidates=[],
-        config={}, store_uri=str(tmp_path), prepared={},
-    )  # fmt: skip
+        job="one",
+        run="1",
+        attempt=0,
+        node=0,
+        generation=3,
+        generation_id="abc",
+        candidates=[],
+        config={},
+        store_uri=str(tmp_path),
+        prepared={},
+    )
     keep = record_memory(spec, trainer.config, trainer.gang, trainer.reporter)
     trainer = replace(trainer, guards=replace(trainer.guards, keep_snapshot=keep))
     assert gpu.recorded == (500, "python")
@@ -422,11 +523,22 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(gpu: FakeGpu, tmp_p
     with pytest.raises(MicroBatchTooLarge if response == "split" else torch.OutOfMemoryError):
         train(trainer)
     (kept,) = tmp_path.rglob("*.pickle")
-    assert kept.relative_to(tmp_path).as_posix() == "jobs/one/profiles/000003-abc/rank-0-memory-step-1.pickle"
+    assert (
+        kept.relative_to(tmp_path).as_posix()
+        == "jobs/one/profiles/000003-abc/rank-0-memory-step-1.pickle"
+    )
     assert pickle.loads(kept.read_bytes())["recorded"] == (500, "python")
     said = [data["message"] for name, data in events if name == "notice"]
     assert said == [f"rank 0, step 1: out of memory; open {kept} in pytorch.org/memory_viz"]
-    place: dict[str, Any] = {"job": "one", "run": "1", "attempt": 0, "generation": 3, "node": 0, "rank": 0, "step": 1}
+    place: dict[str, Any] = {
+        "job": "one",
+        "run": "1",
+        "attempt": 0,
+        "generation": 3,
+        "node": 0,
+        "rank": 0,
+        "step": 1,
+    }
     notice = Event(name="notice", t_wall=1.0, t_mono=1.0, data={"message": said[0]}, **place)
     assert str(kept) in list_notable_events([notice])[0]["text"], "the report's page names it"
     trainer.reporter.close()
@@ -436,7 +548,9 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(gpu: FakeGpu, tmp_p
 
 
 def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) -> None:
-    """The rank before was killed, and the driver has not freed its memory yet: the first step does not fit."""
+    """The rank before was killed, and the driver has not freed its memory yet: the first step does
+    not fit.
+    """
     gpu.free_bytes = 10 * GIB
     trainer, events = make_trainer(make_config(steps=4, every=100))
 
@@ -479,10 +593,15 @@ def on_gpu(gpu: FakeGpu, value: float) -> torch.Tensor:
     return GpuTensor(torch.tensor(value), gpu)
 
 
-def test_a_device_exchange_is_read_in_order_and_one_step_late(gpu: FakeGpu, late_sync: DeviceExchange) -> None:
+def test_a_device_exchange_is_read_in_order_and_one_step_late(
+    gpu: FakeGpu, late_sync: DeviceExchange
+) -> None:
     def send(step: float) -> list[float]:
         own = ROW._replace(step=step)
-        return [float(each.cpu()) for each in late_sync.send(own, on_gpu(gpu, 10.0 * step), on_gpu(gpu, 2.0 * step))]
+        return [
+            float(each.cpu())
+            for each in late_sync.send(own, on_gpu(gpu, 10.0 * step), on_gpu(gpu, 2.0 * step))
+        ]
 
     assert late_sync.unread == 0
     for step in (1.0, 2.0):
@@ -497,13 +616,17 @@ def test_a_device_exchange_is_read_in_order_and_one_step_late(gpu: FakeGpu, late
         send(step + 2)
 
 
-def test_a_device_exchange_checks_the_rows_that_it_reads(gpu: FakeGpu, late_sync: DeviceExchange) -> None:
+def test_a_device_exchange_checks_the_rows_that_it_reads(
+    gpu: FakeGpu, late_sync: DeviceExchange
+) -> None:
     late_sync.send(ROW._replace(cursor=0.0), on_gpu(gpu, 1.0), on_gpu(gpu, 1.0))
     with pytest.raises(DivergenceError, match="ranks have gone apart"):
         late_sync.read()
 
 
-def test_a_device_exchange_adds_up_the_own_time_of_whole_micro_batches(gpu: FakeGpu, late_sync: DeviceExchange) -> None:
+def test_a_device_exchange_adds_up_the_own_time_of_whole_micro_batches(
+    gpu: FakeGpu, late_sync: DeviceExchange
+) -> None:
     def send(*, micro_batches: int) -> None:
         for _ in range(micro_batches):
             late_sync.begin_own()

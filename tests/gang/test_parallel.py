@@ -34,7 +34,13 @@ MODELS = [
     ModelConfig(hidden_size=32, num_layers=2, num_heads=4, sequence_length=16),
     ModelConfig(hidden_size=16, num_layers=3, num_heads=2, sequence_length=64, vocab_size=1000),
     ModelConfig(
-        architecture="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, sequence_length=16, head_size=6
+        architecture="llama",
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        sequence_length=16,
+        head_size=6,
     ),
     ModelConfig(
         architecture="llama",
@@ -58,19 +64,27 @@ def meta_model(config: ModelConfig) -> CausalLM:
 
 @pytest.mark.parametrize("config", MODELS)
 def test_the_planner_knows_the_models_size(config: ModelConfig) -> None:
-    model, shape = meta_model(config), causal_lm_shape(config)
-    outer = [[model.embeddings, model.head]] if config.tied_embeddings else [[model.embeddings], [model.head]]
+    model = meta_model(config)
+    shape = causal_lm_shape(config)
+    if config.tied_embeddings:
+        outer = [[model.embeddings, model.head]]
+    else:
+        outer = [[model.embeddings], [model.head]]
     units = [nn.ModuleList(unit) for unit in (*outer, *([block] for block in model.blocks))]
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) == sum(sizes)
+    assert (
+        shape.parameters == sum(parameter.numel() for parameter in model.parameters()) == sum(sizes)
+    )
     assert shape.largest_unit_parameters == max(sizes)
 
 
 @pytest.mark.parametrize("config", MODELS)
 def test_the_planner_knows_the_models_flops(config: ModelConfig) -> None:
-    model, samples = CausalLM(config), 3
+    model = CausalLM(config)
+    samples = 3
     counter = FlopCounterMode(display=False)
-    # The counter knows no fused attention on the CPU; as plain matrix products it is the same arithmetic.
+    # The counter knows no fused attention on the CPU; as plain matrix products it is the same
+    # arithmetic.
     with counter, sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(samples, config.sequence_length, dtype=torch.long)).sum().backward()
     assert counter.get_total_flops() == samples * causal_lm_shape(config).flops_per_sample
@@ -83,7 +97,8 @@ def test_no_token_sees_a_later_one(config: ModelConfig) -> None:
     tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length))
     changed = tokens.clone()
     changed[0, 9:] = (changed[0, 9:] + 1) % config.vocab_size
-    before, after = model(tokens), model(changed)
+    before = model(tokens)
+    after = model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
@@ -91,13 +106,16 @@ def test_no_token_sees_a_later_one(config: ModelConfig) -> None:
 @pytest.mark.parametrize("config", [MODELS[1], MODELS[2], MODELS[3]])
 def test_a_cache_changes_no_generated_token(config: ModelConfig) -> None:
     torch.manual_seed(0)
-    model, tokens = CausalLM(config), torch.randint(0, config.vocab_size, (3, 5))
+    model = CausalLM(config)
+    tokens = torch.randint(0, config.vocab_size, (3, 5))
     torch.testing.assert_close(cached_logits(model, tokens), model(tokens), rtol=1e-4, atol=1e-5)
     found = []
     for cached in (True, False):
         torch.manual_seed(1)
         greedy = generate(model, tokens, 11, cached=cached)
-        found.append(torch.cat((greedy, generate(model, tokens, 11, temperature=0.7, cached=cached))))
+        found.append(
+            torch.cat((greedy, generate(model, tokens, 11, temperature=0.7, cached=cached)))
+        )
     assert torch.equal(*found) and torch.equal(found[0][:3, :5], tokens)
     assert not torch.equal(found[0][:3], found[0][3:])
     with pytest.raises(WorkloadError, match=r"5 \+ 60 = 65 tokens.*fix:"):
@@ -106,7 +124,9 @@ def test_a_cache_changes_no_generated_token(config: ModelConfig) -> None:
 
 def cached_logits(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     past = [KeyValues(tokens.shape[1]) for _ in model.blocks]
-    return torch.cat([model(part, past) for part in (tokens[:, :2], *tokens[:, 2:].split(1, dim=1))], dim=1)
+    return torch.cat(
+        [model(part, past) for part in (tokens[:, :2], *tokens[:, 2:].split(1, dim=1))], dim=1
+    )
 
 
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
@@ -118,7 +138,9 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
         initialise(model, meta_model(config), seed=seed)
         digests.append(weights_sha256(model))
     assert digests[0] == digests[1] != digests[2]
-    assert model.blocks[0].mlp_out.weight.std().item() == pytest.approx(0.02 / (2 * config.num_layers) ** 0.5, rel=0.1)
+    assert model.blocks[0].mlp_out.weight.std().item() == pytest.approx(
+        0.02 / (2 * config.num_layers) ** 0.5, rel=0.1
+    )
     assert model.blocks[0].mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(model.head.norm.weight, torch.ones(config.hidden_size))
 
@@ -130,7 +152,8 @@ def test_a_module_that_cannot_start_itself_is_named() -> None:
             self.scale = nn.Parameter(torch.ones(3))
 
     with torch.device("meta"):
-        blank, model = Bare(), Bare()
+        blank = Bare()
+        model = Bare()
     with pytest.raises(WorkloadError, match=r"Bare.*'scale'.*fix:"):
         initialise(model.to_empty(device="cpu"), blank, seed=0)
 
@@ -169,10 +192,17 @@ def step_on_same_text(model: CausalLM, optimizer: torch.optim.Optimizer, seed: i
 
 @pytest.mark.parametrize("config", [MODELS[0], MODELS[3].model_copy(update={"vocab_size": 256})])
 def test_muon(config: ModelConfig, tmp_path: Path) -> None:
-    """It moves hidden matrices alone as torch's does, skips a non-finite step, and resumes bit for bit."""
-    assert sum(p.numel() for p in hidden_matrices(meta_model(config))) == causal_lm_shape(config).hidden_parameters
+    """It moves hidden matrices alone as torch's does, skips a non-finite step, and resumes bit for
+    bit.
+    """
+    assert (
+        sum(p.numel() for p in hidden_matrices(meta_model(config)))
+        == causal_lm_shape(config).hidden_parameters
+    )
     settings = TrainingConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.3)
-    ours, theirs, resumed = CausalLM(config), CausalLM(config), CausalLM(config)
+    ours = CausalLM(config)
+    theirs = CausalLM(config)
+    resumed = CausalLM(config)
     initialise(ours, meta_model(config), seed=1)
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, settings, muon_dtype=torch.bfloat16)
@@ -185,7 +215,8 @@ def test_muon(config: ModelConfig, tmp_path: Path) -> None:
             step_on_same_text(theirs, muon, seed)
             for one, other in zip(hidden_matrices(ours), hidden, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-    store, taken = Store.open(str(tmp_path)).sub("jobs/one"), []
+    store = Store.open(str(tmp_path)).sub("jobs/one")
+    taken = []
     optimizer.register_step_post_hook(lambda *_: taken.append(1))
     with Checkpointer(store.uri, generation=open_generation(store, run="1", attempt=0)) as saver:
         saver.save(1, ours, optimizer, {})
@@ -193,7 +224,9 @@ def test_muon(config: ModelConfig, tmp_path: Path) -> None:
     step_on_same_text(ours, optimizer, 7)
     again = make_optimizer(resumed, settings, muon_dtype=torch.bfloat16)
     key = reachable_commits(store)[0].key
-    with Checkpointer(store.uri, generation=open_generation(store, run="2", attempt=0, parent=key)) as saver:
+    with Checkpointer(
+        store.uri, generation=open_generation(store, run="2", attempt=0, parent=key)
+    ) as saver:
         saver.restore([key], resumed, again)
     step_on_same_text(resumed, again, 7)
     assert weights_sha256(ours) == weights_sha256(resumed) and len(taken) == 1
@@ -210,12 +243,23 @@ def test_muon(config: ModelConfig, tmp_path: Path) -> None:
 
 
 def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
-    """Three ranks, so that no dimension divides evenly; all arrangements in one gang; the reference is one process."""
+    """Three ranks, so that no dimension divides evenly; all arrangements in one gang; the reference
+    is one process.
+    """
     config = RunConfig(model=MODELS[0])
     outputs = run_ranks(3, ["-m", "tests.support.spread_rank", config.model_dump_json()])
-    found = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("sha256")]
-    deadlines = [line for output in outputs for line in output.splitlines() if line.startswith("timeout")]
-    assert sorted(set(deadlines)) == ["timeout replicate 61.0", "timeout shard 61.0"], "not torch's default"
+    found = [
+        line.split()[1:]
+        for output in outputs
+        for line in output.splitlines()
+        if line.startswith("sha256")
+    ]
+    deadlines = [
+        line for output in outputs for line in output.splitlines() if line.startswith("timeout")
+    ]
+    assert sorted(set(deadlines)) == ["timeout replicate 61.0", "timeout shard 61.0"], (
+        "not torch's default"
+    )
     model = meta_model(MODELS[0]).to_empty(device="cpu")
     initialise(model, meta_model(MODELS[0]), seed=config.training.seed)
     digest = weights_sha256(model)
@@ -227,20 +271,26 @@ class LargestLogits(TorchDispatchMode):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self._vocabulary, self.rows = vocabulary, 0
+        self._vocabulary = vocabulary
+        self.rows = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.ndim > 1 and one.shape[-1] == self._vocabulary:
-                self.rows = max(self.rows, one.numel() // self._vocabulary)
+        for leaf in tree_leaves(result):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.ndim > 1
+                and leaf.shape[-1] == self._vocabulary
+            ):
+                self.rows = max(self.rows, leaf.numel() // self._vocabulary)
         return result
 
 
 @pytest.mark.parametrize("config", [MODELS[1], MODELS[3]], ids=["gpt", "llama-tied"])
 def test_a_loss_in_chunks_is_the_whole_loss_without_the_whole_logits(config: ModelConfig) -> None:
     torch.manual_seed(0)
-    model, text = CausalLM(config), torch.randint(config.vocab_size, (3, 51))
+    model = CausalLM(config)
+    text = torch.randint(config.vocab_size, (3, 51))
     targets = text[:, 1:].clone()
     targets[1, 20:] = -100  # as of a conversation's questions
     found = {}
@@ -249,19 +299,32 @@ def test_a_loss_in_chunks_is_the_whole_loss_without_the_whole_logits(config: Mod
         with LargestLogits(config.vocab_size) as largest:
             loss = model(text[:, :-1], targets=targets)
             loss.backward()
-        found[chunk] = loss.item(), [one.grad.clone() for one in model.parameters()], largest.rows
+        found[chunk] = (
+            loss.item(),
+            [parameter.grad.clone() for parameter in model.parameters()],
+            largest.rows,
+        )
         model.zero_grad()
-    plain = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum")
+    plain = nn.functional.cross_entropy(
+        model(text[:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     (whole, gradients, rows), (ours, ours_too, few), (_, _, all_of_them) = found.values()
     assert whole == plain.item() and rows == all_of_them == 150 and few == 20
     assert ours == pytest.approx(whole, rel=1e-6)
     for one, other in zip(ours_too, gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * gradients[0].abs().max().item() + 1e-5)
+        torch.testing.assert_close(
+            one, other, rtol=1e-6, atol=1e-6 * gradients[0].abs().max().item() + 1e-5
+        )
 
 
-@pytest.mark.parametrize("config", [MODELS[1], MODELS[2], MODELS[3]], ids=["gpt", "llama-gqa", "llama-tied"])
+@pytest.mark.parametrize(
+    "config", [MODELS[1], MODELS[2], MODELS[3]], ids=["gpt", "llama-gqa", "llama-tied"]
+)
 def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelConfig) -> None:
-    """Token 3 ends a document. The last one goes on beyond the row, and one has nothing but its end."""
+    """Token 3 ends a document.
+
+    The last one goes on beyond the row, and one has nothing but its end.
+    """
     torch.manual_seed(0)
     config = config.model_copy(update={"end_of_document": 3})
     model = CausalLM(config)
@@ -276,7 +339,9 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelCo
     rows = torch.stack([torch.cat(row) for row in documents])
 
     def losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
 
     packed = model(rows)
     for number, row in enumerate(documents):
@@ -284,15 +349,23 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelCo
         for document in row:
             part = packed[number : number + 1, start : start + len(document)]
             torch.testing.assert_close(part, alone := model(document[None]), rtol=1e-5, atol=1e-5)
-            ours, theirs = losses(part, document[None]).sum(), losses(alone, document[None]).sum()
+            ours = losses(part, document[None]).sum()
+            theirs = losses(alone, document[None]).sum()
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
             start += len(document)
     (one, other) = (
-        torch.autograd.grad(total, list(model.parameters()), allow_unused=True, materialize_grads=True)
-        for total in (packed.square().sum(), sum(model(one[None]).square().sum() for row in documents for one in row))
+        torch.autograd.grad(
+            total, list(model.parameters()), allow_unused=True, materialize_grads=True
+        )
+        for total in (
+            packed.square().sum(),
+            sum(model(one[None]).square().sum() for row in documents for one in row),
+        )
     )
     for ours, theirs in zip(one, other, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item()))
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item())
+        )
     crossing = CausalLM(config.model_copy(update={"end_of_document": None}))
     crossing.double().load_state_dict(model.state_dict())
     assert (crossing(rows) - packed).abs().max() > 0.01, "without documents, attention crosses"

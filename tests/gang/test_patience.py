@@ -1,4 +1,6 @@
-"""Stores that are in trouble while a gang starts: asked again within the deadline, which no attempt is lost for."""
+"""Stores that are in trouble while a gang starts: asked again within the deadline, which no attempt
+is lost for.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ from ebbflow.training.launch.node_runtime import NodeRuntime
 from ebbflow.training.launch.transport import Connection, control_ports
 from tests.support.flow import wait_until
 
-DONE = GenerationEnd(outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED)
-FAILED = GenerationEnd(culprit="rank 0: ValueError: x", reason="rank_failed", fingerprint="x", again=True)
+DONE = GenerationEnd(
+    outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED
+)
+FAILED = GenerationEnd(
+    culprit="rank 0: ValueError: x", reason="rank_failed", fingerprint="x", again=True
+)
 
 
 @pytest.fixture
@@ -30,10 +36,20 @@ def own(tmp_path: Path) -> Iterator[NodeRuntime]:
     cluster = {"nodes": 1, "start_deadline_seconds": 60.0}
     survival = {"standby": False, "notice_file": str(tmp_path / "notice")}
     spec = GangSpec(
-        job="job", run="run", attempt=0, node=0, nodes=1, processes_per_node=1, main_address="127.0.0.1",
-        config=RunConfig(store=str(tmp_path), cluster=cluster, survival=survival).model_dump(mode="json"),
-        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path / "logs"),
-    )  # fmt: skip
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        nodes=1,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=RunConfig(store=str(tmp_path), cluster=cluster, survival=survival).model_dump(
+            mode="json"
+        ),
+        store_uri=str(tmp_path),
+        prepared={},
+        log_folder=str(tmp_path / "logs"),
+    )
     own = NodeRuntime(spec)
     yield own
     own.close()
@@ -57,13 +73,18 @@ def test_a_start_outlasts_a_store_that_refuses_for_a_while(
     ends: list[GenerationEnd], what: str, own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start as the next one: to open a generation, and to say what it restores."""
-    work, coming = getattr(coordinator_module, what), list(ends)
+    work = getattr(coordinator_module, what)
+    coming = list(ends)
 
     def run_ranks(*_: Any) -> GenerationEnd:
-        monkeypatch.setattr(coordinator_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
+        monkeypatch.setattr(
+            coordinator_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown"))
+        )
         return coming.pop(0)
 
-    monkeypatch.setattr(coordinator_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
+    monkeypatch.setattr(
+        coordinator_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown"))
+    )
     monkeypatch.setattr(own, "run_ranks", run_ranks)
     assert Coordinator(own).run() == DONE and coming == []
 
@@ -73,7 +94,9 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
 ) -> None:
     """Or it would give node 0 up, which may wait as long again for the nodes that are missing."""
     own.spec = spec = replace(own.spec, nodes=2, candidate_ports=control_ports("patience", 0))
-    work, send, told = coordinator_module.open_generation, Connection.send, []
+    work = coordinator_module.open_generation
+    send = Connection.send
+    told = []
 
     def tell(connection: Connection, message: dict[str, Any]) -> None:
         told.append(message["kind"])
@@ -87,15 +110,26 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
     monkeypatch.setattr(coordinator_module, "open_generation", slow)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(FollowerPeers, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch)
+        coming = pool.submit(
+            FollowerPeers, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch
+        )
         assert Coordinator(own).run() == DONE
         coming.result(60).close()
 
 
-def test_pods_wait_for_the_machines_of_others_to_boot(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = {**own.spec.config["cluster"], "start_deadline_seconds": 0.2, "expected_start_seconds": 60.0}
+def test_pods_wait_for_the_machines_of_others_to_boot(
+    own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {
+        **own.spec.config["cluster"],
+        "start_deadline_seconds": 0.2,
+        "expected_start_seconds": 60.0,
+    }
     spec = replace(
-        own.spec, nodes=2, candidate_ports=control_ports("boot", 0), config={**own.spec.config, "cluster": cluster}
+        own.spec,
+        nodes=2,
+        candidate_ports=control_ports("boot", 0),
+        config={**own.spec.config, "cluster": cluster},
     )
     monkeypatch.setenv("METAFLOW_KUBERNETES_JOBSET_NAME", "js")
     pod = NodeRuntime(spec)
@@ -114,17 +148,27 @@ def test_pods_wait_for_the_machines_of_others_to_boot(own: NodeRuntime, monkeypa
         pod.close()
 
 
-def test_a_store_that_is_none_is_told_of_at_once(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_none_is_told_of_at_once(
+    own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own.start_seconds = 3600.0
-    refused = troubled(coordinator_module.open_generation, 1, StoreMisconfigured("there is no bucket 'runs'"))
+    refused = troubled(
+        coordinator_module.open_generation, 1, StoreMisconfigured("there is no bucket 'runs'")
+    )
     monkeypatch.setattr(coordinator_module, "open_generation", refused)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with pytest.raises(StoreMisconfigured, match="there is no bucket"):
         Coordinator(own).run()
 
 
-def test_the_last_error_is_told_when_the_deadline_is_over(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_error_is_told_when_the_deadline_is_over(
+    own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own.start_seconds = 0.5
-    monkeypatch.setattr(coordinator_module, "reachable_commits", troubled(list, 1000, StoreUnavailable("503 SlowDown")))
+    monkeypatch.setattr(
+        coordinator_module,
+        "reachable_commits",
+        troubled(list, 1000, StoreUnavailable("503 SlowDown")),
+    )
     last = Coordinator(own).run()
     assert last == replace(last, culprit="503 SlowDown", reason="store", generation=1, outcome=None)

@@ -1,4 +1,6 @@
-"""Rows of numbers between ranks over connections of their own: the same table everywhere, and who is missing named."""
+"""Rows of numbers between ranks over connections of their own: the same table everywhere, and who
+is missing named.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,19 @@ def open_wires(
     host: str = "127.0.0.1",
     told: dict[int, str] | None = None,
 ) -> list[PeerSockets]:
-    """Of `ranks` ranks, the first `present` come; each in a thread with a client of its own. told: what each says of
-    where it is to be found."""
-    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    """Of `ranks` ranks, the first `present` come; each in a thread with a client of its own. told:
+    what each says of where it is to be found."""
+    master = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
 
     def one(rank: int) -> PeerSockets:
-        client = dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False, timeout=timedelta(seconds=60))
-        return connect_peers(client, rank, ranks, main=(host, master.port), start_seconds=start, seconds=seconds)
+        client = dist.TCPStore(
+            "127.0.0.1", master.port, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        return connect_peers(
+            client, rank, ranks, main=(host, master.port), start_seconds=start, seconds=seconds
+        )
 
     with ThreadPoolExecutor(ranks) as pool:
         wires = list(pool.map(one, range(present or ranks)))
@@ -51,9 +59,12 @@ def open_wires(
     return wires
 
 
-def test_a_main_node_whose_name_leads_home_at_home_is_told_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_main_node_whose_name_leads_home_at_home_is_told_by_that_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As 127.0.1.1 for a host's own name: to another node that is another machine."""
-    resolve, told = socket.getaddrinfo, {}
+    resolve = socket.getaddrinfo
+    told = {}
 
     def look_up(host: str, *arguments: Any, **options: Any) -> Any:
         return resolve("127.0.0.1" if host == "node-0" else host, *arguments, **options)
@@ -71,7 +82,10 @@ def gather(wires: list[PeerSockets], rows: list[bytes]) -> list[bytes]:
 
 def in_gangs(call: Callable[[Gang, int], Any], ranks: int) -> list[Any]:
     """What `call` returns on each rank of a gang whose rows go over wires."""
-    gangs = [Gang(rank=rank, world_size=ranks, peers=peers) for rank, peers in enumerate(open_wires(ranks))]
+    gangs = [
+        Gang(rank=rank, world_size=ranks, peers=peers)
+        for rank, peers in enumerate(open_wires(ranks))
+    ]
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(call, gangs, range(ranks)))
 
@@ -86,7 +100,9 @@ def test_every_rank_hears_the_same_rows_in_order_exchange_after_exchange() -> No
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("length", [1, 16])
 def test_numbers_come_as_they_were_told(ranks: int, length: int) -> None:
-    told = [tuple([rank, 0.1 * rank, math.inf, 2.0**53 - rank] * 4)[:length] for rank in range(ranks)]
+    told = [
+        tuple([rank, 0.1 * rank, math.inf, 2.0**53 - rank] * 4)[:length] for rank in range(ranks)
+    ]
     if ranks == 1:
         assert Gang().gather_numbers(told[0]) == told
     else:
@@ -94,7 +110,8 @@ def test_numbers_come_as_they_were_told(ranks: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, length", [(torch.float32, 1), (torch.int64, 3), (torch.bfloat16, 5), (torch.float64, 512)]
+    "dtype, length",
+    [(torch.float32, 1), (torch.int64, 3), (torch.bfloat16, 5), (torch.float64, 512)],
 )
 def test_a_row_keeps_its_type_and_length(dtype: torch.dtype, length: int) -> None:
     rows = [torch.arange(length).to(dtype) + rank for rank in range(2)]
@@ -105,7 +122,9 @@ def test_a_row_keeps_its_type_and_length(dtype: torch.dtype, length: int) -> Non
 def test_a_rank_that_is_gone_is_told_as_a_lost_peer() -> None:
     here, gone = open_wires(2)
     gone.close()
-    with pytest.raises(RuntimeError, match=r"exchange 1 of rank 0: connection closed by peer: rank 1") as told:
+    with pytest.raises(
+        RuntimeError, match=r"exchange 1 of rank 0: connection closed by peer: rank 1"
+    ) as told:
         here.gather(b"row")
     assert is_peer_loss_error(str(told.value))
 
@@ -127,16 +146,25 @@ def test_rows_of_different_exchanges_are_not_taken_for_each_other() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    with pytest.raises(RendezvousError, match=r"rank 0: no connection of its own to rank (1, )?2 within 3 s"):
+    with pytest.raises(
+        RendezvousError, match=r"rank 0: no connection of its own to rank (1, )?2 within 3 s"
+    ):
         open_wires(3, present=2, start=3.0)
 
 
-def connect_under(disturbance: Callable[[tuple[str, int]], AbstractContextManager]) -> list[PeerSockets]:
+def connect_under(
+    disturbance: Callable[[tuple[str, int]], AbstractContextManager],
+) -> list[PeerSockets]:
     """Connect two ranks while something else calls at the address of rank 0."""
-    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    main, found = ("127.0.0.1", master.port), []
+    master = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    main = ("127.0.0.1", master.port)
+    found = []
     opened = threading.Thread(
-        target=lambda: found.append(connect_peers(master, 0, 2, main=main, start_seconds=60, seconds=60))
+        target=lambda: found.append(
+            connect_peers(master, 0, 2, main=main, start_seconds=60, seconds=60)
+        )
     )
     opened.start()
     client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -178,9 +206,15 @@ def probe(store: dist.Store, nodes: int, broken: int | None = None) -> list[Any]
     """One lead rank per node, and one rank that does not measure; each in a thread."""
 
     def one(rank: int) -> Any:
-        node, address = rank % nodes, "127.0.0.1" if rank != broken else "255.255.255.255"
+        node = rank % nodes
+        if rank != broken:
+            address = "127.0.0.1"
+        else:
+            address = "255.255.255.255"
         try:
-            return probe_links(store, node, nodes, address=address, name="gang/1", lead=rank < nodes)
+            return probe_links(
+                store, node, nodes, address=address, name="gang/1", lead=rank < nodes
+            )
         except RendezvousError as error:
             return str(error)
 
@@ -194,14 +228,25 @@ def test_the_links_between_nodes_are_measured_and_a_node_that_cannot_be_reached_
     assert sorted((one.source, one.target) for one in found[0]) == [
         (a, b) for a in range(3) for b in range(3) if a != b
     ]
-    assert all(one.round_trip > 0 and one.mtu > 1000 and abs(one.clock_offset) < 10 for one in found[0])
-    assert sorted((one.source, one.target) for one in found[0] if one.bandwidth) == [(0, 1), (1, 2), (2, 0)]
+    assert all(
+        one.round_trip > 0 and one.mtu > 1000 and abs(one.clock_offset) < 10 for one in found[0]
+    )
+    assert sorted((one.source, one.target) for one in found[0] if one.bandwidth) == [
+        (0, 1),
+        (1, 2),
+        (2, 0),
+    ]
 
     links = [replace(one, clock_offset=-3.0 if one.target == 2 else 0.001) for one in found[0]]
     links[0] = replace(links[0], bandwidth=1e6)
     figures = summarize_links(links, nodes=3, seconds=1.5)
-    assert (figures["bandwidth_bytes_per_second"], figures["where"]["bandwidth"]) == (1e6, "node 0 → node 1")
-    assert figures["clock_offset_seconds"] == -3.0 and figures["where"]["clock_offset"].endswith("node 2")
+    assert (figures["bandwidth_bytes_per_second"], figures["where"]["bandwidth"]) == (
+        1e6,
+        "node 0 → node 1",
+    )
+    assert figures["clock_offset_seconds"] == -3.0 and figures["where"]["clock_offset"].endswith(
+        "node 2"
+    )
     figures["all_reduce_bytes_per_second"] = 2e6
     assert describe_network(figures).startswith("all-reduce 2 MB/s, slowest link 1 MB/s, MTU ")
 
@@ -215,10 +260,22 @@ def test_the_links_between_nodes_are_measured_and_a_node_that_cannot_be_reached_
 
 def test_a_network_is_compared_with_the_jobs_earlier_probes() -> None:
     def probed(t: float, speed: float) -> Any:
-        return event(NETWORK, t, nodes=2, mtu=9001, all_reduce_bytes_per_second=speed, clock_offset_seconds=-0.02)
+        return event(
+            NETWORK,
+            t,
+            nodes=2,
+            mtu=9001,
+            all_reduce_bytes_per_second=speed,
+            clock_offset_seconds=-0.02,
+        )
 
     once = build_report([probed(1.0, 4e9)])
-    assert format_key_figures(once)["network"] == "all-reduce 4,000 MB/s, MTU 9,001, clocks within 20 ms"
+    assert (
+        format_key_figures(once)["network"]
+        == "all-reduce 4,000 MB/s, MTU 9,001, clocks within 20 ms"
+    )
     again = build_report([probed(1.0, 4e9), probed(2.0, 5e9), probed(3.0, 1e9)])
-    assert format_key_figures(again)["network"].startswith("all-reduce 1,000 MB/s (earlier 4,500, SLOW), MTU")
+    assert format_key_figures(again)["network"].startswith(
+        "all-reduce 1,000 MB/s (earlier 4,500, SLOW), MTU"
+    )
     assert again.actual["network"]["before"]["probes"] == 2

@@ -1,4 +1,6 @@
-"""Reinforcement fine-tuning trained by ranks: any world size, killed ranks, rollouts that several steps use."""
+"""Reinforcement fine-tuning trained by ranks: any world size, killed ranks, rollouts that several
+steps use.
+"""
 
 from __future__ import annotations
 
@@ -46,37 +48,76 @@ class Mortal(PolicyOptimization):
 
 
 def small_bytes(prompt: str, completion: str, row: Any) -> float:
-    """A reward that an untrained model gets often: the share of the completion's characters below 64."""
+    """A reward that an untrained model gets often: the share of the completion's characters below
+    64.
+    """
     die_if_due("reward")
     return sum(ord(letter) < 64 for letter in completion) / max(len(completion), 1)
 
 
-def config_of(folder: Path, *, options: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
-    training = {"batch_size": 4, "max_steps": 6, "evaluation_interval_steps": 3, "learning_rate": 0.01}
-    training |= {"scheduler": {"type": "constant", "warmup_steps": 0}, **sections.pop("training", {})}
-    settings: dict[str, Any] = {"checkpoint": {"interval_steps": 3}, "parallel": {"mode": "ddp"}, **sections}
+def config_of(
+    folder: Path, *, options: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> RunConfig:
+    training = {
+        "batch_size": 4,
+        "max_steps": 6,
+        "evaluation_interval_steps": 3,
+        "learning_rate": 0.01,
+    }
+    training |= {
+        "scheduler": {"type": "constant", "warmup_steps": 0},
+        **sections.pop("training", {}),
+    }
+    settings: dict[str, Any] = {
+        "checkpoint": {"interval_steps": 3},
+        "parallel": {"mode": "ddp"},
+        **sections,
+    }
     model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 10}
     settings = {"model": model, **settings}
     return RunConfig.model_validate(
-        {"store": str(folder / "store"), "workload": WORKLOAD, "workload_options": OPTIONS | (options or {})}
+        {
+            "store": str(folder / "store"),
+            "workload": WORKLOAD,
+            "workload_options": OPTIONS | (options or {}),
+        }
         | {"training": training}
         | settings
     )
 
 
 def numbers_of(config: RunConfig, job: str) -> list[float]:
-    """Return the loss and gradient norm of each step, and the metrics of the last evaluation that are no speeds."""
+    """Return the loss and gradient norm of each step, and the metrics of the last evaluation that
+    are no speeds.
+    """
     events = read_events(Store.open(config.store).sub(job_prefix(job)))
-    steps = {event.step or 0: event.data for event in events if event.name == "step" and event.rank == 0}
+    steps = {
+        event.step or 0: event.data for event in events if event.name == "step" and event.rank == 0
+    }
     metrics = [event.data["metrics"] for event in events if event.name == "evaluation"][-1]
     kept = [
-        metrics[name] for name in ("held_out_reward", "reward", "kl", "entropy", "length", "accept_rate", "rollouts")
+        metrics[name]
+        for name in (
+            "held_out_reward",
+            "reward",
+            "kl",
+            "entropy",
+            "length",
+            "accept_rate",
+            "rollouts",
+        )
     ]
-    return [number for step in sorted(steps) for number in (steps[step]["loss"], steps[step]["gradient_norm"])] + kept
+    return [
+        number
+        for step in sorted(steps)
+        for number in (steps[step]["loss"], steps[step]["gradient_norm"])
+    ] + kept
 
 
 def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path: Path) -> None:
-    """20 steps on 1, 2 and 4 ranks, of which two compute each layer together; and 10 on such two, resumed on one."""
+    """20 steps on 1, 2 and 4 ranks, of which two compute each layer together; and 10 on such two,
+    resumed on one.
+    """
     found: dict[str, list[float]] = {}
     tensor = {"mode": "fsdp2", "tensor_size": 2}
     for job, world_size, steps, parallel in (
@@ -87,7 +128,9 @@ def test_any_world_size_trains_the_same_and_resumes_the_others_commits(tmp_path:
         ("resumed", 1, 20, {"mode": "fsdp2"}),
     ):
         training = {"max_steps": steps, "evaluation_interval_steps": 10}
-        config = config_of(tmp_path, training=training, parallel=parallel, checkpoint={"interval_steps": 10})
+        config = config_of(
+            tmp_path, training=training, parallel=parallel, checkpoint={"interval_steps": 10}
+        )
         found[job] = train(config, job, world_size)
     assert len(found["1"]) == len(found["resumed"]) == 47 and len(set(found["1"])) > 30
     held_out_reward, reward = found["1"][-7:-5]
@@ -107,28 +150,56 @@ def train(config: RunConfig, job: str, world_size: int) -> list[float]:
 
 
 def test_a_tensor_group_draws_and_trains_with_values_as_one_process(tmp_path: Path) -> None:
-    """Heads of keys are shared by two heads of queries; biases, tied embeddings, a head with values and a reference."""
-    options = {"advantage_estimator": "ppo", "enable_engine_sleep": True, "micro_rollout_batch_size": 3}
-    model = {"architecture": "llama", "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "qk_norm": True}
+    """Heads of keys are shared by two heads of queries; biases, tied embeddings, a head with values
+    and a reference.
+    """
+    options = {
+        "advantage_estimator": "ppo",
+        "enable_engine_sleep": True,
+        "micro_rollout_batch_size": 3,
+    }
+    model = {
+        "architecture": "llama",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "qkv_bias": True,
+        "qk_norm": True,
+    }
     model |= {"hidden_size": 16, "num_layers": 1, "sequence_length": 10, "tied_embeddings": True}
     found = [
-        train(config_of(tmp_path, options=options, parallel=parallel, model=model), str(world_size), world_size)
+        train(
+            config_of(tmp_path, options=options, parallel=parallel, model=model),
+            str(world_size),
+            world_size,
+        )
         for world_size, parallel in ((1, {"mode": "ddp"}), (2, {"mode": "fsdp2", "tensor_size": 2}))
     ]
     assert len(found[0]) == 19 and found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-5)
 
 
-def test_a_job_killed_in_a_rollout_and_in_an_update_ends_with_the_weights_of_the_quiet_one(tmp_path: Path) -> None:
+def test_a_job_killed_in_a_rollout_and_in_an_update_ends_with_the_weights_of_the_quiet_one(
+    tmp_path: Path,
+) -> None:
     """Four steps train on a rollout, and commits are made in between."""
-    options = {"rollout_batch_size": 8, "max_epochs": 2, "kl_target": 0.01, "reward_running_norm": True}
-    config = config_of(tmp_path, options=options, training={"max_steps": 9}, checkpoint={"interval_steps": 3})
+    options = {
+        "rollout_batch_size": 8,
+        "max_epochs": 2,
+        "kl_target": 0.01,
+        "reward_running_norm": True,
+    }
+    config = config_of(
+        tmp_path, options=options, training={"max_steps": 9}, checkpoint={"interval_steps": 3}
+    )
     config = config.model_copy(update={"workload": f"{__name__}:Mortal"})
     path = tmp_path / "job.yaml"
     path.write_text(config.model_dump_json())
     quiet = run_alone(config, "quiet")
     assert quiet.weights_sha256
-    trial = 3 * 32 + 8  # rewards of the examination: three rollouts of eight prompts, and the held-out prompts
-    # In the second rollout, before step 5; then in the update of step 8. The examination calls the loss five times.
+    trial = (
+        3 * 32 + 8
+    )  # rewards of the examination: three rollouts of eight prompts, and the held-out prompts
+    # In the second rollout, before step 5; then in the update of step 8. The examination calls the
+    # loss five times.
     for dies in (f"reward {trial + 32 + 8 + 10}", "loss 10"):
         with pytest.raises(AssertionError):
             command = ["-m", "ebbflow.training", str(path), "--job", "killed"]

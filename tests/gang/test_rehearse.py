@@ -1,4 +1,6 @@
-"""What users may aim at their own job, what comes of it, and what is refused before it costs anything."""
+"""What users may aim at their own job, what comes of it, and what is refused before it costs
+anything.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,17 @@ from tests.support.gangs import endless_gang
         ("slow-step@step:9:rank=1:seconds=2.5", 9, (0, 1)),
     ],
 )
-def test_a_fault_strikes_one_rank_at_one_step(text: str, step: int, target: tuple[int, int]) -> None:
+def test_a_fault_strikes_one_rank_at_one_step(
+    text: str, step: int, target: tuple[int, int]
+) -> None:
     fault = Fault.parse(text)
     fault.check(max_steps=100, nodes=2, world_size=4)
     assert fault.due_step(100) == step
-    struck = [(rank // 2, rank) for rank in range(4) if fault.targets(node=rank // 2, rank=rank, nodes=2, world_size=4)]
+    struck = [
+        (rank // 2, rank)
+        for rank in range(4)
+        if fault.targets(node=rank // 2, rank=rank, nodes=2, world_size=4)
+    ]
     assert struck == [target]
     assert Fault(**asdict(fault)) == fault
     assert Fault.parse(str(fault)) == fault
@@ -73,7 +81,9 @@ def test_a_rehearsed_hang_is_named_and_does_not_come_again(tmp_path: Path) -> No
     """Aimed at a job that knows nothing of it: the text model, as any user's would be."""
     survival = {"hang_floor_seconds": 3.0}
     spec = endless_gang(tmp_path, checkpoint={"interval_steps": 10}, survival=survival)
-    gang = LocalGang(replace(spec, rehearse="sleep@step:15:rank=1"), tmp_path / "gang", tmp_path / "output.log")
+    gang = LocalGang(
+        replace(spec, rehearse="sleep@step:15:rank=1"), tmp_path / "gang", tmp_path / "output.log"
+    )
     store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
 
     def passed_again() -> bool:

@@ -39,9 +39,15 @@ from tests.support.timelines import GangLog, event, plan_event
 
 
 def test_predicted_and_actual_loss_stand_side_by_side() -> None:
-    seconds = {LedgerClass.USEFUL_STEP: 90, LedgerClass.CHECKPOINT_STALL: 2, LedgerClass.REDONE_STEP: 8}
+    seconds = {
+        LedgerClass.USEFUL_STEP: 90,
+        LedgerClass.CHECKPOINT_STALL: 2,
+        LedgerClass.REDONE_STEP: 8,
+    }
     lines = [
-        LedgerLine(ledger_class=name, rank_microseconds=1_000_000 * value, usd=Decimal(1), kind="measured")
+        LedgerLine(
+            ledger_class=name, rank_microseconds=1_000_000 * value, usd=Decimal(1), kind="measured"
+        )
         for name, value in seconds.items()
     ]
     ledger = Ledger(
@@ -90,7 +96,11 @@ def test_every_rendering_shows_the_predicted_loss_beside_the_actual_one() -> Non
     assert report.actual["saves"]["actual_loss"] == pytest.approx(0.1)
     wanted = "stalls and redone steps 10.0 % of paid time, predicted 6.0 %"
     assert json.loads(json.dumps(report.to_json()))["actual"]["saves"] == report.actual["saves"]
-    for rendered in (render_text(report), html.unescape(render_html(report)), str(format_key_figures(report))):
+    for rendered in (
+        render_text(report),
+        html.unescape(render_html(report)),
+        str(format_key_figures(report)),
+    ):
         assert wanted in " ".join(rendered.split())
 
 
@@ -144,32 +154,43 @@ def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
 
 def sync_of(*rows: dict[str, float]) -> StepSync:
     values = dict.fromkeys(
-        ("step", "cursor", "loss_sum", "square_sum", "flops", "compute_seconds", "data_seconds"), 1.0
+        ("step", "cursor", "loss_sum", "square_sum", "flops", "compute_seconds", "data_seconds"),
+        1.0,
     )
     return StepSync([Row(**{**values, "weight": 1.0, "stop": 0.0, **row}) for row in rows])
 
 
 @pytest.mark.parametrize(("when_busy", "saved"), [("wait", [(7, 300.0)]), ("skip", [])])
-def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, saved: list) -> None:
-    saver, events = Saver(), []
+def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(
+    when_busy: str, saved: list
+) -> None:
+    saver = Saver()
+    events = []
     trainer = trainer_of(saver, events, when_busy=when_busy)
     trainer.save_controller.save_if_due(
-        Position(7), sync_of({"save_due": 1.0}, {"saving": 1.0, "save_limit_seconds": 300.0}), last=False
+        Position(7),
+        sync_of({"save_due": 1.0}, {"saving": 1.0, "save_limit_seconds": 300.0}),
+        last=False,
     )
     assert saver.asked == saved, "the rank with the most bytes sets the limit of all"
     skipped = [data for name, data in events if name == COMMIT_SKIPPED]
     assert bool(skipped) is not bool(saved)
     assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
-    trainer.save_controller.save_if_due(Position(8), sync_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
+    trainer.save_controller.save_if_due(
+        Position(8), sync_of({"saving": 1.0}, {"save_due": 1.0}), last=False
+    )
     assert saver.asked == saved, "rank 0 alone decides what is due"
     trainer.save_controller.save_if_due(Position(9), sync_of({}, {"saving": 1.0}), last=True)
     assert saver.asked[-1] == (9, 120.0), "the last step is saved in any case"
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) -> None:
-    saver, control = Saver(), OrderRecord.create(tmp_path / "record")
+    saver = Saver()
+    control = OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    saves = replace(trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits).save_controller
+    saves = replace(
+        trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits
+    ).save_controller
     control.write(RankOrder(seconds=math.inf, cause=CAUSES[5], node=0))
     saver.busy = True
     assert not saves.due(7)
@@ -178,8 +199,11 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) ->
 
 
 def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
-    """However short the steps are: a job that is over before its agent has looked would prove nothing."""
-    control, notice = OrderRecord.create(tmp_path / "record"), tmp_path / "notice.json"
+    """However short the steps are: a job that is over before its agent has looked would prove
+    nothing.
+    """
+    control = OrderRecord.create(tmp_path / "record")
+    notice = tmp_path / "notice.json"
 
     def agent() -> None:
         wait_until("the notice", notice.exists, timeout=60)
@@ -187,7 +211,13 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=agent)
     thread.start()
-    aim = Rehearsal(fault=Fault.parse("notice@step:5:node=0"), node=0, nodes=2, agent_pid=None, notice_path=str(notice))
+    aim = Rehearsal(
+        fault=Fault.parse("notice@step:5:node=0"),
+        node=0,
+        nodes=2,
+        agent_pid=None,
+        notice_path=str(notice),
+    )
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
     trainer = replace(trainer_of(Saver(), []), limits=limits, rehearsal=aim)
     trainer.rehearse_fault(4)
@@ -198,33 +228,44 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
 
 
 def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) -> None:
-    saver, control = Saver(), OrderRecord.create(tmp_path / "record")
+    saver = Saver()
+    control = OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    trainer, phases = trainer_of(saver, []), []
+    trainer = trainer_of(saver, [])
+    phases = []
     reporter = replace(trainer.reporter, beat=lambda step, phase: phases.append(phase))
     saves = replace(trainer, limits=limits, reporter=reporter).save_controller
     reporter.enter("checkpoint", 9)
     saves.finish()
     assert saver.asked == ["before_step"]
     saver.busy = True
-    notice = threading.Timer(0.2, lambda: control.write(RankOrder(seconds=60.0, cause=CAUSES[2], node=0)))
+    notice = threading.Timer(
+        0.2, lambda: control.write(RankOrder(seconds=60.0, cause=CAUSES[2], node=0))
+    )
     notice.start()
     saves.finish()
     notice.join()
     assert saver.asked == ["before_step", "before_step", "hurry"]
-    assert phases == ["checkpoint", *["store", "checkpoint"] * 2], "it is the store that is waited for"
+    assert phases == ["checkpoint", *["store", "checkpoint"] * 2], (
+        "it is the store that is waited for"
+    )
 
 
 def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
-    saver, events = Saver(), []
+    saver = Saver()
+    events = []
     trainer = trainer_of(saver, events, deadline_seconds=60)
     leaving = {"stop": float(Stop.INTERRUPTED)}
     fits = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
     trainer.save_controller.save_if_due(Position(3), fits, last=True)
     assert saver.asked == ["hurry", (3, 28.0)]
-    uneven = sync_of({**leaving, "stop_seconds": 280.0}, {"save_limit_seconds": 90.0, "stop_seconds": 300.0})
+    uneven = sync_of(
+        {**leaving, "stop_seconds": 280.0}, {"save_limit_seconds": 90.0, "stop_seconds": 300.0}
+    )
     trainer.save_controller.save_if_due(Position(3), uneven, last=True)
-    assert saver.asked[2:] == ["hurry", (3, 90.0)], "more than deadline_seconds, and the same on both ranks"
+    assert saver.asked[2:] == ["hurry", (3, 90.0)], (
+        "more than deadline_seconds, and the same on both ranks"
+    )
     del saver.asked[2:]
     late = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
     trainer.save_controller.save_if_due(Position(4), late, last=True)
@@ -243,9 +284,13 @@ def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> 
         trainer.end(Position(5), Outcome.COMPLETED)
 
 
-def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows: list[Row] = []
-    monkeypatch.setattr("ebbflow.training.trainer.exchange", lambda gang, row: rows.append(row) or StepSync([row]))
+    monkeypatch.setattr(
+        "ebbflow.training.trainer.exchange", lambda gang, row: rows.append(row) or StepSync([row])
+    )
     for cap in (None, 0.5):
         saver = Saver()
         saver.expected_seconds = 40.0

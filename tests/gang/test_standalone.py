@@ -65,16 +65,24 @@ def pid_of_rank(torchrun: int, rank: int) -> int | None:
 
 
 def run_and_kill_rank_1(folder: Path, rendezvous: list[str]) -> str:
-    """Let torchrun train; kill a rank once there is a commit. Returns the output, when all has ended well."""
+    """Let torchrun train; kill a rank once there is a commit.
+
+    Returns the output, when all has ended well.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     command += ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
-    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT))
+    environment = dict(
+        os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT)
+    )
     log = folder / "torchrun.log"
     with open(log, "wb") as out:
         torchrun = subprocess.Popen(
             [*command, "-m", "training", str(write_config(folder))],
-            cwd=PROJECT_ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            cwd=PROJECT_ROOT,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
     try:
         limit = time.monotonic() + 60
         while not list(folder.glob("store/jobs/*/commits/*/*/*.json")):
@@ -91,7 +99,9 @@ def run_and_kill_rank_1(folder: Path, rendezvous: list[str]) -> str:
 @pytest.mark.parametrize("rendezvous", ["with a run id", "without"])
 def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezvous: str) -> None:
     static = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    output = run_and_kill_rank_1(tmp_path, ["--standalone"] if rendezvous == "with a run id" else static)
+    output = run_and_kill_rank_1(
+        tmp_path, ["--standalone"] if rendezvous == "with a run id" else static
+    )
     jobs = list((tmp_path / "store" / "jobs").iterdir())
     assert len(jobs) == 1, output
     records = [json.loads(path.read_text()) for path in sorted(jobs[0].glob("generations/*.json"))]
@@ -99,13 +109,20 @@ def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezv
     resumed_at = records[1]["parent_step"]
     assert 0 < resumed_at < STEPS, "the rank was killed in mid-job, after a commit"
     events = read_events(Store.open(str(jobs[0])))
-    second = [event.step for event in events if event.name == "step" and (event.generation, event.rank) == (2, 0)]
+    second = [
+        event.step
+        for event in events
+        if event.name == "step" and (event.generation, event.rank) == (2, 0)
+    ]
     assert second == list(range(resumed_at + 1, STEPS + 1))
     first = {event.step for event in events if event.name == "step" and event.generation == 1}
     assert first >= set(range(1, resumed_at + 1))
     prepared = [event for event in events if event.name == "prepared"]
     assert [event.generation for event in prepared] == [1, 2]
-    assert all(event.data["unigram_entropy_nats"] > 1 and event.data["train_tokens"] > 0 for event in prepared)
+    assert all(
+        event.data["unigram_entropy_nats"] > 1 and event.data["train_tokens"] > 0
+        for event in prepared
+    )
     assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["completed"]
     assert_profiled(tmp_path)
 
@@ -113,9 +130,17 @@ def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezv
 def test_ranks_wait_for_long_preparation_and_tied_weights_stay_tied(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     options = {"seconds": STEP_DEADLINE_SECONDS + 2}
-    path.write_text(json.dumps({"workload": "tests.support.workload_cases:Tied", "workload_options": options}))
-    outputs = run_ranks(2, ["-m", "tests.support.tied_rank", str(path), "--set", f"store={tmp_path / 'store'}"])
-    found = {line.split()[0]: line.split()[1:] for line in outputs[1].splitlines() if line.count(" ") == 4}
+    path.write_text(
+        json.dumps({"workload": "tests.support.workload_cases:Tied", "workload_options": options})
+    )
+    outputs = run_ranks(
+        2, ["-m", "tests.support.tied_rank", str(path), "--set", f"store={tmp_path / 'store'}"]
+    )
+    found = {
+        line.split()[0]: line.split()[1:]
+        for line in outputs[1].splitlines()
+        if line.count(" ") == 4
+    }
     assert list(found) == ["ddp", "fsdp2", "hsdp"], outputs
     assert found["ddp"] == found["fsdp2"] == found["hsdp"]
     assert found["ddp"][1:3] == ["3", "True"], found
@@ -125,14 +150,20 @@ def test_ranks_wait_for_long_preparation_and_tied_weights_stay_tied(tmp_path: Pa
 def test_any_run_id_makes_a_name_of_its_own(run_id: str) -> None:
     name = default_job_name({"TORCHELASTIC_RUN_ID": run_id}, 1)
     assert check_job_name(name) == name == default_job_name({"TORCHELASTIC_RUN_ID": run_id}, 1)
-    assert name not in {default_job_name({"TORCHELASTIC_RUN_ID": other}, 1) for other in ("my-job--1", "x" * 80)}
+    assert name not in {
+        default_job_name({"TORCHELASTIC_RUN_ID": other}, 1) for other in ("my-job--1", "x" * 80)
+    }
 
 
-def test_an_error_of_rank_0_before_the_start_is_one_line_and_every_ranks_exit_code(tmp_path: Path) -> None:
+def test_an_error_of_rank_0_before_the_start_is_one_line_and_every_ranks_exit_code(
+    tmp_path: Path,
+) -> None:
     path = write_config(tmp_path)
     for text in (tmp_path / "texts").iterdir():
         text.unlink()
-    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT))
+    environment = dict(
+        os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT)
+    )
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment["LOCAL_WORLD_SIZE"] = "2"
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
@@ -152,24 +183,47 @@ def test_an_error_of_rank_0_before_the_start_is_one_line_and_every_ranks_exit_co
             rank.kill()
     errors = [log.read_text() for log in logs]
     assert codes == [DataError.outcome.exit_code] * 2, errors
-    assert "Traceback" not in "".join(errors) and len(errors[0].splitlines()) == 1 and not errors[1], errors
+    assert (
+        "Traceback" not in "".join(errors) and len(errors[0].splitlines()) == 1 and not errors[1]
+    ), errors
 
 
 def assert_profiled(folder: Path) -> None:
-    """Each rank of the first generation: what it sent in two steps, and a trace that Perfetto reads."""
+    """Each rank of the first generation: what it sent in two steps, and a trace that Perfetto
+    reads.
+    """
     (job,) = (folder / "store/jobs").iterdir()
     found = [event for event in read_events(Store.open(str(job))) if event.name == PROFILE]
-    assert sorted((event.rank, event.data["first"], event.data["last"]) for event in found) == [(0, 3, 4), (1, 3, 4)]
+    assert sorted((event.rank, event.data["first"], event.data["last"]) for event in found) == [
+        (0, 3, 4),
+        (1, 3, 4),
+    ]
     for event in found:
         trace = json.loads(gzip.decompress(Path(event.data["trace"]).read_bytes()))
-        assert sum(one["name"].startswith("ProfilerStep") or one.get("cat") == "cpu_op" for one in trace["traceEvents"])
-        assert event.data["classes"]["matrix products"] > 0 and event.data["classes"]["optimizer"] > 0
+        assert sum(
+            one["name"].startswith("ProfilerStep") or one.get("cat") == "cpu_op"
+            for one in trace["traceEvents"]
+        )
+        assert (
+            event.data["classes"]["matrix products"] > 0 and event.data["classes"]["optimizer"] > 0
+        )
         rows = {row["name"]: row for row in event.data["collectives"]}
         assert rows["allgather"]["ranks"] == 2 and rows["allgather"]["calls"] % 2 == 0
         # Two steps gather all weights at least once, at 4 bytes each.
-        weights = 4 * causal_lm_shape(RunConfig.model_validate({"model": SETTINGS["model"]}).model).parameters
-        assert rows["allgather"]["bytes"] >= 2 * weights and rows["allgather"]["bus_bytes_per_second"] > 0
+        weights = (
+            4
+            * causal_lm_shape(
+                RunConfig.model_validate({"model": SETTINGS["model"]}).model
+            ).parameters
+        )
+        assert (
+            rows["allgather"]["bytes"] >= 2 * weights
+            and rows["allgather"]["bus_bytes_per_second"] > 0
+        )
         assert 0 <= event.data["overlap_share"] <= 1
     figures = format_key_figures(build_report(list(read_events(Store.open(str(job))))))
-    assert figures["profile"].startswith("steps 3 to 4 of each rank: ") and "· matrix products" in figures
+    assert (
+        figures["profile"].startswith("steps 3 to 4 of each rank: ")
+        and "· matrix products" in figures
+    )
     assert any(name.startswith("· allgather, 2 ranks") for name in figures)

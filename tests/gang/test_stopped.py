@@ -1,4 +1,6 @@
-"""Processes that are stopped while others wait for them: tasks of the flow, and the run of a supervisor."""
+"""Processes that are stopped while others wait for them: tasks of the flow, and the run of a
+supervisor.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,30 @@ LoopWatchdog(lambda: 17, 0.5)
 while True:
     print("x" * 65536, flush=True)
 """
-TASK = "import json, subprocess, sys, time; [subprocess.Popen(one) for one in json.loads(sys.argv[1])]; time.sleep(600)"
+TASK = (
+    "import json, subprocess, sys, time; [subprocess.Popen(one) for one in "
+    "json.loads(sys.argv[1])]; time.sleep(600)"
+)
 
 
 def task(*words: str, below: Sequence[list[str]] = ()) -> list[str]:
-    """A task of Metaflow's, to judge from the words of its command line. below: commands that it starts."""
+    """A task of Metaflow's, to judge from the words of its command line. below: commands that it
+    starts.
+    """
     return [sys.executable, "-c", TASK, json.dumps(below), *words]
 
 
 def test_a_stopped_task_is_killed_wherever_it_runs_and_no_other_one() -> None:
-    gang = subprocess.Popen(task("step", below=[task("step")]))  # the control task, and another node's
+    gang = subprocess.Popen(
+        task("step", below=[task("step")])
+    )  # the control task, and another node's
     submitting = subprocess.Popen(task("batch", "step"))
     tasks = [gang, submitting, *(subprocess.Popen(task(word)) for word in ("step", "card", "step"))]
     _, _, stopped, sidecar, running = tasks
     done = threading.Event()
-    watch = threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), kwargs={"limit_seconds": 0.5, "done": done})
+    watch = threading.Thread(
+        target=end_stopped_tasks, args=(os.getpid(),), kwargs={"limit_seconds": 0.5, "done": done}
+    )
     try:
         [other_node] = wait_until("the other node's task", lambda: children(gang.pid), timeout=60)
         for pid in (other_node, submitting.pid, stopped.pid, sidecar.pid):
@@ -74,11 +85,16 @@ def test_a_stopped_task_is_killed_wherever_it_runs_and_no_other_one() -> None:
 
 
 def test_who_was_stopped_along_with_its_launcher_is_left_alone() -> None:
-    seconds, sleeping = [0.0], subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    seconds = [0.0]
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     stopped = StoppedProcesses(20.0, now=lambda: seconds[0])
     try:
         sleeping.send_signal(signal.SIGSTOP)
-        wait_until("its stop", lambda: stopped.look([sleeping.pid]) == {} and state(sleeping.pid) == "T", timeout=60)
+        wait_until(
+            "its stop",
+            lambda: stopped.look([sleeping.pid]) == {} and state(sleeping.pid) == "T",
+            timeout=60,
+        )
         seconds[0] += 3600.0  # Ctrl-Z, and fg an hour later
         assert stopped.look([sleeping.pid]) == {}
         for _ in range(18):
@@ -100,15 +116,23 @@ def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
 ) -> None:
     assert child_module.STOPPED_SECONDS == 60.0
     monkeypatch.setattr(child_module, "STOPPED_SECONDS", 0.5)
-    program = f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), signal.SIGSTOP)\nos._exit(7)"
+    program = (
+        f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), "
+        "signal.SIGSTOP)\nos._exit(7)"
+    )
     flow = FlowProcess()
-    assert [flow.run([sys.executable, "-c", program]) for _ in range(2)] == [code, code], "each run anew"
-    said = re.findall(r"^the run was stopped \(state T\) for \d+ s: (\w+)$", capsys.readouterr().err, re.MULTILINE)
+    assert [flow.run([sys.executable, "-c", program]) for _ in range(2)] == [code, code], (
+        "each run anew"
+    )
+    said = re.findall(
+        r"^the run was stopped \(state T\) for \d+ s: (\w+)$", capsys.readouterr().err, re.MULTILINE
+    )
     assert said == ["continued", "killed"][:stops] * 2
 
 
 def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:
-    turns, ended = itertools.count(), [threading.Event(), threading.Event()]
+    turns = itertools.count()
+    ended = [threading.Event(), threading.Event()]
     turning = LoopWatchdog(lambda: next(turns), 0.2, end=ended[0].set)
     stuck = LoopWatchdog(lambda: 17, 0.2, end=ended[1].set)
     assert ended[1].wait(60) and not ended[0].is_set()
@@ -120,9 +144,14 @@ def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_an_output_that_takes_nothing_does_not_stop_an_agent(kind: str, tmp_path: Path) -> None:
-    """A terminal after Ctrl-S, or a pipe whose reader is stopped: what fits is kept, the rest is counted."""
+    """A terminal after Ctrl-S, or a pipe whose reader is stopped: what fits is kept, the rest is
+    counted.
+    """
     done = tmp_path / "said"
-    reader, output = os.pipe() if kind == "pipe" else os.openpty()
+    if kind == "pipe":
+        reader, output = os.pipe()
+    else:
+        reader, output = os.openpty()
     if kind == "terminal":
         termios.tcflow(output, termios.TCOOFF)
     command = [sys.executable, "-c", SAY_MUCH, str(done), "60"]
@@ -149,7 +178,9 @@ def test_an_output_that_takes_nothing_does_not_stop_an_agent(kind: str, tmp_path
 def test_an_agent_leaves_though_its_output_takes_nothing(tmp_path: Path) -> None:
     reader, output = os.pipe()
     command = [sys.executable, "-c", SAY_MUCH, str(tmp_path / "said"), "0.1"]
-    with subprocess.Popen(command, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL, stdout=output) as agent:
+    with subprocess.Popen(
+        command, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL, stdout=output
+    ) as agent:
         try:
             assert agent.wait(60) == 0
         finally:
@@ -160,7 +191,9 @@ def test_an_agent_leaves_though_its_output_takes_nothing(tmp_path: Path) -> None
 
 def test_the_loops_watchdog_ends_an_agent_that_its_own_output_has_stopped() -> None:
     reader, output = os.pipe()
-    with subprocess.Popen([sys.executable, "-c", STUCK_IN_PRINT], cwd=PROJECT_ROOT, stdout=output) as agent:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK_IN_PRINT], cwd=PROJECT_ROOT, stdout=output
+    ) as agent:
         try:
             assert agent.wait(60) == -signal.SIGKILL
         finally:

@@ -1,4 +1,6 @@
-"""Image classification in plain torch: any world size, batch statistics of all ranks, users' data, wrong options."""
+"""Image classification in plain torch: any world size, batch statistics of all ranks, users' data,
+wrong options.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,15 @@ __all__ = ["failing_s3"]
 OPTIONS = {"size": 12, "width": 8, "layers": 3, "workers": 0}
 
 
-def config_of(folder: Path, options: dict[str, Any] | None = None, mode: str = "ddp", **training: Any) -> RunConfig:
-    known = {"batch_size": 8, "max_steps": 20, "evaluation_interval_steps": 10, "learning_rate": 0.01}
+def config_of(
+    folder: Path, options: dict[str, Any] | None = None, mode: str = "ddp", **training: Any
+) -> RunConfig:
+    known = {
+        "batch_size": 8,
+        "max_steps": 20,
+        "evaluation_interval_steps": 10,
+        "learning_rate": 0.01,
+    }
     return RunConfig.model_validate(
         {
             "store": str(folder / "store"),
@@ -64,7 +73,9 @@ def test_any_world_size_trains_the_same(
         path.write_text(config.model_dump_json())
         run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
         events = read_events(Store.open(config.store).sub(job_prefix(job)))
-        losses[job] = [event.data["loss"] for event in events if event.name == "step" and event.rank == 0]
+        losses[job] = [
+            event.data["loss"] for event in events if event.name == "step" and event.rank == 0
+        ]
         found = [event.data["metrics"] for event in events if event.name == "evaluation"][-1]
         losses[job] += [found["accuracy"], found["held_out_loss"]]
     assert len(losses["1"]) == 22 and losses["1"][19] < losses["1"][0]
@@ -73,11 +84,18 @@ def test_any_world_size_trains_the_same(
 
 
 def test_a_net_learns_shapes_and_draws_its_confusion(tmp_path: Path) -> None:
-    scheduler = {"scheduler": {"type": "cosine", "warmup_steps": 10}, "evaluation_interval_steps": 50}
-    config = config_of(tmp_path, {"size": 16, "augment": False}, batch_size=32, max_steps=100, **scheduler)
+    scheduler = {
+        "scheduler": {"type": "cosine", "warmup_steps": 10},
+        "evaluation_interval_steps": 50,
+    }
+    config = config_of(
+        tmp_path, {"size": 16, "augment": False}, batch_size=32, max_steps=100, **scheduler
+    )
     assert run_alone(config, "learns").step == 100
     events = [
-        one for one in read_events(Store.open(config.store).sub(job_prefix("learns"))) if one.name == "evaluation"
+        event
+        for event in read_events(Store.open(config.store).sub(job_prefix("learns")))
+        if event.name == "evaluation"
     ]
     assert events[-1].data["metrics"]["accuracy"] >= 0.95, "0.25 is chance"
     assert "disc" in events[-1].data["pictures"]["confusion"]
@@ -85,8 +103,11 @@ def test_a_net_learns_shapes_and_draws_its_confusion(tmp_path: Path) -> None:
 
 
 def _normalise(rank: int, world_size: int, folder: str, x: torch.Tensor) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    norm, part = SyncNorm(3, world_size), x.tensor_split(world_size)[rank].clone().requires_grad_()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    norm = SyncNorm(3, world_size)
+    part = x.tensor_split(world_size)[rank].clone().requires_grad_()
     (norm(part).square() * torch.arange(1.0, 6.0)).sum().backward()
     gradient = norm.weight.grad
     assert gradient is not None
@@ -97,22 +118,34 @@ def _normalise(rank: int, world_size: int, folder: str, x: torch.Tensor) -> None
 
 def test_batch_statistics_are_those_of_torchs_batch_normalisation(tmp_path: Path) -> None:
     x = torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    torch.multiprocessing.start_processes(_normalise, (2, str(tmp_path), x), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(
+        _normalise, (2, str(tmp_path), x), nprocs=2, start_method="fork"
+    )
     parts = [torch.load(tmp_path / str(rank)) for rank in range(2)]
-    reference, whole = nn.BatchNorm2d(3), x.clone().requires_grad_()
+    reference = nn.BatchNorm2d(3)
+    whole = x.clone().requires_grad_()
     (reference(whole).square() * torch.arange(1.0, 6.0)).sum().backward()
-    torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([part[0] for part in parts]), whole.grad, rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(parts[0][1], reference.weight.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(parts[1][2], reference.running_var, rtol=1e-5, atol=1e-6)
     own = SyncNorm(3, 1).eval()
-    assert own.reset_parameters() is None and torch.allclose(own(x), nn.BatchNorm2d(3).eval()(x), atol=1e-6)
+    assert own.reset_parameters() is None and torch.allclose(
+        own(x), nn.BatchNorm2d(3).eval()(x), atol=1e-6
+    )
 
 
 def test_arrays_and_folders_of_images_are_read_and_split(tmp_path: Path) -> None:
     from PIL import Image
 
     images = np.random.default_rng(0).integers(0, 256, (40, 16, 20, 3), dtype=np.uint8)
-    np.savez(tmp_path / "own.npz", images=images, labels=np.arange(40) % 3, classes=np.array(["a", "b", "c"]))
+    np.savez(
+        tmp_path / "own.npz",
+        images=images,
+        labels=np.arange(40) % 3,
+        classes=np.array(["a", "b", "c"]),
+    )
     for number, image in enumerate(images):
         folder = tmp_path / "images" / ("cats" if number % 2 else "dogs")
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,9 +154,14 @@ def test_arrays_and_folders_of_images_are_read_and_split(tmp_path: Path) -> None
         config = config_of(tmp_path, {"dataset": str(tmp_path / name)})
         context = context_of(config)
         workload = ImageClassifier(context)
-        assert workload._train.classes == classes and len(workload._train) + len(workload._evaluated) == 40
+        assert (
+            workload._train.classes == classes
+            and len(workload._train) + len(workload._evaluated) == 40
+        )
         first, again = (workload.next_batch(nn.Identity(), Cursor(3, 4)).content for _ in range(2))
-        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "the crops are the same"
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), (
+            "the crops are the same"
+        )
         assert first[0].shape == (4, 3, 12, 12)
         assert try_workload(config, replace(context, prepared=prepare_data(config, context))).done
     torn = Path(workload._train.describe(0))
@@ -151,7 +189,9 @@ def read_epoch(workload: ImageClassifier) -> None:
         ({"layers": 0}, "layers: 0; fix: at least 1"),
     ],
 )
-def test_a_wrong_option_is_refused_with_its_fix(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_wrong_option_is_refused_with_its_fix(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(WorkloadError, match=says):
         ImageClassifier(context_of(config_of(tmp_path, options)))
 
@@ -177,18 +217,28 @@ def test_images_in_a_bucket_are_those_of_the_folder(
     server = failing_s3
     server.use(monkeypatch)
     bucket = failing_s3.new_bucket()
-    store, here = Store.open(f"s3://{bucket}/pictures"), tmp_path / "pictures"
+    store = Store.open(f"s3://{bucket}/pictures")
+    here = tmp_path / "pictures"
     for number in range(12):
-        path = here / ("val" if number > 7 else "train") / ("cats" if number % 2 else "dogs") / f"{number}.png"
+        path = (
+            here
+            / ("val" if number > 7 else "train")
+            / ("cats" if number % 2 else "dogs")
+            / f"{number}.png"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         image.new("RGB", (16, 16), (number, 0, 0)).save(path)
         store.put(path.relative_to(here).as_posix(), path.read_bytes())
     found = []
     for dataset in (str(here), f"s3://{bucket}/pictures/"):
-        workload = ImageClassifier(context_of(config_of(tmp_path, {"dataset": dataset, "augment": False})))
+        workload = ImageClassifier(
+            context_of(config_of(tmp_path, {"dataset": dataset, "augment": False}))
+        )
         for train in (True, False):
             images = workload.dataset(train)
             found.append([images.classes, *((pixels.tolist(), label) for pixels, label in images)])
     assert found[:2] == found[2:] and [len(one) for one in found[:2]] == [9, 5]
     with pytest.raises(DataError, match=r"pictures/train/cats/none: no file that ends in"):
-        ImageClassifier(context_of(config_of(tmp_path, {"dataset": f"s3://{bucket}/pictures/train/cats/none"})))
+        ImageClassifier(
+            context_of(config_of(tmp_path, {"dataset": f"s3://{bucket}/pictures/train/cats/none"}))
+        )

@@ -1,4 +1,6 @@
-"""Rollouts by a server with vLLM's interface: weights of the policy, sleep, memory, staleness, and bad servers."""
+"""Rollouts by a server with vLLM's interface: weights of the policy, sleep, memory, staleness, and
+bad servers.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,28 @@ def make_served(tmp_path: Path, settings: Any = TIED) -> tuple[Path, Path]:
     return folder, served
 
 
-@pytest.mark.parametrize(("settings", "rank"), [(TIED, 4), (GPT2, 4), (TIED, 0)], ids=["lora", "gpt2-lora", "all"])
+@pytest.mark.parametrize(
+    ("settings", "rank"), [(TIED, 4), (GPT2, 4), (TIED, 0)], ids=["lora", "gpt2-lora", "all"]
+)
 def test_a_server_draws_with_the_policys_weights(settings: Any, rank: int, tmp_path: Path) -> None:
-    """Its log-probabilities are those that the policy computes, before and after the policy has moved."""
+    """Its log-probabilities are those that the policy computes, before and after the policy has
+    moved.
+    """
     folder, served = make_served(tmp_path, settings)
     with serve_vllm(fake := FakeVllm(served)) as address:
-        config = config_of(tmp_path, folder, options_of(served, address, lora_rank=rank, enable_engine_sleep=True))
+        config = config_of(
+            tmp_path, folder, options_of(served, address, lora_rank=rank, enable_engine_sleep=True)
+        )
         workload: Any = make_workload(config, prepare(config))
         model = start(workload)
         first = workload.next_batch(model, Cursor(0, 4))
         again = workload.next_batch(model, Cursor(0, 4))
-        assert torch.equal(first.tokens, again.tokens), "a rollout is a function of its place and the weights"
-        assert torch.allclose(first.reference * first.mask, first.old, atol=1e-5), "the policy is its reference"
+        assert torch.equal(first.tokens, again.tokens), (
+            "a rollout is a function of its place and the weights"
+        )
+        assert torch.allclose(first.reference * first.mask, first.old, atol=1e-5), (
+            "the policy is its reference"
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.03 * parameter.requires_grad * torch.randn(parameter.shape))
@@ -63,7 +75,7 @@ def test_a_server_draws_with_the_policys_weights(settings: Any, rank: int, tmp_p
         with pytest.raises(TrainingError, match="no weights; fix: wake it"):
             engine.generate([[5]], torch.rand(1, 4))
     order = ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
-    assert [one for one in fake.requests if one in order][1:5] == order
+    assert [request for request in fake.requests if request in order][1:5] == order
 
 
 def test_a_server_without_memory_gets_fewer_requests_at_a_time(tmp_path: Path) -> None:
@@ -79,13 +91,16 @@ def test_a_server_without_memory_gets_fewer_requests_at_a_time(tmp_path: Path) -
 
 
 def test_jobs_on_two_ranks_and_ahead_of_the_policy(tmp_path: Path) -> None:
-    """Two sharded ranks with a server each; and a job whose next rollouts are drawn while it trains on the last."""
+    """Two sharded ranks with a server each; and a job whose next rollouts are drawn while it trains
+    on the last.
+    """
     folder, served = make_served(tmp_path)
     with serve_vllm(FakeVllm(served)) as one, serve_vllm(FakeVllm(served)) as two:
         options = options_of(served, f"{one}, {two}", lora_rank=4)
         training = config_of(tmp_path, folder).training.model_dump() | {"max_steps": 3}
         config = config_of(tmp_path, folder, options, parallel={"mode": "fsdp2"}, training=training)
-        (path := tmp_path / "job.yaml").write_text(config.model_dump_json())
+        path = tmp_path / "job.yaml"
+        path.write_text(config.model_dump_json())
         run_ranks(2, ["-m", "ebbflow.training", str(path), "--job", "two"])
         options = options_of(served, one, lora_rank=4, max_staleness=1)
         run_alone(config_of(tmp_path, folder, options, training=training), "ahead")
@@ -110,38 +125,68 @@ def test_what_is_not_as_it_should_be_ends_the_step(tmp_path: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3.0)
-        with pytest.raises(TrainingError, match=r"differ from the policy's by [\d.]+ nats per token; fix: start the"):
+        with pytest.raises(
+            TrainingError,
+            match=r"differ from the policy's by [\d.]+ nats per token; fix: start the",
+        ):
             workload.next_batch(model, Cursor(4, 4))
         fake.longest = 20
-        with pytest.raises(TrainingError, match=r"takes 20 tokens, less than .* = 28; fix: start it with --max-model"):
+        with pytest.raises(
+            TrainingError,
+            match=r"takes 20 tokens, less than .* = 28; fix: start it with --max-model",
+        ):
             make_workload(config, context).next_batch(model, Cursor(0, 4))
-        fake.longest, fake.awake = 64, {"weights"}
-        with pytest.raises(TrainingError, match=r"/v1/completions answered 500: .*not ready.*; fix: its log"):
+        fake.longest = 64
+        fake.awake = {"weights"}
+        with pytest.raises(
+            TrainingError, match=r"/v1/completions answered 500: .*not ready.*; fix: its log"
+        ):
             make_workload(config, context).next_batch(model, Cursor(0, 4))
-    with pytest.raises(TrainingError, match=r"/v1/models: .*refused.*; fix: start it: VLLM_SERVER_DEV_MODE=1 vllm"):
+    with pytest.raises(
+        TrainingError, match=r"/v1/models: .*refused.*; fix: start it: VLLM_SERVER_DEV_MODE=1 vllm"
+    ):
         make_workload(config, context).next_batch(model, Cursor(0, 4))
     for changes, problem in (
-        ({"engine_url": ""}, "vllm needs engine_url, such as http://127.0.0.1:8000, and engine_weights"),
+        (
+            {"engine_url": ""},
+            "vllm needs engine_url, such as http://127.0.0.1:8000, and engine_weights",
+        ),
         ({"advantage_estimator": "ppo"}, "ppo needs values, which vllm has not"),
         ({"max_staleness": 2}, "max_staleness: 2; fix: 0, or 1"),
-        ({"max_staleness": 1, "enable_engine_sleep": True}, "an engine that draws ahead cannot sleep"),
-        ({"engine": "torch"}, "max_staleness, engine_url and engine_weights are for servers; fix: engine: vllm"),
+        (
+            {"max_staleness": 1, "enable_engine_sleep": True},
+            "an engine that draws ahead cannot sleep",
+        ),
+        (
+            {"engine": "torch"},
+            "max_staleness, engine_url and engine_weights are for servers; fix: engine: vllm",
+        ),
         ({"importance_cap": 0.5}, "importance_cap: 0.5; fix: at least 1"),
     ):
         with pytest.raises(TrainingError, match=problem):
-            prepare(config_of(tmp_path, folder, options_of(served, "http://127.0.0.1:1", **changes)))
+            prepare(
+                config_of(tmp_path, folder, options_of(served, "http://127.0.0.1:1", **changes))
+            )
 
 
 def test_weights_of_importance_and_their_limits() -> None:
-    """By hand: ratios of e^0.1 and e^-0.1, and one of e^1 that is cut to 2. The last token counts for nothing."""
-    old, drawn = torch.tensor([[-1.0, -2.0, -1.0, -9.0]]), torch.tensor([[-1.1, -1.9, -2.0, 0.0]])
+    """By hand: ratios of e^0.1 and e^-0.1, and one of e^1 that is cut to 2.
+
+    The last token counts for nothing.
+    """
+    old = torch.tensor([[-1.0, -2.0, -1.0, -9.0]])
+    drawn = torch.tensor([[-1.1, -1.9, -2.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     found = correct_importance(old, drawn, mask, most=2.0, current=True)
     assert found[0, :3].tolist() == pytest.approx([1.10517, 0.904837, 2.0], abs=1e-5)
     with pytest.raises(TrainingError, match=r"differ from the policy's by [\d.]+ nats"):
         correct_importance(old, drawn * 2, mask, most=2.0, current=True)
-    correct_importance(old, drawn * 2, mask, most=2.0, current=False)  # weights that are a round old
+    correct_importance(
+        old, drawn * 2, mask, most=2.0, current=False
+    )  # weights that are a round old
     rollouts = Rollouts(*(torch.zeros(1, 4) for _ in range(4)), version=6)
     check_version(rollouts, 8, staleness=2)
-    with pytest.raises(TrainingError, match=r"version 6, the policy has version 9 \(at most 2 less is allowed\)"):
+    with pytest.raises(
+        TrainingError, match=r"version 6, the policy has version 9 \(at most 2 less is allowed\)"
+    ):
         check_version(rollouts, 9, staleness=2)

@@ -1,4 +1,6 @@
-"""A gang of real ranks in trouble: the right one is named, with its place, and stacks were kept before."""
+"""A gang of real ranks in trouble: the right one is named, with its place, and stacks were kept
+before.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def verdict(folder: Path, trouble: str, *, guilty: int) -> Culprit:
         gang.close()
 
 
-@pytest.mark.parametrize(("trouble", "guilty", "tracing"), [("hold_the_gil", 1, False), ("starve_the_loader", 0, True)])
+@pytest.mark.parametrize(
+    ("trouble", "guilty", "tracing"), [("hold_the_gil", 1, False), ("starve_the_loader", 0, True)]
+)
 def test_of_two_silent_ranks_the_one_outside_of_a_collective_is_named(
     folder: Path, trouble: str, guilty: int, tracing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +43,12 @@ def test_of_two_silent_ranks_the_one_outside_of_a_collective_is_named(
     if not tracing:
         monkeypatch.setattr("ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None)
     culprit = verdict(folder, trouble, guilty=guilty)
-    assert (culprit.kind, culprit.certainty, culprit.step, culprit.phase) == ("hang", "slow", 20, "data")
+    assert (culprit.kind, culprit.certainty, culprit.step, culprit.phase) == (
+        "hang",
+        "slow",
+        20,
+        "data",
+    )
     assert culprit.where.startswith(f"{RANK}:") and culprit.where.endswith(f" in {trouble}")
     assert culprit.cascades == [1 - guilty]
     assert trouble in Path(culprit.dump).read_text()
@@ -54,14 +63,22 @@ def test_a_stopped_rank_is_proven_long_before_the_floor(folder: Path) -> None:
 
 def test_a_collective_that_only_one_rank_calls_is_its_fault(folder: Path) -> None:
     culprit = verdict(folder, "call_another_collective", guilty=0)
-    assert culprit.kind == "different collectives" and culprit.where.endswith(" in call_another_collective")
+    assert culprit.kind == "different collectives" and culprit.where.endswith(
+        " in call_another_collective"
+    )
 
 
 @pytest.mark.parametrize(
     ("trouble", "kind"),
-    [("raise_error", "ValueError"), ("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "killed by SIGSEGV")],
+    [
+        ("raise_error", "ValueError"),
+        ("SIGKILL", "killed by SIGKILL"),
+        ("SIGSEGV", "killed by SIGSEGV"),
+    ],
 )
-def test_who_ended_first_is_named_and_not_who_lost_the_connection(folder: Path, trouble: str, kind: str) -> None:
+def test_who_ended_first_is_named_and_not_who_lost_the_connection(
+    folder: Path, trouble: str, kind: str
+) -> None:
     culprit = verdict(folder, trouble, guilty=1)
     assert (culprit.kind, culprit.cascades) == (kind, [0])
     assert culprit.fingerprint == (f"{kind} at {culprit.where}" if culprit.where else kind)

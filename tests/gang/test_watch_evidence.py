@@ -1,4 +1,6 @@
-"""One process and its watch: what is remarkable and what is given up, and what the kernel says of its end."""
+"""One process and its watch: what is remarkable and what is given up, and what the kernel says of
+its end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Rank(SimpleNamespace):
     """A rank as its agent has it; the test beats for it."""
 
     def __init__(self, folder: Path) -> None:
-        process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         super().__init__(rank=3, log_path=folder / "rank-3.log", process=process)
         self.heartbeat = Heartbeat.create(folder / "rank-3.heartbeat")
         self.offset = 0.0  # of the watch's clock from that of the machine
@@ -57,8 +61,12 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rank.process.wait()
 
 
-def watch_of(rank: Rank, folder: Path, *, floor_seconds: float, steps: tuple[int, ...] = (1, 2)) -> RankWatch:
-    deadlines = HangLimits(floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
+def watch_of(
+    rank: Rank, folder: Path, *, floor_seconds: float, steps: tuple[int, ...] = (1, 2)
+) -> RankWatch:
+    deadlines = HangLimits(
+        floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0
+    )
     watch = RankWatch([rank], deadlines, folder, node=1, now=rank.now)
     for step in steps:
         rank.heartbeat.beat(step, "forward")
@@ -75,26 +83,41 @@ def pass_time(watch: RankWatch, rank: Rank, seconds: float) -> list[WorkerFailur
     return found
 
 
-def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: Rank, tmp_path: Path) -> None:
-    watch, began = watch_of(rank, tmp_path, floor_seconds=20.0), rank.now()
+def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(
+    rank: Rank, tmp_path: Path
+) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
+    began = rank.now()
     assert pass_time(watch, rank, 2.0) == []
     [witness] = pass_time(watch, rank, 2.0) or wait_until("the dump", watch.check, timeout=60)
     assert witness.witness and Path(witness.dump).is_file()
     rank.offset += 30.0  # nobody looked: at most a second of it counts
     assert all(one.witness for one in pass_time(watch, rank, 3.0))
     [failure] = wait_until(
-        "the verdict", lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness], timeout=60
+        "the verdict",
+        lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness],
+        timeout=60,
     )
-    assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (3, 1, 2, "forward", "slow")
+    assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (
+        3,
+        1,
+        2,
+        "forward",
+        "slow",
+    )
     assert "(limit 20 s)" in failure.message and rank.now() - began >= 49.0
     watch.close()
 
 
-def test_a_rank_that_was_stopped_along_with_its_agent_is_not_to_blame_for_it(rank: Rank, tmp_path: Path) -> None:
+def test_a_rank_that_was_stopped_along_with_its_agent_is_not_to_blame_for_it(
+    rank: Rank, tmp_path: Path
+) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=20.0)
     rank.process.send_signal(signal.SIGSTOP)
     wait_until("its stop", lambda: process_state(rank.process.pid) == "T", timeout=60)
-    assert pass_time(watch, rank, 0.5) == []  # the rank was stopped first, and its agent has seen that
+    assert (
+        pass_time(watch, rank, 0.5) == []
+    )  # the rank was stopped first, and its agent has seen that
     rank.offset += 25.0
     assert pass_time(watch, rank, 0.5) == [] and watch.check() == [], "its agent goes on first"
     [failure] = wait_until("the verdict", lambda: pass_time(watch, rank, 0.5), timeout=60)
@@ -149,7 +172,11 @@ def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) ->
         if not limited:
             pytest.skip("no memory cgroup can be made here (needs root and cgroup v1)")
         watch = watch_of(rank, tmp_path, floor_seconds=3.0)
-        wait_until("the interpreter to be loaded", lambda: watch.sample()["resident_bytes"] > 1e6, timeout=60)
+        wait_until(
+            "the interpreter to be loaded",
+            lambda: watch.sample()["resident_bytes"] > 1e6,
+            timeout=60,
+        )
         rank.process.stdin.write(b"go\n")
         rank.process.stdin.flush()
         [failure] = wait_until("its end", watch.check, timeout=60)
@@ -167,7 +194,10 @@ class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
         self._pid = pid
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         paths = [line.split(":", 2)[2] for line in lines if ":memory:" in line]
-        self._folder = Path(f"/sys/fs/cgroup/memory{paths[0]}") / f"small-{os.getpid()}" if paths else None
+        if paths:
+            self._folder = Path(f"/sys/fs/cgroup/memory{paths[0]}") / f"small-{os.getpid()}"
+        else:
+            self._folder = None
 
     def __enter__(self) -> bool:
         if self._folder is None:
@@ -199,7 +229,9 @@ def test_nobody_is_blamed_while_somebody_waits_for_the_store(rank: Rank, tmp_pat
     watch.close()
 
 
-def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(rank: Rank, tmp_path: Path) -> None:
+def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(
+    rank: Rank, tmp_path: Path
+) -> None:
     """The rank that waited has a step to make before it is where the others are."""
     watch = watch_of(rank, tmp_path, floor_seconds=60.0)
     for _ in range(200):
@@ -209,12 +241,16 @@ def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(ra
     watch.request_witnesses()
     found += wait_until("where it stands", watch.check, timeout=60)
     assert [one for one in found if one.hung] == []
-    hung = wait_until("its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60)
+    hung = wait_until(
+        "its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60
+    )
     assert [one.rank for one in hung] == [3]
     watch.close()
 
 
-def test_a_rank_that_is_stuck_as_it_waits_for_the_store_is_given_up(rank: Rank, tmp_path: Path) -> None:
+def test_a_rank_that_is_stuck_as_it_waits_for_the_store_is_given_up(
+    rank: Rank, tmp_path: Path
+) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=5.0)
     rank.heartbeat.beat(3, "store")
 

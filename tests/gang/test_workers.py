@@ -1,4 +1,6 @@
-"""A node's ranks when starting or ending them goes wrong: none is left behind, and nobody waits without end."""
+"""A node's ranks when starting or ending them goes wrong: none is left behind, and nobody waits
+without end.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,19 @@ from ebbflow.infra.store import Store
 from ebbflow.training.launch import workers as workers_module
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
-from ebbflow.training.launch.messages import SPEC_VARIABLE, GangSpec, GenerationStart, WorkerSpec, end_from_failures
+from ebbflow.training.launch.messages import (
+    SPEC_VARIABLE,
+    GangSpec,
+    GenerationStart,
+    WorkerSpec,
+    end_from_failures,
+)
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 from tests.support.flow import wait_until
 
-# A rank with a child that stayed in its session, one that left it, and one that it forked; none hears of its end.
+# A rank with a child that stayed in its session, one that left it, and one that it forked; none
+# hears of its end.
 STUCK_CHILDREN = """
 import os, subprocess, sys, time
 from ebbflow.infra.process import tie_forked_children
@@ -46,15 +55,25 @@ time.sleep(600)
 @pytest.fixture
 def spec(tmp_path: Path) -> WorkerSpec:
     return WorkerSpec(
-        job="job", run="run", attempt=0, node=0, generation=1, generation_id="x", candidates=[], config={},
-        store_uri=str(tmp_path), prepared={}, agent_pid=os.getpid(),
-    )  # fmt: skip
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        generation=1,
+        generation_id="x",
+        candidates=[],
+        config={},
+        store_uri=str(tmp_path),
+        prepared={},
+        agent_pid=os.getpid(),
+    )
 
 
 class InTheKernel(SimpleNamespace):
     """A process that even SIGKILL does not end, as one that waits for a file system that is gone."""
 
-    pid, returncode = 1, None
+    pid = 1
+    returncode = None
 
     def poll(self) -> None:
         return None
@@ -75,14 +94,24 @@ def test_of_ranks_that_cannot_all_be_started_none_is_left(spec: WorkerSpec, tmp_
     assert set(children(os.getpid())) == before
 
 
-def test_ranks_of_the_second_node_know_their_place_as_under_torchrun(spec: WorkerSpec, tmp_path: Path) -> None:
+def test_ranks_of_the_second_node_know_their_place_as_under_torchrun(
+    spec: WorkerSpec, tmp_path: Path
+) -> None:
     seen: list[dict[str, str]] = []
     fork = lambda name, log, environment: seen.append(environment) or InTheKernel()  # noqa: E731
     WorkerGroup(
-        range(2, 4), 4, tmp_path, spec, ("127.0.0.1", 1), SimpleNamespace(ready=True, lost=False, pid=1, fork=fork)
+        range(2, 4),
+        4,
+        tmp_path,
+        spec,
+        ("127.0.0.1", 1),
+        SimpleNamespace(ready=True, lost=False, pid=1, fork=fork),
     )
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    assert [[one[name] for name in names] for one in seen] == [["2", "0", "1", "4", "2"], ["3", "1", "1", "4", "2"]]
+    assert [[one[name] for name in names] for one in seen] == [
+        ["2", "0", "1", "4", "2"],
+        ["3", "1", "1", "4", "2"],
+    ]
 
 
 def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
@@ -90,11 +119,15 @@ def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
     abandoned: list[int] = []
-    stuck = SimpleNamespace(ready=True, lost=False, pid=1, fork=lambda *_: InTheKernel(), abandon=abandoned.append)
+    stuck = SimpleNamespace(
+        ready=True, lost=False, pid=1, fork=lambda *_: InTheKernel(), abandon=abandoned.append
+    )
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), stuck)
     held: list[None] = []
     assert list(group.end(grace_seconds=0.0, meanwhile=lambda: held.append(None))) == [0, 1]
-    assert held and abandoned == [1, 1], "the agent stays in touch with the others, and waits for these no more"
+    assert held and abandoned == [1, 1], (
+        "the agent stays in touch with the others, and waits for these no more"
+    )
 
 
 @pytest.mark.parametrize("culprits", [(0,), ()])
@@ -111,13 +144,22 @@ def test_what_a_rank_has_started_does_not_outlive_it(
             return keeper.spawn(command, environment, *[output.fileno()] * 3)
 
     standby = SimpleNamespace(ready=True, lost=False, pid=0, fork=fork)
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
     group = WorkerGroup(range(1), 1, tmp_path, spec, ("127.0.0.1", 1), standby, keeper)
     try:
-        stuck = [int(pid) for pid in wait_until("its children", lambda: told.exists() and told.read_text().split(), 60)]
+        stuck = [
+            int(pid)
+            for pid in wait_until(
+                "its children", lambda: told.exists() and told.read_text().split(), 60
+            )
+        ]
         assert len(stuck) == 3 and all(process_state(pid) in ("S", "R") for pid in stuck)
         assert group.end(culprits, grace_seconds=0.1) == {}
-        wait_until("the end of all", lambda: {process_state(pid) for pid in stuck} <= {"", "Z"}, timeout=60)
+        wait_until(
+            "the end of all", lambda: {process_state(pid) for pid in stuck} <= {"", "Z"}, timeout=60
+        )
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -129,7 +171,8 @@ def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "_FORK_DEADLINE_SECONDS", 0.5)
-    standby, began = Standby(tmp_path / "standby.log", colocated_ranks=1), time.monotonic()
+    standby = Standby(tmp_path / "standby.log", colocated_ranks=1)
+    began = time.monotonic()
     os.kill(standby.pid, signal.SIGSTOP)
     request = {"LONG": "x" * 200_000}  # a pipe holds 64 KiB
     assert standby.fork("rank 0", tmp_path / "rank-0.log", request) is None
@@ -150,7 +193,9 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_killed() -> None:
 
 
 def test_with_a_lost_standby_its_ranks_are_gone(spec: WorkerSpec, tmp_path: Path) -> None:
-    """One that another process writes to is lost too; its ranks have none of its pipes, so that they cannot."""
+    """One that another process writes to is lost too; its ranks have none of its pipes, so that
+    they cannot.
+    """
     keeper = Keeper(tmp_path / "keeper.log")
     standby = Standby(tmp_path / "standby.log", colocated_ranks=1, keeper=keeper)
     wait_until("its imports", lambda: standby.is_settled, timeout=120)
@@ -183,23 +228,43 @@ def pipes_of(pid: int) -> set[int]:
 
 
 def second_of_two_nodes(folder: Path) -> tuple[GangSpec, GenerationStart]:
-    config = RunConfig(survival={"standby": False, "notice_file": str(folder / "notice")}).model_dump(mode="json")
+    config = RunConfig(
+        survival={"standby": False, "notice_file": str(folder / "notice")}
+    ).model_dump(mode="json")
     spec = GangSpec(
-        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
-        store_uri=str(folder), prepared={}, log_folder=str(folder),
-    )  # fmt: skip
+        job="job",
+        run="run",
+        attempt=0,
+        node=1,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config,
+        store_uri=str(folder),
+        prepared={},
+        log_folder=str(folder),
+    )
     start = GenerationStart(
-        generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
+        generation=1,
+        generation_id="x",
+        candidates=[],
+        rendezvous_port=1,
+        terms=None,
+        rehearse=None,
+        hosts=["a", "b"],
         nodes=[0, 1],
-    )  # fmt: skip
+    )
     return spec, start
 
 
 def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path: Path) -> None:
     spec, start = second_of_two_nodes(tmp_path)
     told: list[WorkerFailure] = []
-    peers = SimpleNamespace(report=told.append, poll=lambda: end_from_failures(told) if told else None)
-    drain, store = Drain(spec), Store.open(str(tmp_path))
+    peers = SimpleNamespace(
+        report=told.append, poll=lambda: end_from_failures(told) if told else None
+    )
+    drain = Drain(spec)
+    store = Store.open(str(tmp_path))
     try:
         generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
         generation.folder.write_text("a file stands where its folder is to be")
@@ -208,9 +273,14 @@ def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path
         drain.close()
     assert [(failure.rank, failure.node) for failure in told] == [(1, 1)]
     assert (
-        "RankNotStarted: its ranks cannot be started: " in verdict.culprit and generation.folder.name in verdict.culprit
+        "RankNotStarted: its ranks cannot be started: " in verdict.culprit
+        and generation.folder.name in verdict.culprit
     )
-    assert (verdict.again, verdict.user_code, verdict.reason) == (True, False, "roll_call") and verdict.fingerprint
+    assert (verdict.again, verdict.user_code, verdict.reason) == (
+        True,
+        False,
+        "roll_call",
+    ) and verdict.fingerprint
 
 
 @pytest.mark.parametrize("device", ["", "/dev/nvidia0"])
@@ -221,7 +291,9 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
     monkeypatch.setattr(workers_module, "find_open_device", lambda pid: device)
     spec, start = second_of_two_nodes(tmp_path)
     held: list[None] = []
-    verdict = end_from_failures([WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")])
+    verdict = end_from_failures(
+        [WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")]
+    )
     peers = SimpleNamespace(
         poll=lambda: verdict,
         keep_in_touch=lambda: held.append(None),
@@ -230,18 +302,32 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
         store_wait_active=False,
     )
     standby = SimpleNamespace(
-        ready=True, lost=False, is_settled=True, pid=1, fork=lambda *_: InTheKernel(), abandon=lambda pid: None
+        ready=True,
+        lost=False,
+        is_settled=True,
+        pid=1,
+        fork=lambda *_: InTheKernel(),
+        abandon=lambda pid: None,
     )
-    drain, store = Drain(spec), Store.open(str(tmp_path))
+    drain = Drain(spec)
+    store = Store.open(str(tmp_path))
     try:
         generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
         monkeypatch.setattr(generation, "_await_readiness", lambda standby: None)
         ended = generation.run(standby, generation.folder)
     finally:
         drain.close()
-    assert held and "rank 1: SIGKILL sent; stuck in uninterruptible sleep (state D)" in capsys.readouterr().out
+    assert (
+        held
+        and "rank 1: SIGKILL sent; stuck in uninterruptible sleep (state D)"
+        in capsys.readouterr().out
+    )
     if device:
-        assert (ended.again, ended.curable, ended.reason) == (False, True, "node_lost") and device in ended.culprit
+        assert (ended.again, ended.curable, ended.reason) == (
+            False,
+            True,
+            "node_lost",
+        ) and device in ended.culprit
     else:
         assert ended == verdict and ended.again
 
@@ -260,11 +346,15 @@ def test_ranks_get_segments_that_grow_unless_the_user_has_settings(
     def read_own_environment() -> list[str]:
         """The file is empty until the kernel has finished the exec, which Popen does not wait for."""
         lines = environment.read_text().split("\0")
-        return lines if any(line.startswith(f"{SPEC_VARIABLE}=") for line in lines) else []
+        if any(line.startswith(f"{SPEC_VARIABLE}=") for line in lines):
+            return lines
+        return []
 
     try:
         lines = wait_until("the rank's environment", read_own_environment, timeout=60, pause=0.01)
     finally:
         group.end(range(1), grace_seconds=0.0)
     found = [line for line in lines if "ALLOC_CONF=" in line]
-    assert found == [f"{own}=max_split_size_mb:64" if own else "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    assert found == [
+        f"{own}=max_split_size_mb:64" if own else "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    ]

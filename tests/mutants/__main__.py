@@ -5,7 +5,8 @@
     python -m tests.mutants --count 0 FILE…             all mutants of files
     python -m tests.mutants --nearest --minutes 3       without a map: the unit tests that import the changed module
 
-The map is kept in .mutants/ and brought up to date before the draw, outside of the time that is printed.
+The map is kept in .mutants/ and brought up to date before the draw, outside of the time that is
+printed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _ALLOWED_EQUIVALENTS = 0.03  # of a draw; more of them count as survivors
 
 
 def main(words: list[str]) -> int:
-    """Draw mutants, try them, and print the survivors. Returns 1 if fewer than `--at-least` percent were noticed."""
+    """Draw mutants, try them, and print the survivors.
+
+    Returns 1 if fewer than `--at-least` percent were noticed.
+    """
     options = _parse(words)
     if options.nearest:
         known = guess_map(ROOT)
@@ -42,8 +46,13 @@ def main(words: list[str]) -> int:
     if options.map:
         return 0
     known.move_to(ROOT)
-    seed = _commit_seed() if options.seed is None else options.seed
-    mutants = draw_mutants(ROOT, seed, options.count or sys.maxsize, options.files or None, empty=options.empty)
+    if options.seed is None:
+        seed = _commit_seed()
+    else:
+        seed = options.seed
+    mutants = draw_mutants(
+        ROOT, seed, options.count or sys.maxsize, options.files or None, empty=options.empty
+    )
     print(f"{len(mutants)} mutants, seed {seed}", flush=True)
     began = time.monotonic()
     results = try_mutants(mutants, known, options)
@@ -60,36 +69,67 @@ def _bring_up_to_date(known: LineMap, options: argparse.Namespace) -> None:
     if test_files:
         print(f"building the map for {len(test_files)} test files", flush=True)
     for first in range(0, len(test_files), _FILES_AT_ONCE):
-        update_map(ROOT, known, test_files[first : first + _FILES_AT_ONCE], processes=options.processes)
+        update_map(
+            ROOT, known, test_files[first : first + _FILES_AT_ONCE], processes=options.processes
+        )
         known.save(options.map_file)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make mutants", description="run the tests against one-line changes")
+    parser = argparse.ArgumentParser(
+        prog="make mutants", description="run the tests against one-line changes"
+    )
     parser.add_argument("files", nargs="*", help="decision modules; all if none is named")
-    parser.add_argument("--seed", type=int, help="of the draw; by default the first three bytes of the commit's hash")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="of the draw; by default the first three bytes of the commit's hash",
+    )
     parser.add_argument("--count", type=int, default=200, help="how many mutants are drawn; 0: all")
     parser.add_argument("--minutes", type=float, help="begin no further mutant after this time")
-    parser.add_argument("--test-seconds", type=float, default=90.0, help="longest total of the tests of one mutant")
-    parser.add_argument("--processes", type=int, default=2, help="how many mutants are tried at once")
-    parser.add_argument("--at-least", type=float, default=0.0, help="exit with 1 below this percentage")
+    parser.add_argument(
+        "--test-seconds", type=float, default=90.0, help="longest total of the tests of one mutant"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, help="how many mutants are tried at once"
+    )
+    parser.add_argument(
+        "--at-least", type=float, default=0.0, help="exit with 1 below this percentage"
+    )
     parser.add_argument("--map", action="store_true", help="only build the map from lines to tests")
     parser.add_argument("--map-file", type=Path, default=MAP_FILE, help="where the map is kept")
-    parser.add_argument("--tests", action="append", help="bring the map up to date for this test file only (repeat it)")
-    parser.add_argument("--empty", action="store_true", help="empty whole functions instead of changing lines")
-    parser.add_argument("--nearest", action="store_true", help="run the unit tests that import a module, without a map")
-    parser.add_argument("--stale", action="store_true", help="use the map as it is, without new and changed tests")
+    parser.add_argument(
+        "--tests",
+        action="append",
+        help="bring the map up to date for this test file only (repeat it)",
+    )
+    parser.add_argument(
+        "--empty", action="store_true", help="empty whole functions instead of changing lines"
+    )
+    parser.add_argument(
+        "--nearest",
+        action="store_true",
+        help="run the unit tests that import a module, without a map",
+    )
+    parser.add_argument(
+        "--stale", action="store_true", help="use the map as it is, without new and changed tests"
+    )
     return parser.parse_args(words)
 
 
 def _commit_seed() -> int:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     return int(head[:6], 16)
 
 
 def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespace) -> list[Result]:
     """Try mutants in several processes, and print each survivor as soon as it is known."""
-    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    if options.minutes:
+        deadline = time.monotonic() + 60 * options.minutes
+    else:
+        deadline = float("inf")
     waiting = list(reversed(mutants))
     trying: dict[Connection, Mutant] = {}
 
@@ -129,7 +169,10 @@ def _start_trials(known: LineMap, options: argparse.Namespace) -> Connection:
 
 def _describe(result: Result) -> str:
     mutant = result.mutant
-    detail = f", {result.detail}" if result.detail else ""
+    if result.detail:
+        detail = f", {result.detail}"
+    else:
+        detail = ""
     return f"{mutant.path}:{mutant.line}: {mutant.change}\n    {result.verdict}{detail}"
 
 

@@ -1,7 +1,8 @@
-"""A pytest plugin that gives coverage the name of the running test, in every process that the test starts.
+"""A pytest plugin that gives coverage the name of the running test, in every process that the test
+starts.
 
-Load it with `-p tests.mutants.contexts` under `coverage run`. At the end each process of tests writes a file with the
-duration of each passed test into the folder that MUTANTS_SECONDS names.
+Load it with `-p tests.mutants.contexts` under `coverage run`. At the end each process of tests
+writes a file with the duration of each passed test into the folder that MUTANTS_SECONDS names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     measured = coverage.Coverage.current()
     assert measured is not None, "run pytest under `coverage run`"
     measured.switch_context(item.nodeid)
-    # Processes that the test starts read their configuration, with the static context, from this variable.
+    # Processes that the test starts read their configuration, with the static context, from this
+    # variable.
     measured.config.context = item.nodeid
     os.environ["COVERAGE_PROCESS_CONFIG"] = measured.config.serialize()
     result = yield
@@ -33,7 +35,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def adopt_context(environment: Mapping[str, str]) -> None:
-    """Use the context of the test that asked for this process, in a process forked from an earlier one."""
+    """Use the context of the test that asked for this process, in a process forked from an earlier
+    one.
+    """
     measured = coverage.Coverage.current()
     if measured is not None:
         context = measured.config.deserialize(environment["COVERAGE_PROCESS_CONFIG"]).context

@@ -1,4 +1,6 @@
-"""Mutants that change nothing that a test could see, with the reason, one line each in equivalents.txt."""
+"""Mutants that change nothing that a test could see, with the reason, one line each in
+equivalents.txt.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def read_equivalents(file: Path = _FILE) -> set[tuple[str, str, str]]:
             continue
         parts = [part.strip() for part in line.split(" | ")]
         if len(parts) != 4 or not all(parts):
-            raise ValueError(f"{file.name}:{number}: expected `path | source line | change | reason`")
+            raise ValueError(
+                f"{file.name}:{number}: expected `path | source line | change | reason`"
+            )
         path, source_line, change, _ = parts
         declared.add((path, source_line, change))
     return declared

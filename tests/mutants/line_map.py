@@ -1,4 +1,6 @@
-"""The tests that run each line of the decision modules, in whatever process, built by running them under coverage."""
+"""The tests that run each line of the decision modules, in whatever process, built by running them
+under coverage.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,9 @@ _GUESSED_SECONDS = 10.0
 class LineMap:
     """What the last run of each test file under coverage showed.
 
-    Attributes:
-        sources: The text of each decision module when a test was last run on it.
-        digests: SHA-256 of each test file when it was run.
-        seconds: Duration of each passed test.
-        lines: For each test and each decision module that it runs: the lines. They count in `sources`.
+    Attributes: sources: The text of each decision module when a test was last run on it. digests:
+        SHA-256 of each test file when it was run. seconds: Duration of each passed test. lines: For
+        each test and each decision module that it runs: the lines. They count in `sources`.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -57,11 +57,16 @@ class LineMap:
         return {test: set(files[path]) for test, files in self.lines.items() if path in files}
 
     def breadth(self, test: str) -> int:
-        """Return in how many decision modules a test runs code: a test of few modules is near to them."""
+        """Return in how many decision modules a test runs code: a test of few modules is near to
+        them.
+        """
         return len(self.lines[test])
 
     def move_to(self, root: Path) -> None:
-        """Translate the line numbers to the sources below `root`. A line that replaces others gets their tests."""
+        """Translate the line numbers to the sources below `root`.
+
+        A line that replaces others gets their tests.
+        """
         for path in decision_files(root):
             source = (root / path).read_text()
             former = self.sources.get(path, "")
@@ -70,13 +75,17 @@ class LineMap:
             today = _translate_lines(former, source)
             for files in self.lines.values():
                 if path in files:
-                    moved = {new for line in files[path] for new in today.get(line, ())}
+                    moved = set()
+                    for line in files[path]:
+                        moved.update(today.get(line, ()))
                     files[path] = sorted(moved)
             self.sources[path] = source
 
 
 def guess_map(root: Path) -> LineMap:
-    """Return a map without a run: each unit test file runs every line of the decision modules that it imports."""
+    """Return a map without a run: each unit test file runs every line of the decision modules that
+    it imports.
+    """
     guessed = LineMap()
     for path in decision_files(root):
         guessed.sources[path] = (root / path).read_text()
@@ -108,7 +117,9 @@ def _imported_modules(file: Path) -> set[str]:
 def _translate_lines(former: str, source: str) -> dict[int, list[int]]:
     """Map each line of a former source to the lines of today's that take its place."""
     places: dict[int, list[int]] = {}
-    matcher = difflib.SequenceMatcher(None, former.splitlines(), source.splitlines(), autojunk=False)
+    matcher = difflib.SequenceMatcher(
+        None, former.splitlines(), source.splitlines(), autojunk=False
+    )
     for tag, first, last, new_first, new_last in matcher.get_opcodes():
         for line in range(first, last):
             if tag == "equal":
@@ -122,7 +133,9 @@ def stale_test_files(root: Path, known: LineMap) -> list[str]:
     """Return the test files that changed since the map was built, or are new."""
     paths = [path for folder in _FOLDERS for path in sorted((root / folder).glob("test_*.py"))]
     return [
-        str(path.relative_to(root)) for path in paths if known.digests.get(str(path.relative_to(root))) != _digest(path)
+        str(path.relative_to(root))
+        for path in paths
+        if known.digests.get(str(path.relative_to(root))) != _digest(path)
     ]
 
 
@@ -139,14 +152,31 @@ def update_map(root: Path, known: LineMap, test_files: list[str], *, processes: 
         seconds_folder.mkdir()
         settings = Path(folder) / "coverage.ini"
         settings.write_text(_coverage_settings(copy, Path(folder)))
-        environment = {**os.environ, "PYTHONPATH": str(copy), "MUTANTS_SECONDS": str(seconds_folder)}
-        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "MUTANTS_SECONDS": str(seconds_folder),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "coverage",
+            "run",
+            f"--rcfile={settings}",
+            "-m",
+            "pytest",
+            "-q",
+        ]
         command += ["-p", "tests.mutants.contexts", "-p", "no:cacheprovider", "-n", str(processes)]
         command += ["--dist", "loadfile", "--no-loadscope-reorder", *test_files]
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, errors="replace"
+        )
         print(done.stdout[-3000:])
         if done.returncode not in (0, 1):
-            raise SystemExit(f"the tests could not be run (exit code {done.returncode})\n{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"the tests could not be run (exit code {done.returncode})\n{done.stderr[-3000:]}"
+            )
         combine = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
         subprocess.run(combine, cwd=copy, env=environment, check=True)
         known.move_to(copy)
@@ -191,7 +221,9 @@ def _read_lines(copy: Path, data_file: Path) -> dict[str, dict[str, list[int]]]:
 def copy_project(root: Path, target: Path) -> None:
     """Copy the files that git tracks, or would track, with their links."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
+    names = subprocess.run(
+        listing, cwd=root, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
     for name in filter(None, names):
         source = root / name
         if source.is_symlink() or source.exists():

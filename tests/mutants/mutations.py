@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Files whose lines decide about money, checkpoints, survival, data order, configuration and diagnoses.
+# Files whose lines decide about money, checkpoints, survival, data order, configuration and
+# diagnoses.
 DECISION_MODULES = (
     "ebbflow/cost/capacity/*.py",
     "ebbflow/cost/ledger/*.py",
@@ -81,7 +82,15 @@ _TYPES = {
     "list",
     "tuple",
 }
-_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "ceil": "floor", "floor": "ceil"}
+_CALLS = {
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "sorted": "list",
+    "ceil": "floor",
+    "floor": "ceil",
+}
 
 
 @dataclass(frozen=True)
@@ -122,21 +131,29 @@ class Mutant:
 
 def decision_files(root: Path) -> list[str]:
     """Return the decision modules below `root`, as relative paths in their order."""
-    return [str(path.relative_to(root)) for pattern in DECISION_MODULES for path in sorted(root.glob(pattern))]
+    files = []
+    for pattern in DECISION_MODULES:
+        for path in sorted(root.glob(pattern)):
+            files.append(str(path.relative_to(root)))
+    return files
 
 
 def draw_mutants(
     root: Path, seed: int, count: int, files: list[str] | None = None, *, empty: bool = False
 ) -> list[Mutant]:
-    """Draw `count` different mutants of the decision modules, or of `files`; each mutant is equally likely.
+    """Draw `count` different mutants of the decision modules, or of `files`; each mutant is equally
+    likely.
 
-    Args:
-        empty: Draw functions without their body instead: a test of such a function that passes cannot fail.
+    Args: empty: Draw functions without their body instead: a test of such a function that passes
+        cannot fail.
 
-    Returns:
-        The mutants in the order of their files and lines; all of them if there are fewer than `count`.
+    Returns: The mutants in the order of their files and lines; all of them if there are fewer than
+        `count`.
     """
-    list_candidates = list_empty_functions if empty else list_mutants
+    if empty:
+        list_candidates = list_empty_functions
+    else:
+        list_candidates = list_mutants
     candidates: list[Mutant] = []
     for file in files or decision_files(root):
         candidates += list_candidates(root, file)
@@ -179,7 +196,10 @@ def list_empty_functions(root: Path, path: str) -> list[Mutant]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        body = node.body if ast.get_docstring(node, clean=False) is None else node.body[1:]
+        if ast.get_docstring(node, clean=False) is None:
+            body = node.body
+        else:
+            body = node.body[1:]
         if not body:
             continue
         first = body[0]
@@ -219,8 +239,8 @@ def _line_offsets(source: bytes) -> list[int]:
 def _decisive_nodes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, bool]]:
     """Yield the nodes that are changed, and whether they run at import.
 
-    Left out: annotations, imports, f-strings and the arguments of `raise`. Texts are no decisions, and in Python 3.11
-    the parts of an f-string have no position of their own.
+    Left out: annotations, imports, f-strings and the arguments of `raise`. Texts are no decisions,
+    and in Python 3.11 the parts of an f-string have no position of their own.
     """
     pending: list[tuple[ast.AST, bool]] = [(tree, True)]
     while pending:
@@ -230,23 +250,36 @@ def _decisive_nodes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, boo
         if isinstance(node, ast.If | ast.While | ast.IfExp) and isinstance(
             node.test, ast.Name | ast.Attribute | ast.Call
         ):
-            # The test as a whole is negated. Comparisons and conditions are changed by their own rules.
+            # The test as a whole is negated. Comparisons and conditions are changed by their own
+            # rules.
             yield ast.copy_location(ast.UnaryOp(ast.UAdd(), node.test), node.test), at_import
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "bases", "type_comment"):
                 continue
-            children = value if isinstance(value, list) else [value]
-            inside = field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(value, list):
+                children = value
+            else:
+                children = [value]
+            inside = field == "body" and isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+            )
             for child in children:
                 left_out = ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom | ast.Assert
                 if isinstance(child, ast.Raise) and not at_import:
                     yield child, at_import  # it may be deleted; its message is not changed
-                if isinstance(child, ast.AST) and not isinstance(child, left_out) and not _is_for_types(child):
+                if (
+                    isinstance(child, ast.AST)
+                    and not isinstance(child, left_out)
+                    and not _is_for_types(child)
+                ):
                     pending.append((child, at_import and not inside))
 
 
 def _is_for_types(node: ast.AST) -> bool:
-    """Return whether only type checkers read a node: `if TYPE_CHECKING:`, or a type such as `Callable[[int], str]`."""
+    """Return whether only type checkers read a node:
+
+    `if TYPE_CHECKING:`, or a type such as `Callable[[int], str]`.
+    """
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     return isinstance(node, ast.Subscript) and ast.unparse(node.value) in _TYPES
@@ -295,11 +328,17 @@ def _changed_comparisons(node: ast.Compare) -> Iterator[str]:
 
 def _changed_conditions(node: ast.BoolOp) -> Iterator[str]:
     changed = copy.deepcopy(node)
-    changed.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+    if isinstance(node.op, ast.And):
+        changed.op = ast.Or()
+    else:
+        changed.op = ast.And()
     yield f"({ast.unparse(changed)})"
     for index in range(len(node.values)):
         rest = node.values[:index] + node.values[index + 1 :]
-        kept: ast.expr = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+        if len(rest) == 1:
+            kept: ast.expr = rest[0]
+        else:
+            kept = ast.BoolOp(node.op, rest)
         yield f"({ast.unparse(kept)})"
 
 
@@ -318,7 +357,11 @@ def _changed_terms(node: ast.BinOp) -> Iterator[str]:
 
 
 def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    )
 
 
 def _changed_constants(node: ast.Constant) -> Iterator[str]:
@@ -340,7 +383,9 @@ def _changed_calls(node: ast.Call) -> Iterator[str]:
     module, _, function = name.rpartition(".")
     if function in _CALLS and module in ("", "math"):
         changed = copy.deepcopy(node)
-        changed.func = ast.parse(f"{module}.{_CALLS[function]}" if module else _CALLS[function], mode="eval").body
+        changed.func = ast.parse(
+            f"{module}.{_CALLS[function]}" if module else _CALLS[function], mode="eval"
+        ).body
         if function == "sorted":
             changed.keywords = []
         yield ast.unparse(changed)

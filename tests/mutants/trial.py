@@ -1,7 +1,9 @@
-"""The trial of mutants: each is written into a copy of the project, and the tests that run its line are run there.
+"""The trial of mutants: each is written into a copy of the project, and the tests that run its line
+are run there.
 
-A trial process has imported what the tests import. For each mutant it forks a child that forgets the project's own
-modules, imports them again from the copy, and runs the tests with pytest until one fails.
+A trial process has imported what the tests import. For each mutant it forks a child that forgets
+the project's own modules, imports them again from the copy, and runs the tests with pytest until
+one fails.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tests.mutants.mutations import Mutant
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_PACKAGES = ("ebbflow", "tests", "benchmarks")
 _FIRST_TESTS = 40  # the nearest tests run first, in a pytest of their own: most mutants end here
-_SLOWDOWN = 4.0  # a machine with other work may need this many times the recorded duration of the tests
+# A machine with other work may need this many times the recorded duration of the tests
+_SLOWDOWN = 4.0
 _START_SECONDS = 60.0
 
 
@@ -57,22 +60,32 @@ class Result:
 
 
 def choose_tests(mutant: Mutant, known: LineMap, *, limit_seconds: float) -> list[str]:
-    """Return the tests that run the mutant's line, the nearest and shortest first, up to a total duration.
+    """Return the tests that run the mutant's line, the nearest and shortest first, up to a total
+    duration.
 
-    Code that runs at import has run in whichever test came first, so all tests that run its file are chosen.
+    Code that runs at import has run in whichever test came first, so all tests that run its file
+    are chosen.
     """
     covering = known.tests_of_file(mutant.path)
     tests = [test for test, lines in covering.items() if mutant.at_import or mutant.line in lines]
-    if not tests and "\n" in mutant.before:  # the first line of an expression may be none that is executed
+    if (
+        not tests and "\n" in mutant.before
+    ):  # the first line of an expression may be none that is executed
         last = mutant.line + mutant.before.count("\n")
-        tests = [test for test, lines in covering.items() if any(mutant.line <= line <= last for line in lines)]
+        tests = [
+            test
+            for test, lines in covering.items()
+            if any(mutant.line <= line <= last for line in lines)
+        ]
 
     def cost(test: str) -> float:
         return (0.05 + known.seconds[test]) * known.breadth(test)
 
     chosen: list[str] = []
     total = 0.0
-    for test in sorted(tests, key=lambda test: (not test.startswith("tests/unit/"), cost(test), test)):
+    for test in sorted(
+        tests, key=lambda test: (not test.startswith("tests/unit/"), cost(test), test)
+    ):
         total += known.seconds[test]
         if total > limit_seconds and chosen:
             break
@@ -81,7 +94,10 @@ def choose_tests(mutant: Mutant, known: LineMap, *, limit_seconds: float) -> lis
 
 
 def serve_trials(pipe: Connection, root: Path, known: LineMap, limit_seconds: float) -> None:
-    """Try the mutants that come through a pipe, one after another, and send the results back. None ends it."""
+    """Try the mutants that come through a pipe, one after another, and send the results back.
+
+    None ends it.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -108,7 +124,8 @@ def _try_mutant(mutant: Mutant, copy: Path, known: LineMap, limit_seconds: float
         failed = _first_failure(tests, known)
     finally:
         file.write_bytes(source)
-        # Compiled code is chosen by time and size of the source, which may be the same for two mutants.
+        # Compiled code is chosen by time and size of the source, which may be the same for two
+        # mutants.
         for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
             compiled.unlink()
     seconds = time.monotonic() - began
@@ -127,8 +144,13 @@ def _first_failure(tests: list[str], known: LineMap) -> str | None:
         failed = _run_in_child(batch, known)
         if failed is None:
             continue
-        # Tests of real processes can fail on a busy machine: such a failure counts if it happens twice.
-        if failed.startswith("tests/unit/") or failed not in tests or _run_in_child([failed], known) is not None:
+        # Tests of real processes can fail on a busy machine: such a failure counts if it happens
+        # twice.
+        if (
+            failed.startswith("tests/unit/")
+            or failed not in tests
+            or _run_in_child([failed], known) is not None
+        ):
             return failed
         remaining = batch[batch.index(failed) + 1 :] + remaining
     return None
@@ -137,8 +159,8 @@ def _first_failure(tests: list[str], known: LineMap) -> str | None:
 def _run_in_child(tests: list[str], known: LineMap) -> str | None:
     """Run tests in a fork of this process.
 
-    Returns:
-        The test that failed first, "timeout" if they took too long, "start-up" if pytest itself failed, else None.
+    Returns: The test that failed first, "timeout" if they took too long, "start-up" if pytest
+        itself failed, else None.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -146,7 +168,9 @@ def _run_in_child(tests: list[str], known: LineMap) -> str | None:
         os.close(reader)
         _be_child(tests, writer)
     os.close(writer)
-    deadline = time.monotonic() + _START_SECONDS + _SLOWDOWN * sum(known.seconds[test] for test in tests)
+    deadline = (
+        time.monotonic() + _START_SECONDS + _SLOWDOWN * sum(known.seconds[test] for test in tests)
+    )
     status = _wait_until(child, deadline)
     _end_descendants()
     with os.fdopen(reader, errors="replace") as stream:
@@ -189,12 +213,17 @@ class _FailureRecorder:
 
 
 def _run_pytest(words: list[str], plugin: object | None = None) -> int:
-    plugins = [] if plugin is None else [plugin]
+    if plugin is None:
+        plugins = []
+    else:
+        plugins = [plugin]
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words], plugins=plugins))
+        return int(
+            pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words], plugins=plugins)
+        )
 
 
 def _forget_own_modules() -> None:

@@ -1,10 +1,11 @@
-"""`diagnose --against`: one of two nodes slows down in a real job, and is compared with a sound job.
+"""`diagnose --against`: one of two nodes slows down in a real job, and is compared with a sound
+job.
 
     python -m tests.soak.soak_against [CASE …] [--seeds N]
 
-The node that becomes slow and the step from which it is are drawn from the seed. Computation and data are slowed by
-pauses, collectives by a delay of each send to a socket (needs a C compiler). The command fails if a comparison blames
-another part or node, or another step than the first slow ones.
+The node that becomes slow and the step from which it is are drawn from the seed. Computation and
+data are slowed by pauses, collectives by a delay of each send to a socket (needs a C compiler). The
+command fails if a comparison blames another part or node, or another step than the first slow ones.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ from ebbflow.training.launch.agent import LocalGang
 from tests.support.gangs import endless_gang
 
 STEPS = 50
-CASES = {"slow_down": "compute", "read_slowly": "data_wait", "slow_network": "waiting for other ranks"}
+CASES = {
+    "slow_down": "compute",
+    "read_slowly": "data_wait",
+    "slow_network": "waiting for other ranks",
+}
 _LATE_STEPS = 3
 
 
-# Loaded into the ranks of a node: each send to a socket takes 10 ms more, as soon as the file exists.
+# Loaded into the ranks of a node: each send to a socket takes 10 ms more, as soon as the file
+# exists.
 _SLOW_SENDS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -65,21 +71,36 @@ def run_job(name: str, folder: Path, guilty: int, step: int) -> tuple[list[Event
     """Run a job of two nodes on this machine, with the trouble `name` from `step` on."""
     folder.mkdir()
     spec = endless_gang(folder, survival={"hang_floor_seconds": 30.0})
-    mark, trouble = folder / "mark", name if name in ("slow_down", "read_slowly") else "run_soundly"
+    mark = folder / "mark"
+    if name in ("slow_down", "read_slowly"):
+        trouble = name
+    else:
+        trouble = "run_soundly"
     options = {"trouble": trouble, "guilty": guilty, "step": step, "mark": str(mark)}
     settings = {"workload": "tests.support.headline:Headline", "workload_options": options}
-    training = {"batch_size": 8, "max_steps": STEPS, "scheduler": {"type": "constant", "warmup_steps": 0}}
-    config = RunConfig.model_validate({**spec.config, **settings, "training": training, "parallel": {"mode": "ddp"}})
+    training = {
+        "batch_size": 8,
+        "max_steps": STEPS,
+        "scheduler": {"type": "constant", "warmup_steps": 0},
+    }
+    config = RunConfig.model_validate(
+        {**spec.config, **settings, "training": training, "parallel": {"mode": "ddp"}}
+    )
     prepared = {"fingerprint": "points", "weight_unit": "points"}
     spec = replace(spec, config=config.model_dump(mode="json"), prepared=prepared, job=folder.name)
     library = folder / "slow_sends.so"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-ldl"], input=_SLOW_SENDS, text=True, check=True
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-ldl"],
+        input=_SLOW_SENDS,
+        text=True,
+        check=True,
     )
 
     def command(node: int) -> list[str]:
         slow = name == "slow_network" and node == guilty
-        return ["env", f"LD_PRELOAD={library}", f"SLOW_SENDS={mark}"] if slow else []
+        if slow:
+            return ["env", f"LD_PRELOAD={library}", f"SLOW_SENDS={mark}"]
+        return []
 
     LocalGang(spec, folder / "gang", folder / "output.log", command=command).wait(120)
     store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
@@ -88,17 +109,33 @@ def run_job(name: str, folder: Path, guilty: int, step: int) -> tuple[list[Event
 
 def judge(name: str, guilty: int, step: int, found: Comparison) -> list[str]:
     """Return what is wrong with a comparison."""
-    parts = [one for one in found.slower if one.since_step is not None]  # a start or an end may be slow by the machine
+    parts = [
+        one for one in found.slower if one.since_step is not None
+    ]  # a start or an end may be slow by the machine
     if name == "run_soundly":
-        return [found.render()] if parts or found.straggler else []
+        if parts or found.straggler:
+            return [found.render()]
+        return []
     first = next(iter(parts), None)
     if first is None:
         return ["nothing is slower"]
-    rank = None if name == "slow_network" else guilty
+    if name == "slow_network":
+        rank = None
+    else:
+        rank = guilty
     late = first.since_step is None or not step <= first.since_step <= step + _LATE_STEPS
-    wrong = [f"blames {first.part}"] if first.part != CASES[name] else []
-    wrong += [f"blames rank {first.rank} of node {first.node}"] if first.rank != rank else []
-    wrong += [f"since step {first.since_step}"] if late else []
+    if first.part != CASES[name]:
+        wrong = [f"blames {first.part}"]
+    else:
+        wrong = []
+    if first.rank != rank:
+        wrong += [f"blames rank {first.rank} of node {first.node}"]
+    else:
+        wrong += []
+    if late:
+        wrong += [f"since step {first.since_step}"]
+    else:
+        wrong += []
     if name == "slow_down" and (found.straggler is None or found.straggler.rank != guilty):
         wrong.append("no straggler")
     return wrong + ([f"and {parts[1].part}"] if len(parts) > 1 else [])
@@ -106,7 +143,9 @@ def judge(name: str, guilty: int, step: int, found: Comparison) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.soak_against", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)} (all)")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)} (all)"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds (1)")
     given = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -115,10 +154,13 @@ def main(arguments: Sequence[str]) -> int:
             sound = run_job("run_soundly", Path(folder, "sound"), 0, 1)
             for name in given.cases or ["run_soundly", *CASES]:
                 draw = random.Random(f"{name} {seed}")
-                guilty, step = draw.randrange(2), draw.randrange(8, 30)
+                guilty = draw.randrange(2)
+                step = draw.randrange(8, 30)
                 found = compare_jobs(*run_job(name, Path(folder, name), guilty, step), *sound)
                 wrong = judge(name, guilty, step, found)
-                rows.append({"case": name, "seed": seed, "guilty": guilty, "step": step, "wrong": wrong})
+                rows.append(
+                    {"case": name, "seed": seed, "guilty": guilty, "step": step, "wrong": wrong}
+                )
                 print(json.dumps(rows[-1] | {"text": found.render().splitlines()[:4]}), flush=True)
     return int(any(row["wrong"] for row in rows))
 

@@ -1,7 +1,9 @@
-"""`make soak-batch`: the launcher of a run in the local Batch is asked to leave, or killed. Minutes, so not in CI.
+"""`make soak-batch`: the launcher of a run in the local Batch is asked to leave, or killed.
 
-Whatever becomes of it: no job of Batch runs on unseen, never do two count for one job, and the job goes on to the
-weights of a quiet run.
+Minutes, so not in CI.
+
+Whatever becomes of it: no job of Batch runs on unseen, never do two count for one job, and the job
+goes on to the weights of a quiet run.
 """
 
 from __future__ import annotations
@@ -21,13 +23,20 @@ import pytest
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import BatchRunner, account
 from tests.support.batch.prepared import paced_settings, with_paced
-from tests.support.flow import FlowRun, FlowRunner, assert_ledger_adds_up, processes_with, wait_until
+from tests.support.flow import (
+    FlowRun,
+    FlowRunner,
+    assert_ledger_adds_up,
+    processes_with,
+    wait_until,
+)
 from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 
 ENDED = ("SUCCEEDED", "FAILED")
-# On a machine with much other work: eight light steps, each a container that begins with Python and Metaflow.
+# On a machine with much other work: eight light steps, each a container that begins with Python and
+# Metaflow.
 PATIENCE_SECONDS = 1200.0
 STEPS: dict[str, Any] = {"training__max_steps": 80, "checkpoint__interval_steps": 8}
 # Slow enough that the launcher is told, or killed, in mid-training on any machine.
@@ -103,19 +112,31 @@ def test_a_launcher_that_is_asked_to_leave_ends_its_job_and_the_printed_line_goe
     assert left.report["outcome"] == "interrupted" and left.report["failures"] == 0
     assert running(runner, before) == []
     assert processes_with(str(runner.folder)) == []
-    assert runner.training_jobs(before=before)[-1]["statusReason"].startswith("Ebbflow: ended: the launcher was told")
+    assert runner.training_jobs(before=before)[-1]["statusReason"].startswith(
+        "Ebbflow: ended: the launcher was told"
+    )
     line = re.search(r"flows/train_flow\.py (run --job \S+)$", left.output, re.MULTILINE)
     assert line is not None, left.output
-    run = runner.run(*shlex.split(line[1]), "--with", "cloud", *runner.options(**SETTINGS), timeout=PATIENCE_SECONDS)
+    run = runner.run(
+        *shlex.split(line[1]),
+        "--with",
+        "cloud",
+        *runner.options(**SETTINGS),
+        timeout=PATIENCE_SECONDS,
+    )
     assert_as_quiet(run, quiet)
     assert run.report["redone_steps"] == 0, "it saved before it left"
     assert_billed_by_batch(runner, run, before)
 
 
-def test_sigterm_ends_a_job_whose_submit_is_not_answered_yet(runner: BatchRunner, batch: LocalBatch) -> None:
+def test_sigterm_ends_a_job_whose_submit_is_not_answered_yet(
+    runner: BatchRunner, batch: LocalBatch
+) -> None:
     before = len(batch.jobs())
     process = runner.start("run", "--with", "cloud", *runner.options(**SETTINGS))
-    runner.await_so("the plan", lambda: [event for event in runner.events() if event["name"] == "prepared"])
+    runner.await_so(
+        "the plan", lambda: [event for event in runner.events() if event["name"] == "prepared"]
+    )
     batch.change(rules=[{"operation": "SubmitJob", "kind": "slow", "seconds": 8, "times": 1}])
     runner.await_so("the submit", lambda: runner.training_jobs(before=before))
     process.terminate()
@@ -132,7 +153,11 @@ def test_a_launcher_that_is_killed_takes_its_job_along_and_resume_goes_on(
     os.kill(process.pid, signal.SIGKILL)
     process.wait(PATIENCE_SECONDS)
     wait_until("the end of its job", lambda: not running(runner, before), timeout=PATIENCE_SECONDS)
-    wait_until("the end of its processes", lambda: not processes_with(str(runner.folder)), timeout=PATIENCE_SECONDS)
+    wait_until(
+        "the end of its processes",
+        lambda: not processes_with(str(runner.folder)),
+        timeout=PATIENCE_SECONDS,
+    )
     run = runner.run("resume", "--with", "batch", timeout=PATIENCE_SECONDS)
     assert_as_quiet(run, quiet)
     assert_billed_by_batch(runner, run, before)
@@ -143,7 +168,10 @@ def test_a_run_whose_submit_was_refused_for_good_goes_on_by_resume(
 ) -> None:
     before = len(batch.jobs())
     process = runner.start("run", "--with", "cloud", *runner.options(**SETTINGS))
-    runner.await_so("the preparation", lambda: [event for event in runner.events() if event["name"] == "prepared"])
+    runner.await_so(
+        "the preparation",
+        lambda: [event for event in runner.events() if event["name"] == "prepared"],
+    )
     batch.change(rules=[{"operation": "SubmitJob", "kind": "refuse", "times": 1}])
     failed = runner.finish(process, PATIENCE_SECONDS)
     told = "message: AWS Batch refused the submit of train_node: SubmitJob is refused"
@@ -155,8 +183,8 @@ def test_a_run_whose_submit_was_refused_for_good_goes_on_by_resume(
 def test_what_was_left_behind_is_told_and_ended_by_the_next_start(
     runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any]
 ) -> None:
-    """The launcher's machine is gone with all that ran there. What it left in Batch freezes and thaws late: its last
-    save is one of an older generation, and counts for nothing."""
+    """The launcher's machine is gone with all that ran there. What it left in Batch freezes and
+    thaws late: its last save is one of an older generation, and counts for nothing."""
     before = len(batch.jobs())
     process = started(runner, "--with", "cloud", "--job", "left")
     os.killpg(process.pid, signal.SIGKILL)
@@ -164,7 +192,9 @@ def test_what_was_left_behind_is_told_and_ended_by_the_next_start(
     [left] = running(runner, before)
     frozen = processes_with(left)
     signal_all(frozen, signal.SIGSTOP)
-    process = runner.start("run", "--verbose", "--job", "left", "--with", "cloud", *runner.options(**SETTINGS))
+    process = runner.start(
+        "run", "--verbose", "--job", "left", "--with", "cloud", *runner.options(**SETTINGS)
+    )
     runner.await_so("a new attempt", lambda: running(runner, before)[1:])
     signal_all(frozen, signal.SIGCONT)
     run = runner.finish(process, timeout=PATIENCE_SECONDS)

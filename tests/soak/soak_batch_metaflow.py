@@ -1,7 +1,10 @@
-"""`make soak-batch`: Metaflow on the local Batch, alone and with a metadata service. Minutes, so not in CI.
+"""`make soak-batch`: Metaflow on the local Batch, alone and with a metadata service.
 
-Alone: a machine that is lost, a retry, an artifact. Nothing of this project takes part: what it shows of the stand-in
-holds for any flow. With a service: our flow, of whose Metaflow nothing is changed.
+Minutes, so not in CI.
+
+Alone: a machine that is lost, a retry, an artifact. Nothing of this project takes part: what it
+shows of the stand-in holds for any flow. With a service: our flow, of whose Metaflow nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -25,14 +28,19 @@ PATIENCE_SECONDS = 900.0
 TINY_FLOW = Path(__file__).parents[1] / "support" / "batch" / "tiny_flow.py"
 
 
-def test_a_flow_that_knows_nothing_of_us_survives_a_lost_machine(tmp_path: Path, swift: Swift) -> None:
+def test_a_flow_that_knows_nothing_of_us_survives_a_lost_machine(
+    tmp_path: Path, swift: Swift
+) -> None:
     with account(tmp_path / "batch", swift) as batch:
         own = {"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path), "METAFLOW_BATCH_JOB_QUEUE": LIGHT}
         process = subprocess.Popen(
             [sys.executable, str(TINY_FLOW), "run", "--with", "batch", "--sleep", "600"],
-            cwd=tmp_path, env={**os.environ, **batch.environment(swift.new_bucket(), swift.environment()), **own},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env={**os.environ, **batch.environment(swift.new_bucket(), swift.environment()), **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         try:
             first = job_when(batch, "-shout-", "RUNNING", deadline_seconds=PATIENCE_SECONDS)
             batch.reclaim(first["jobId"], notice=False)
@@ -42,8 +50,15 @@ def test_a_flow_that_knows_nothing_of_us_survives_a_lost_machine(tmp_path: Path,
         assert process.returncode == 0, output
         assert f"attempt 1 in {LIGHT}" in output
         jobs = {job["jobName"].split("-", 3)[3]: job for job in batch.jobs()}
-        assert [job["status"] for job in jobs.values()] == ["SUCCEEDED", "FAILED", "SUCCEEDED", "SUCCEEDED"]
-        lost = next(job for name, job in jobs.items() if name.startswith("shout") and name.endswith("-0"))
+        assert [job["status"] for job in jobs.values()] == [
+            "SUCCEEDED",
+            "FAILED",
+            "SUCCEEDED",
+            "SUCCEEDED",
+        ]
+        lost = next(
+            job for name, job in jobs.items() if name.startswith("shout") and name.endswith("-0")
+        )
         assert lost["statusReason"].startswith("Host EC2 (instance i-")
 
 
@@ -55,7 +70,12 @@ def test_with_a_metadata_service_a_run_is_told_to_it_and_nothing_is_mended(
         runner = BatchRunner(tmp_path, swift, batch)
         runner.environment |= service.environment()
         run = runner.run(
-            "run", "--verbose", "--with", sent, *runner.options(cluster__nodes=nodes), timeout=PATIENCE_SECONDS
+            "run",
+            "--verbose",
+            "--with",
+            sent,
+            *runner.options(cluster__nodes=nodes),
+            timeout=PATIENCE_SECONDS,
         )
         assert run.exit_code == 0, run.output
         assert "is unchanged" in run.output and "fixes for Metaflow" not in run.output

@@ -1,11 +1,12 @@
-"""A real run on the local Batch whose Spot capacity follows a trace, 45 times as fast. Minutes, so not in CI;
-`tests/cloud/test_capacity_trace.py` has the same on a virtual clock.
+"""A real run on the local Batch whose Spot capacity follows a trace, 45 times as fast. Minutes, so
+not in CI; `tests/cloud/test_capacity_trace.py` has the same on a virtual clock.
 
     SPOT_TRACE=us-east-2a_v100_1.json python -m pytest -s tests/soak/soak_batch_trace.py
 
-SPOT_TRACE: one zone's recording, as `ebbflow simulate --traces` reads them; without it the trace is made up. Of
-a recording the first place is taken where Spot comes twice and then stays away. Whenever it is there the job takes it,
-between whiles it waits in the queue of Spot, and at the last safe moment it is finished on demand, in time.
+SPOT_TRACE: one zone's recording, as `ebbflow simulate --traces` reads them; without it the trace is
+made up. Of a recording the first place is taken where Spot comes twice and then stays away.
+Whenever it is there the job takes it, between whiles it waits in the queue of Spot, and at the last
+safe moment it is finished on demand, in time.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 TIME_SCALE = 45.0
 GAP_SECONDS = 195.0
 MADE_UP = (18, 8, 20, 400)  # ticks of GAP_SECONDS: with capacity, without, with, without
-# A spell bears a start and some work here, and not all of the work; a gap is over while the job may still wait.
-SPELL_TICKS, GAP_TICKS, LAST_TICKS = range(14, 26), range(1, 11), 150
+# A spell bears a start and some work here, and not all of the work; a gap is over while the job may
+# still wait.
+SPELL_TICKS = range(14, 26)
+GAP_TICKS = range(1, 11)
+LAST_TICKS = 150
 
 # More than a step computes for on a machine with much other work.
-STEPS, SECONDS_PER_STEP = 240, 0.8
+STEPS = 240
+SECONDS_PER_STEP = 0.8
 # A container is at its first step in some 10 s here, on a busy machine in 30.
-START_SECONDS, RUNNABLE_MINUTES, DEADLINE_HOURS = 30.0, 1.0, 0.2
+START_SECONDS = 30.0
+RUNNABLE_MINUTES = 1.0
+DEADLINE_HOURS = 0.2
 SETTINGS = {
     **paced_settings(SECONDS_PER_STEP),
     "training__max_steps": STEPS,
@@ -54,15 +61,25 @@ SETTINGS = {
 
 def spells() -> tuple[int, ...]:
     """Ticks with capacity and without it, alternately."""
-    if not (path := os.environ.get("SPOT_TRACE")):
+    path = os.environ.get("SPOT_TRACE")
+    if not path:
         return MADE_UP
     trace = read_trace(Path(path))
     assert trace.gap_seconds == GAP_SECONDS, f"{path} has ticks of {trace.gap_seconds:g} s"
     found = [(up, len(list(ticks))) for up, ticks in itertools.groupby(trace.available > 0)]
     for at in range(len(found) - 3):
         (up, first), (_, gap), (_, second), (_, last) = found[at : at + 4]
-        if up and first in SPELL_TICKS and gap in GAP_TICKS and second in SPELL_TICKS and last >= LAST_TICKS:
-            print(f"{trace.name}: from tick {sum(ticks for _, ticks in found[:at])}: {first, gap, second, last}")
+        if (
+            up
+            and first in SPELL_TICKS
+            and gap in GAP_TICKS
+            and second in SPELL_TICKS
+            and last >= LAST_TICKS
+        ):
+            print(
+                f"{trace.name}: from tick {sum(ticks for _, ticks in found[:at])}: "
+                f"{first, gap, second, last}"
+            )
             return first, gap, second, last
     raise AssertionError(f"{path}: Spot never comes twice and then stays away")
 
@@ -77,7 +94,11 @@ def capacity(ticks: tuple[int, ...]) -> list[list[float]]:
 def batch(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[LocalBatch]:
     """A notice comes 10 s before the instance goes, as in the other tests."""
     folder = tmp_path_factory.mktemp("batch")
-    pace = {"time_scale": TIME_SCALE, "notice_seconds": 10 * TIME_SCALE, "image": with_paced(folder)}
+    pace = {
+        "time_scale": TIME_SCALE,
+        "notice_seconds": 10 * TIME_SCALE,
+        "image": with_paced(folder),
+    }
     with account(folder, swift, **pace) as running:
         yield running
 
@@ -94,7 +115,9 @@ def finished(
     tokens = TINY["training.batch_size"] * TINY["model.sequence_length"]
     remember_speeds(runner, options, {("g5.xlarge", 1): tokens / SECONDS_PER_STEP})
     process = runner.start("run", "--verbose", "--config", CONFIG, *options, "--with", "cloud")
-    runner.await_so("training", lambda: any(job["status"] == "RUNNING" for job in runner.training_jobs()))
+    runner.await_so(
+        "training", lambda: any(job["status"] == "RUNNING" for job in runner.training_jobs())
+    )
     batch.change(queues={SPOT: {"capacity": capacity(ticks)}})
     batch.begin_traces()
     run = runner.finish(process, timeout=1300)
@@ -102,12 +125,14 @@ def finished(
     return run, [event["data"]["placement"] for event in runner.events() if event["name"] == PLACED]
 
 
-def test_spot_whenever_it_is_there_and_on_demand_in_time(finished: tuple[FlowRun, list[dict[str, Any]]]) -> None:
+def test_spot_whenever_it_is_there_and_on_demand_in_time(
+    finished: tuple[FlowRun, list[dict[str, Any]]],
+) -> None:
     report = finished[0].report
     attempts = report["money"]["attempts"]
-    for one in attempts:
-        print(one["queue"], one["ended"], one["actual"], one["why"])
-    ended = [(one["queue"], one["ended"]) for one in attempts]
+    for attempt in attempts:
+        print(attempt["queue"], attempt["ended"], attempt["actual"], attempt["why"])
+    ended = [(attempt["queue"], attempt["ended"]) for attempt in attempts]
     assert ended[-1] == (ON_DEMAND, "ended") and {queue for queue, _ in ended[:-1]} == {SPOT}
     assert ended.count((SPOT, "reclaimed")) == 2, "it was there twice"
     assert {end for _, end in ended[:-1]} <= {"reclaimed", "never_started"}
@@ -118,25 +143,47 @@ def test_spot_whenever_it_is_there_and_on_demand_in_time(finished: tuple[FlowRun
     assert [step for step, _ in report["loss_curve"]] == list(range(1, STEPS + 1))
 
 
-def test_an_attempt_keeps_its_reserve_on_spot_only(finished: tuple[FlowRun, list[dict[str, Any]]]) -> None:
-    """Each attempt on Spot carries what on-demand would need, and no wait for capacity is longer than that allows."""
+def test_an_attempt_keeps_its_reserve_on_spot_only(
+    finished: tuple[FlowRun, list[dict[str, Any]]],
+) -> None:
+    """Each attempt on Spot carries what on-demand would need, and no wait for capacity is longer
+    than that allows.
+    """
     for placement in finished[1]:
         print(f"{placement['market']}: {placement['reason']}, {placement['fallback']}")
-        assert (placement["fallback"] is None) == (placement["market"] == "on_demand"), placement["reason"]
+        assert (placement["fallback"] is None) == (placement["market"] == "on_demand"), placement[
+            "reason"
+        ]
         if placement["fallback"] is not None:
-            assert placement["fallback"]["seconds"] >= 60 * RUNNABLE_MINUTES >= placement["runnable_seconds"] - 1
+            assert (
+                placement["fallback"]["seconds"]
+                >= 60 * RUNNABLE_MINUTES
+                >= placement["runnable_seconds"] - 1
+            )
 
 
-def test_the_report_says_planned_against_actual_and_the_regret(finished: tuple[FlowRun, list[dict[str, Any]]]) -> None:
+def test_the_report_says_planned_against_actual_and_the_regret(
+    finished: tuple[FlowRun, list[dict[str, Any]]],
+) -> None:
     run, _ = finished
-    attempts, money = run.report["money"]["attempts"], run.report["money"]
-    print(run.report["total_usd"], money["hindsight"], run.report["savings_usd"], run.report["actual"]["wall_hours"])
+    attempts = run.report["money"]["attempts"]
+    money = run.report["money"]
+    print(
+        run.report["total_usd"],
+        money["hindsight"],
+        run.report["savings_usd"],
+        run.report["actual"]["wall_hours"],
+    )
     assert_ledger_adds_up(run.report)
-    ran = [one for one in attempts if one["ended"] != "never_started"]
+    ran = [attempt for attempt in attempts if attempt["ended"] != "never_started"]
     for one in ran:
-        assert one["actual"]["usd_per_hour"] == pytest.approx(one["planned"]["usd_per_hour"], rel=1e-3)
+        assert one["actual"]["usd_per_hour"] == pytest.approx(
+            one["planned"]["usd_per_hour"], rel=1e-3
+        )
         assert one["planned"]["hours"] > 0 and one["actual"]["hours"] > 0
-    assert sum(one["actual"]["usd"] for one in ran) == pytest.approx(run.report["total_usd"], abs=1e-5)
+    assert sum(one["actual"]["usd"] for one in ran) == pytest.approx(
+        run.report["total_usd"], abs=1e-5
+    )
     assert money["hindsight"]["regret_usd"] == pytest.approx(
         run.report["total_usd"] - money["hindsight"]["usd"], abs=1e-6
     )

@@ -1,4 +1,7 @@
-"""The benchmarks of savers, uploads and watching at a tiny size: they compare like with like. No time is judged."""
+"""The benchmarks of savers, uploads and watching at a tiny size: they compare like with like.
+
+No time is judged.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,21 @@ import pytest
 from tests.gang.test_bench import assert_measured, assert_told, run_bench
 
 
-def test_every_saver_saves_and_restores_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = run_bench(tmp_path, "checkpoint", "--parts", "stall", "--rounds", "2", "--megabytes", "2")
+def test_every_saver_saves_and_restores_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = run_bench(
+        tmp_path, "checkpoint", "--parts", "stall", "--rounds", "2", "--megabytes", "2"
+    )
     checkpoint = figures["checkpoint"]
     savers = checkpoint["contestants"]
-    assert sorted(savers) == ["dcp_async_fresh", "dcp_async_save", "dcp_process", "dcp_save", "engine"]
+    assert sorted(savers) == [
+        "dcp_async_fresh",
+        "dcp_async_save",
+        "dcp_process",
+        "dcp_save",
+        "engine",
+    ]
     assert 1e6 < checkpoint["bytes"] < 4e6
     for saver in savers.values():
         assert saver["saves"] == 4, "two rounds, after two that warm up"
@@ -24,8 +37,19 @@ def test_every_saver_saves_and_restores_the_same_bytes(tmp_path: Path, capsys: p
     assert_told(figures, capsys.readouterr().out)
 
 
-def test_uploads_are_compared_with_bare_puts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--parts", "upload,ranks", "--rounds", "1", "--bucket-megabytes", "8", "--simulated-ranks", "20")
+def test_uploads_are_compared_with_bare_puts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "--parts",
+        "upload,ranks",
+        "--rounds",
+        "1",
+        "--bucket-megabytes",
+        "8",
+        "--simulated-ranks",
+        "20",
+    )
     figures = run_bench(tmp_path, "checkpoint", *arguments)
     places = figures["checkpoint"]["upload"]
     assert set(places) == {"null sink", "Swift"}
@@ -33,13 +57,21 @@ def test_uploads_are_compared_with_bare_puts(tmp_path: Path, capsys: pytest.Capt
         if isinstance(found, str):
             assert found.startswith("not measured: ")
             continue
-        assert {"raw_obstore", "raw_sockets", "engine", "engine_upload"} <= set(found["contestants"])
+        assert {"raw_obstore", "raw_sockets", "engine", "engine_upload"} <= set(
+            found["contestants"]
+        )
         assert assert_measured(found, rounds=1) == 3 * len(found["contestants"])
-        upload, save = found["contestants"]["engine_upload"], found["contestants"]["engine"]
-        assert upload["bytes_per_second"]["low"] > save["bytes_per_second"]["low"], "it is a part of the save"
+        upload = found["contestants"]["engine_upload"]
+        save = found["contestants"]["engine"]
+        assert upload["bytes_per_second"]["low"] > save["bytes_per_second"]["low"], (
+            "it is a part of the save"
+        )
         assert 0.0 < upload["cpu_seconds_per_gb"]["median"] < save["cpu_seconds_per_gb"]["median"]
         assert max(row["over_raw_limit"]["median"] for row in found["contestants"].values()) >= 1.0
-        assert set(found["left_out"]) | set(found["contestants"]) >= {"dcp_s3torchconnector", "dcp_s3fs"}
+        assert set(found["left_out"]) | set(found["contestants"]) >= {
+            "dcp_s3torchconnector",
+            "dcp_s3fs",
+        }
     assert set(figures["checkpoint"]["many_ranks"]["worlds"]) == {"16", "20"}
     assert_told(figures, capsys.readouterr().out)
 
@@ -52,9 +84,17 @@ def test_what_being_watched_costs_is_measured_beside_the_bare_step(
     assert sorted(contestants) == ["bare", "guarded", "watched", "watched_gloo"]
     for found in contestants.values():
         assert found["step_seconds"]["rounds"] == 4 and found["step_seconds"]["low"] >= 0.002
-    assert contestants["bare"]["share_of_step"]["median"] == contestants["bare"]["step_sync_seconds"]["median"] == 0.0
+    assert (
+        contestants["bare"]["share_of_step"]["median"]
+        == contestants["bare"]["step_sync_seconds"]["median"]
+        == 0.0
+    )
     for name in ("watched", "watched_gloo", "guarded"):
-        assert contestants[name]["step_sync_seconds"]["low"] > contestants[name]["beats_seconds"]["low"] > 0.0
+        assert (
+            contestants[name]["step_sync_seconds"]["low"]
+            > contestants[name]["beats_seconds"]["low"]
+            > 0.0
+        )
         assert contestants[name]["processor_seconds"] > 0.0
     assert contestants["guarded"]["guards_seconds"]["median"] > 0.0
     assert {"heartbeat_beat", "step_sync", "guards"} <= set(figures["parts"])

@@ -1,4 +1,7 @@
-"""Every line of `ebbflow bench gpu` on a CPU, with those that start jobs, kill and hang them. No time is judged."""
+"""Every line of `ebbflow bench gpu` on a CPU, with those that start jobs, kill and hang them.
+
+No time is judged.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from benchmarks.gpu.bench import EXPECTED, NO_RANGE, SIZES
 from benchmarks.gpu.measure import lines_of
 
 
-def test_every_line_of_the_command_holds_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_of_the_command_holds_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "figures.json"
     code = main(["--device", "cpu", "--tiny", "--json", str(path), "--folder", str(tmp_path)])
     shown = capsys.readouterr()
@@ -28,13 +33,18 @@ def test_every_line_of_the_command_holds_on_a_cpu(tmp_path: Path, capsys: pytest
     assert all(lines.values()) and {row["verdict"] for row in found["rows"]} <= {EXPECTED, NO_RANGE}
 
     figures = {name: [row["figures"] for row in rows] for name, rows in lines.items()}
-    for name, key in (("matmul", "flops_per_second"), ("copies", "down_bytes_per_second"), ("ratio", "ratio")):
+    for name, key in (
+        ("matmul", "flops_per_second"),
+        ("copies", "down_bytes_per_second"),
+        ("ratio", "ratio"),
+    ):
         assert 0.0 < figures[name][0][key] < math.inf
     for variant in ("eager", "compiled", "recomputed"):
         speed, memory = figures[f"tiny-{variant}"]
         assert speed["tokens_per_second"] > 0 and speed["loss"] == figures["tiny-eager"][0]["loss"]
         assert memory["tensor_bytes"] == pytest.approx(memory["estimated_tensor_bytes"], rel=0.15)
-    recomputed, eager = figures["tiny-recomputed"][1], figures["tiny-eager"][1]
+    recomputed = figures["tiny-recomputed"][1]
+    eager = figures["tiny-eager"][1]
     assert recomputed["tensor_bytes"] < eager["tensor_bytes"]
     losses = figures["ratio"][0]["losses"]
     assert losses["engine"] == pytest.approx(losses["bare"], rel=1e-4), "both take the same steps"
@@ -43,6 +53,8 @@ def test_every_line_of_the_command_holds_on_a_cpu(tmp_path: Path, capsys: pytest
     for name in ("resume", "strict"):
         assert figures[name][0]["equal"] and figures[name][0]["interrupted"]
     for recovery, cause in ((figures["resume"][1], "SIGKILL"), (figures["hang"][0], "no progress")):
-        assert recovery["rank"] == 1 and f"rank 1: {cause}" in recovery["culprit"].replace("killed by ", "")
+        assert recovery["rank"] == 1 and f"rank 1: {cause}" in recovery["culprit"].replace(
+            "killed by ", ""
+        )
     assert [row["splits"] for row in figures["memory"]] == [[2, 4]] * 2
     assert all(row["right"] and row["bus_bytes_per_second"] > 0 for row in figures["collectives"])

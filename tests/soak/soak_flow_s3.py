@@ -1,4 +1,6 @@
-"""A job in a bucket whose processes are all killed at once, and `resume`: test_flow_s3.py has its other ends."""
+"""A job in a bucket whose processes are all killed at once, and `resume`: test_flow_s3.py has its
+other ends.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from tests.support.swift import Swift
 __all__ = ["quiet"]
 
 
-def test_everything_killed_then_resumed(quiet: dict[str, Any], tmp_path: Path, swift: Swift) -> None:
+def test_everything_killed_then_resumed(
+    quiet: dict[str, Any], tmp_path: Path, swift: Swift
+) -> None:
     runner = Bucket(tmp_path, swift)
     process = runner.start("run", *runner.options())
     runner.await_commit()
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
+    wait_until(
+        "the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10
+    )
     run = runner.run("resume")
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)

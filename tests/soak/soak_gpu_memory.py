@@ -1,4 +1,5 @@
-"""The planned memory of the GPU configurations against torch's own accounting, on eight ranks that talk to nobody.
+"""The planned memory of the GPU configurations against torch's own accounting, on eight ranks that
+talk to nobody.
 
 Nothing is allocated: a model of 7 billion parameters is trained for two steps on fake tensors.
 """
@@ -36,23 +37,36 @@ def ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["policy-optimization-gpu", "policy-optimization-ddp", "point-clouds-gpu"])
-def test_the_plan_has_room_for_the_peak(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["policy-optimization-gpu", "policy-optimization-ddp", "point-clouds-gpu"]
+)
+def test_the_plan_has_room_for_the_peak(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     monkeypatch.setattr("ebbflow.training.workloads.trial.LARGEST_TRIED_BYTES", 0)
-    words = ["workload_options.adam_offload=false"] if name.endswith("ddp") else []  # the tracker has one device
+    # the tracker has one device
+    if name.endswith("ddp"):
+        words = ["workload_options.adam_offload=false"]
+    else:
+        words = []
     config = load_gpu_config(name, tmp_path, *words)
     context = prepared_context(config)
     shape = try_workload(config, context).shape
     assert shape is not None
     fit = memory_fit(config, _RANKS, shape, ranks_per_node=_RANKS)
     workload: Any = make_workload(config, context)
-    model, samples = workload.model(), micro_batch(config, _RANKS)
+    model = workload.model()
+    samples = micro_batch(config, _RANKS)
     assert samples is not None
     units = list(workload.units(model))
-    batch = workload.next_batch(model, Cursor(0, samples)) if name.startswith("point") else None
-    gang, sharded = Gang(rank=0, world_size=_RANKS, ranks_per_node=_RANKS), config.parallel.mode != "ddp"
+    if name.startswith("point"):
+        batch = workload.next_batch(model, Cursor(0, samples))
+    else:
+        batch = None
+    gang = Gang(rank=0, world_size=_RANKS, ranks_per_node=_RANKS)
+    sharded = config.parallel.mode != "ddp"
     if sharded:
         mesh = spread.make_mesh(gang, shard=_RANKS)
     mixed = not sharded and config.fsdp.use_mixed_precision
@@ -63,9 +77,15 @@ def test_the_plan_has_room_for_the_peak(name: str, tmp_path: Path, monkeypatch: 
         if sharded:
             spread.shard_model(model, units, config.fsdp, mesh, keep_gathered=False)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        tracker: Any = FSDPMemTracker(model, optimizer) if sharded else MemTracker()
+        if sharded:
+            tracker: Any = FSDPMemTracker(model, optimizer)
+        else:
+            tracker = MemTracker()
         tracker.track_inputs(()) if sharded else tracker.track_external(model, optimizer)
-        batch = workload._blank(samples) if batch is None else batch
+        if batch is None:
+            batch = workload._blank(samples)
+        else:
+            batch = batch
         with tracker:
             for _ in range(2):
                 for _ in range(2):
@@ -79,5 +99,8 @@ def test_the_plan_has_room_for_the_peak(name: str, tmp_path: Path, monkeypatch: 
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     tracked = next(size for kind, size in peak.items() if str(kind).rpartition(".")[2] == "Total")
     step = fit.total - shape.other_bytes
-    print(f"{name}: planned {fit.render()}; tracked {tracked / 2**30:.2f} GiB + {shape.other_bytes / 2**30:.2f} GiB")
+    print(
+        f"{name}: planned {fit.render()}; tracked {tracked / 2**30:.2f} GiB + "
+        f"{shape.other_bytes / 2**30:.2f} GiB"
+    )
     assert 1.0 <= step / tracked <= 1.3, (step / tracked, fit.render(), peak)

@@ -3,7 +3,8 @@
 pip install -c constraints.txt datasets timm torchvision mosaicml-streaming torchtitan deepspeed trl
 pytest tests/soak/soak_integrations.py
 
-Beside a torch for the CPU, PYTHONPATH=tests/support/cpu_torchvision lets the torchvision for CUDA be imported.
+Beside a torch for the CPU, PYTHONPATH=tests/support/cpu_torchvision lets the torchvision for CUDA
+be imported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from ebbflow.training.workloads.examine import examine_script
 from ebbflow.training.workloads.loader import workload_context
 from tests.gang.test_hugging_face import TIED, random_model, settings_for
 from tests.support import attached_scripts
-from tests.support.attached_scripts import ROOT, attached, events_of, finish, interrupt, output, start
+from tests.support.attached_scripts import (
+    ROOT,
+    attached,
+    events_of,
+    finish,
+    interrupt,
+    output,
+    start,
+)
 from tests.support.flow import FlowRunner
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
@@ -56,15 +65,25 @@ def test_rows_of_parquet_and_of_datasets_give_the_samples_of_json_lines(tmp_path
 def test_trainers_resumed_on_fewer_ranks_promise_nothing_exact_and_their_plan_counts_ranks(
     name: str, tmp_path: Path
 ) -> None:
-    libraries = ("lightning.pytorch",) if name == "lightning_mlp" else ("accelerate", "peft", "transformers.trainer")
+    if name == "lightning_mlp":
+        libraries = ("lightning.pytorch",)
+    else:
+        libraries = ("accelerate", "peft", "transformers.trainer")
     script = attached(tmp_path, name)
     if name == "lightning_mlp":
         text = script.read_text()
         script.write_text(
-            text.replace("    max_epochs=3,", "    max_epochs=3,\n    devices=int(os.environ['LOCAL_WORLD_SIZE']),")
+            text.replace(
+                "    max_epochs=3,",
+                "    max_epochs=3,\n    devices=int(os.environ['LOCAL_WORLD_SIZE']),",
+            )
         )
-        script.write_text("import os\nos.environ.setdefault('LOCAL_WORLD_SIZE', '1')\n" + script.read_text())
-    settings = RunConfig.model_validate({"script": str(script), "script_args": ["0"], "cluster": {"nodes": 1}})
+        script.write_text(
+            "import os\nos.environ.setdefault('LOCAL_WORLD_SIZE', '1')\n" + script.read_text()
+        )
+    settings = RunConfig.model_validate(
+        {"script": str(script), "script_args": ["0"], "cluster": {"nodes": 1}}
+    )
     steps = examine_script(settings).shape.steps
     for ranks in (2, 1):
         if ranks == 1:
@@ -82,7 +101,9 @@ def test_trainers_resumed_on_fewer_ranks_promise_nothing_exact_and_their_plan_co
 
 
 def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Path) -> None:
-    writer = pytest.importorskip("streaming.base.format.mds.writer", reason="mosaicml-streaming is not installed")
+    writer = pytest.importorskip(
+        "streaming.base.format.mds.writer", reason="mosaicml-streaming is not installed"
+    )
     import numpy as np
     from PIL import Image
 
@@ -90,18 +111,36 @@ def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Pa
 
     drawn = np.random.default_rng(0)
     columns = {
-        "i": "int", "s": "str", "b": "bytes", "u8": "uint8", "f32": "float32", "j": "json", "a": "ndarray",
-        "a2": "ndarray:float32", "a3": "ndarray:int16:2,3", "p": "png", "si": "str_int", "sf": "str_float",
-    }  # fmt: skip
+        "i": "int",
+        "s": "str",
+        "b": "bytes",
+        "u8": "uint8",
+        "f32": "float32",
+        "j": "json",
+        "a": "ndarray",
+        "a2": "ndarray:float32",
+        "a3": "ndarray:int16:2,3",
+        "p": "png",
+        "si": "str_int",
+        "sf": "str_float",
+    }
     rows = [
         {
-            "i": n * 10**10 - 5, "s": "é" * n, "b": bytes(n % 7), "u8": np.uint8(n), "f32": np.float32(n / 3),
-            "j": {"n": n}, "a": drawn.integers(0, 9, (n % 3 + 1, 2)), "a2": drawn.random((2, n % 5 + 1), np.float32),
-            "a3": drawn.integers(-5, 5, (2, 3)).astype(np.int16), "p": Image.new("RGB", (3, 2), (n, 1, 2)),
-            "si": n**20, "sf": n / 7,
+            "i": n * 10**10 - 5,
+            "s": "é" * n,
+            "b": bytes(n % 7),
+            "u8": np.uint8(n),
+            "f32": np.float32(n / 3),
+            "j": {"n": n},
+            "a": drawn.integers(0, 9, (n % 3 + 1, 2)),
+            "a2": drawn.random((2, n % 5 + 1), np.float32),
+            "a3": drawn.integers(-5, 5, (2, 3)).astype(np.int16),
+            "p": Image.new("RGB", (3, 2), (n, 1, 2)),
+            "si": n**20,
+            "sf": n / 7,
         }
         for n in range(100)
-    ]  # fmt: skip
+    ]
     with writer.MDSWriter(out=str(tmp_path / "data"), columns=columns, size_limit=4000) as shards:
         for row in rows:
             shards.write(row)
@@ -111,7 +150,9 @@ def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Pa
         read = found[number]
         assert read.pop("p").convert("RGB").tobytes() == row.pop("p").tobytes()
         for name, value in row.items():
-            same = np.array_equal(read[name], value) and getattr(read[name], "dtype", 0) == getattr(value, "dtype", 0)
+            same = np.array_equal(read[name], value) and getattr(read[name], "dtype", 0) == getattr(
+                value, "dtype", 0
+            )
             assert same and type(read[name]) is type(value), (number, name)
 
 
@@ -125,18 +166,30 @@ def test_an_image_model_of_timm_survives_and_begins_with_timms_weights(tmp_path:
     for name, level in (("dark", 40), ("light", 200)):
         (tmp_path / "pictures" / name).mkdir(parents=True)
         for number in range(40):
-            Image.new("RGB", (48, 48), (level + number, level, 0)).save(tmp_path / "pictures" / name / f"{number}.png")
+            Image.new("RGB", (48, 48), (level + number, level, 0)).save(
+                tmp_path / "pictures" / name / f"{number}.png"
+            )
     config = {
         "workload": "ebbflow.workloads:ImageModel",
         "workload_options": {
-            "model": "vit_tiny_patch16_224", "dataset": str(tmp_path / "pictures"), "size": 224, "workers": 1,
+            "model": "vit_tiny_patch16_224",
+            "dataset": str(tmp_path / "pictures"),
+            "size": 224,
+            "workers": 1,
         },
-        "training": {"batch_size": 4, "max_steps": 12, "learning_rate": 1e-4, "scheduler": {"warmup_steps": 2}},
+        "training": {
+            "batch_size": 4,
+            "max_steps": 12,
+            "learning_rate": 1e-4,
+            "scheduler": {"warmup_steps": 2},
+        },
         "cluster": {"nodes": 1, "processes_per_node": 2},
         "checkpoint": {"interval": "steps", "interval_steps": 4},
-    }  # fmt: skip
+    }
     settings = RunConfig.model_validate(config)
-    workload: Any = ImageModel(workload_context(settings, Gang(), store=Store.open(str(tmp_path / "own"))))
+    workload: Any = ImageModel(
+        workload_context(settings, Gang(), store=Store.open(str(tmp_path / "own")))
+    )
     model = workload.model()
     materialise(model, "cpu")
     initialise(model, workload.model(), seed=settings.training.seed)
@@ -144,10 +197,13 @@ def test_an_image_model_of_timm_survives_and_begins_with_timms_weights(tmp_path:
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=2).state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
     assert workload.flops(workload.next_batch(model, Cursor(0, 1))) == pytest.approx(7.5e9, rel=0.2)
-    runner, path = FlowRunner(tmp_path / "flow"), tmp_path / "images.yaml"
+    runner = FlowRunner(tmp_path / "flow")
+    path = tmp_path / "images.yaml"
     path.write_text(json.dumps({**config, "store": runner.store}))
     whole = runner.run("run", "--config", str(path), "--job", "whole")
-    killed = runner.run("run", "--config", str(path), "--job", "killed", "--rehearse", "rank-kill@step:9")
+    killed = runner.run(
+        "run", "--config", str(path), "--job", "killed", "--rehearse", "rank-kill@step:9"
+    )
     assert whole.exit_code == killed.exit_code == 0, whole.output + killed.output
     assert killed.report["interruptions"] == 1
     assert whole.report["weights_sha256"] == killed.report["weights_sha256"]
@@ -159,18 +215,29 @@ def test_a_deepspeed_engine_that_is_killed_and_told_to_leave_ends_bit_equal(
 ) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    monkeypatch.setattr(attached_scripts, "_DEADLINE_SECONDS", 400)  # importing deepspeed alone takes up to 30 s
-    code = (ROOT / "docs" / "script-deepspeed.md").read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.setattr(
+        attached_scripts, "_DEADLINE_SECONDS", 400
+    )  # importing deepspeed alone takes up to 30 s
+    code = (
+        (ROOT / "docs" / "script-deepspeed.md")
+        .read_text()
+        .partition("```python\n")[2]
+        .partition("```")[0]
+    )
     code = code.replace("init_distributed()", "init_distributed(dist_backend='gloo')")
     # without the extension, which would be compiled at the first start
-    code = f"import time\nimport deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n{code}"
+    code = (
+        "import time\nimport deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = "
+        f"False\n{code}"
+    )
     code = code.replace("job.log(loss=loss)", "job.log(loss=loss); time.sleep(0.05)")
     code = code.replace('"stage": 2', f'"stage": {stage}') + (
-        "weights = list(engine.module.parameters())\n"
-        "with deepspeed.zero.GatheredParameters(weights):\n"
-        "    engine.global_rank or torch.save([one.detach().clone() for one in weights], 'final.pt')\n"
+        "weights = list(engine.module.parameters())\nwith "
+        "deepspeed.zero.GatheredParameters(weights):\n    engine.global_rank or "
+        "torch.save([one.detach().clone() for one in weights], 'final.pt')\n"
     )
-    whole, stopped = tmp_path / "whole" / "train.py", tmp_path / "stopped" / "train.py"
+    whole = tmp_path / "whole" / "train.py"
+    stopped = tmp_path / "stopped" / "train.py"
     for script in (whole, stopped):
         script.parent.mkdir()
         script.write_text(code)
@@ -195,26 +262,47 @@ def test_trls_trainer_with_lora_that_is_killed_and_told_to_leave_ends_bit_equal(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    monkeypatch.setattr(attached_scripts, "_DEADLINE_SECONDS", 400)  # importing trl alone takes up to 30 s
-    rows = [f"Row {number}: {'wrath ' * (number % 7)}sing, goddess, {number * number}." for number in range(60)]
+    monkeypatch.setattr(
+        attached_scripts, "_DEADLINE_SECONDS", 400
+    )  # importing trl alone takes up to 30 s
+    rows = [
+        f"Row {number}: {'wrath ' * (number % 7)}sing, goddess, {number * number}."
+        for number in range(60)
+    ]
     words = Tokenizer(models.BPE())
-    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    words.pre_tokenizer = pre_tokenizers.ByteLevel()
+    words.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     words.train_from_iterator(
-        rows, trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+        rows,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
     torch.manual_seed(1)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: Any = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=0, **sizes))
-    code = (ROOT / "docs" / "script-peft.md").read_text().split("```python\n")[2].partition("```")[0]
+    code = (
+        (ROOT / "docs" / "script-peft.md").read_text().split("```python\n")[2].partition("```")[0]
+    )
     slow = "import time\ntrainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.1))\n"
-    whole, stopped = tmp_path / "whole" / "train.py", tmp_path / "stopped" / "train.py"
+    whole = tmp_path / "whole" / "train.py"
+    stopped = tmp_path / "stopped" / "train.py"
     for script in (whole, stopped):
         tokenizer.save_pretrained(script.parent / "model")
         model.save_pretrained(script.parent / "model")
-        (script.parent / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        script.write_text(code.replace("[])", "[], use_cpu=True)").replace("trainer.train(", f"{slow}trainer.train("))
+        (script.parent / "rows.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        )
+        script.write_text(
+            code.replace("[])", "[], use_cpu=True)").replace(
+                "trainer.train(", f"{slow}trainer.train("
+            )
+        )
     own: Any = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     finish(start(whole, **own), whole)
     for step, number, exit_code in ((5, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 75)):
@@ -223,7 +311,10 @@ def test_trls_trainer_with_lora_that_is_killed_and_told_to_leave_ends_bit_equal(
         finish(processes, stopped, exit_code)
         shutil.rmtree(stopped.parent / "output")
     finish(start(stopped, **own), stopped)
-    ours, expected = (load_file(script.parent / "adapter" / "adapter_model.safetensors") for script in (stopped, whole))
+    ours, expected = (
+        load_file(script.parent / "adapter" / "adapter_model.safetensors")
+        for script in (stopped, whole)
+    )
     assert len(ours) == 8 and ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) and ours[name].any() for name in expected)
     assert output(stopped).count("goes on from step") == 2

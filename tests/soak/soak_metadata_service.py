@@ -1,4 +1,6 @@
-"""With a metadata service, of which a small one stands in: the flow's records are there, and nothing is mended."""
+"""With a metadata service, of which a small one stands in: the flow's records are there, and
+nothing is mended.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,28 @@ def context(service: MetadataService, monkeypatch: pytest.MonkeyPatch) -> Prefli
 
 @pytest.mark.flow
 @pytest.mark.timeout(900)
-def test_a_run_and_its_report_are_found_through_the_service(tmp_path: Path, service: MetadataService) -> None:
+def test_a_run_and_its_report_are_found_through_the_service(
+    tmp_path: Path, service: MetadataService
+) -> None:
     """The job is called after the run, which the service numbers."""
     runner = FlowRunner(tmp_path, environment=service.environment())
     run: FlowRun = runner.run("run", *runner.options(training__max_steps=16), timeout=600)
     assert run.exit_code == 0, run.output
     assert (run.report["job"], run.report["outcome"]) == ("1", "completed")
-    seen = seen_by_client("TrainFlow/1", {**runner.environment, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)})
+    seen = seen_by_client(
+        "TrainFlow/1", {**runner.environment, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)}
+    )
     assert seen == {
-        "successful": True, "outcome": "completed", "weights": run.report["weights_sha256"], "train": [True, True],
+        "successful": True,
+        "outcome": "completed",
+        "weights": run.report["weights_sha256"],
+        "train": [True, True],
         "cards": 1,
-    }  # fmt: skip
+    }
     assert service.unknown == []
-    assert service.beats["TrainFlow", "1"] > 0 and len(service.beats) > 5, "of the run and of each of its tasks"
+    assert service.beats["TrainFlow", "1"] > 0 and len(service.beats) > 5, (
+        "of the run and of each of its tasks"
+    )
 
 
 def test_preflight_says_that_nothing_is_mended(context: PreflightContext) -> None:
@@ -58,5 +69,8 @@ def test_a_service_that_does_not_answer_is_found_before_anything_is_submitted(
 ) -> None:
     monkeypatch.setenv("METAFLOW_SERVICE_URL", "http://127.0.0.1:9")
     found = check_metadata(context)
-    assert found.status == "failed" and "the metadata service at http://127.0.0.1:9 does not answer" in found.detail
+    assert (
+        found.status == "failed"
+        and "the metadata service at http://127.0.0.1:9 does not answer" in found.detail
+    )
     assert "METAFLOW_SERVICE_URL" in (found.fix or "")

@@ -1,7 +1,8 @@
-"""`make soak-batch`: nine interruptions of one job in the local Batch, under the supervisor, and a bug that is always
-there. Minutes, so not in CI.
+"""`make soak-batch`: nine interruptions of one job in the local Batch, under the supervisor, and a
+bug that is always there. Minutes, so not in CI.
 
-Spot reclaims with a notice and without one, and in the middle the launcher is killed, which leaves its job behind.
+Spot reclaims with a notice and without one, and in the middle the launcher is killed, which leaves
+its job behind.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 INTERRUPTIONS = 9
 LAUNCHER_DIES_AT = 5
-# A step computes for 0.02 s on a machine left alone and for 0.5 s among many others. Enough of them that the job is not
-# done before the last interruption.
-STEPS, SECONDS_PER_STEP = 250, 0.3
+# A step computes for 0.02 s on a machine left alone and for 0.5 s among many others. Enough of them
+# that the job is not done before the last interruption.
+STEPS = 250
+SECONDS_PER_STEP = 0.3
 _NEWEST = 10**6 - 1  # keys of commits count generations down from it (infra/layout.py)
 
 
@@ -37,7 +39,10 @@ class Supervised(BatchRunner):
 
     def commits(self) -> int:
         """Of the newest generation that has any, its number; 0 before the first commit."""
-        found = (re.search(r"/commits/\d+/(\d+)/", key) for key in self.keys(f"{PREFIX}/jobs/laptop/commits/"))
+        found = (
+            re.search(r"/commits/\d+/(\d+)/", key)
+            for key in self.keys(f"{PREFIX}/jobs/laptop/commits/")
+        )
         return max((_NEWEST - int(match[1]) for match in found if match), default=0)
 
 
@@ -57,7 +62,9 @@ def runner(tmp_path: Path, swift: Swift, batch: LocalBatch) -> Supervised:
 
 def running_job(runner: Supervised) -> str | None:
     jobs = [job for job in runner.training_jobs() if job["status"] == "RUNNING"]
-    return jobs[-1]["jobId"] if jobs else None
+    if jobs:
+        return jobs[-1]["jobId"]
+    return None
 
 
 def interrupt(runner: Supervised, number: int) -> None:
@@ -84,7 +91,9 @@ def test_nine_interruptions_of_one_job(runner: Supervised, tmp_path: Path) -> No
     settings: dict[str, Any] = {"training__max_steps": STEPS, "checkpoint__interval_steps": 10}
     settings |= {"training__evaluation_interval_steps": STEPS}
     paced = {**settings, **paced_settings(SECONDS_PER_STEP)}
-    process = runner.start(CONFIG, *runner.options(**paced), "--with", "cloud", "--pause-seconds", "1")
+    process = runner.start(
+        CONFIG, *runner.options(**paced), "--with", "cloud", "--pause-seconds", "1"
+    )
     seen = 0
     for number in range(1, INTERRUPTIONS + 1):
         seen = runner.await_so(
@@ -100,7 +109,10 @@ def test_nine_interruptions_of_one_job(runner: Supervised, tmp_path: Path) -> No
     assert report["interruptions"] >= INTERRUPTIONS and report["failures"] == 0
     assert_ledger_adds_up(report)
     jobs = runner.training_jobs()
-    print(f"{len(jobs)} jobs, {report['interruptions']} interruptions, {report['redone_steps']} redone steps")
+    print(
+        f"{len(jobs)} jobs, {report['interruptions']} interruptions, {report['redone_steps']} "
+        "redone steps"
+    )
     assert len(jobs) > 5, "more than Metaflow's own attempts"
     assert {job["status"] for job in jobs} <= {"SUCCEEDED", "FAILED"}, "no job is left behind"
 
@@ -114,7 +126,9 @@ def test_nine_interruptions_of_one_job(runner: Supervised, tmp_path: Path) -> No
 def test_three_identical_crashes_end_the_job_at_a_cost_stated(runner: Supervised) -> None:
     before = len(runner.batch.jobs())
     settings = {**paced_settings(0.0, crashes_at_step=5), "checkpoint__interval_steps": 30}
-    process = runner.start(CONFIG, *runner.options(**settings), "--with", "cloud", "--pause-seconds", "1")
+    process = runner.start(
+        CONFIG, *runner.options(**settings), "--with", "cloud", "--pause-seconds", "1"
+    )
     run = runner.finish(process, timeout=1200)
     assert run.exit_code == 6, run.output
     assert run.report["outcome"] == "crash_loop" and run.report["failures"] == 3

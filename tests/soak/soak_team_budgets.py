@@ -13,10 +13,15 @@ MONTHS_EACH = 25
 
 @pytest.mark.timeout(3600)
 def test_ten_thousand_months_without_an_overrun() -> None:
-    found = [one for seed in range(400) for one in months(1000 + seed, MONTHS_EACH)]
+    found = []
+    for seed in range(400):
+        found.extend(months(1000 + seed, MONTHS_EACH))
     shares = sorted(spent / budget for _, spent, budget in found)
     over = sum(share > 1 for share in shares)
     used = shares[len(shares) // 2]
-    print(f"{len(found)} project-months, {over} over budget, median use {used:.0%}, most {shares[-1]:.1%}")
+    print(
+        f"{len(found)} project-months, {over} over budget, median use {used:.0%}, most "
+        f"{shares[-1]:.1%}"
+    )
     assert len(found) >= 2 * 400 * (MONTHS_EACH - 1) and not over
     assert used > Decimal("0.5"), "budgets are used"

@@ -17,11 +17,18 @@ from ebbflow.infra.events import STEP, read_events
 from ebbflow.infra.store import Store
 from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import ROOT, FlowRunner, processes_with, wait_until
-from tests.support.tracker_files import mlflow_run, read_jsonl, read_mlflow, read_tensorboard, sync_wandb
+from tests.support.tracker_files import (
+    mlflow_run,
+    read_jsonl,
+    read_mlflow,
+    read_tensorboard,
+    sync_wandb,
+)
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
-STEPS, SECONDS_PER_STEP = 60, 0.25
+STEPS = 60
+SECONDS_PER_STEP = 0.25
 _WAIT_SECONDS = 400.0
 
 
@@ -40,7 +47,9 @@ def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> 
     runner.await_step(22, generation=2, timeout=_WAIT_SECONDS)
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    wait_until("the end of all its processes", lambda: not processes_with(str(runner.folder)), timeout=60)
+    wait_until(
+        "the end of all its processes", lambda: not processes_with(str(runner.folder)), timeout=60
+    )
     launcher = runner.start("resume")
     runner.await_step(32, generation=3, timeout=_WAIT_SECONDS)
     launcher.send_signal(signal.SIGTERM)
@@ -50,11 +59,17 @@ def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> 
     run = runner.finish(launcher)
     assert run.exit_code == 0, run.output
     assert "not everything is sent" not in run.output, run.output
-    report, folder = run.report, run.folder
-    assert report["outcome"] == "completed" and report["interruptions"] == 4 and report["redone_steps"] > 0
+    report = run.report
+    folder = run.folder
+    assert (
+        report["outcome"] == "completed"
+        and report["interruptions"] == 4
+        and report["redone_steps"] > 0
+    )
     assert len(report["events"]["generations"]) == 5
 
-    synced, (_, logged) = sync_wandb(folder / "wandb"), mlflow_run(database)
+    synced = sync_wandb(folder / "wandb")
+    (_, logged) = mlflow_run(database)
     assert logged.info.status == "FINISHED"
     summary = json.loads((folder / "run.json").read_text())
     readers = {
@@ -70,10 +85,15 @@ def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> 
         losses = read("loss")
         assert [step for step, _ in losses] == list(range(1, STEPS + 1)), kind
         values = [value for _, value in losses]
-        assert values == pytest.approx([loss for _, loss in report["loss_curve"]], rel=1e-6), kind  # float32
+        assert values == pytest.approx([loss for _, loss in report["loss_curve"]], rel=1e-6), (
+            kind
+        )  # float32
         for name in expected:
             totals = read(name)
-            assert [step for step, _ in totals] == sorted({step for step, _ in totals}), (kind, name)
+            assert [step for step, _ in totals] == sorted({step for step, _ in totals}), (
+                kind,
+                name,
+            )
             assert totals[-1][0] == STEPS, (kind, name)
             assert totals[-1][1] == pytest.approx(summary[name], rel=1e-6), (kind, name)
     for totals in (summary, synced.summary):
@@ -97,10 +117,14 @@ with ebbflow.attach(model, optimizer) as job:
 """
 
 
-def test_trackers_and_webhooks_that_are_down_or_hang_delay_no_step_and_bound_the_end(tmp_path: Path) -> None:
+def test_trackers_and_webhooks_that_are_down_or_hang_delay_no_step_and_bound_the_end(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     found: dict[str, tuple[float, float]] = {}
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:  # connects, and never answers
+    with socket.create_server(
+        ("127.0.0.1", 0), backlog=64
+    ) as silent:  # connects, and never answers
         hangs = f"http://127.0.0.1:{silent.getsockname()[1]}"
         trackers = [
             {"type": "jsonl"},
@@ -108,21 +132,36 @@ def test_trackers_and_webhooks_that_are_down_or_hang_delay_no_step_and_bound_the
             {"type": "mlflow", "url": "http://127.0.0.1:1"},
         ]
         trackers += [{"type": "wandb", "url": hangs}]
-        down = ["--set", f"trackers={json.dumps(trackers)}", "--set", "notifications.webhook_env=HOOK"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW_RUNS": str(tmp_path / "runs")}
+        down = [
+            "--set",
+            f"trackers={json.dumps(trackers)}",
+            "--set",
+            "notifications.webhook_env=HOOK",
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "EBBFLOW_RUNS": str(tmp_path / "runs"),
+        }
         environment |= {"HOOK": f"{hangs}/hook", "WANDB_API_KEY": "a" * 40}
         for name, words in (("without", []), ("down", down)):
             command = [sys.executable, "-m", "ebbflow", "run", "train.py", "--job", name, *words]
             began = time.monotonic()
-            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            )
             seconds = time.monotonic() - began
-            assert done.returncode == 0 and "completed at step 100" in done.stdout, done.stdout + done.stderr
+            assert done.returncode == 0 and "completed at step 100" in done.stdout, (
+                done.stdout + done.stderr
+            )
             events = read_events(Store.open(str(tmp_path / "runs")).sub(f"jobs/{name}"))
             steps = [event.t_wall for event in events if event.name == STEP]
             assert len(steps) == 100
             found[name] = seconds, steps[-1] - steps[0]
     print(f"seconds of the command and of 99 steps: {found}\n{done.stdout}")
-    late = next(line for line in done.stdout.splitlines() if line.startswith("not everything is sent to "))
+    late = next(
+        line for line in done.stdout.splitlines() if line.startswith("not everything is sent to ")
+    )
     assert all(name in late for name in ("mlflow", "wandb", "webhook")) and "jsonl" not in late
     assert len(read_jsonl(tmp_path / "runs" / "down", "loss")) == 100
     assert found["down"][1] < 1.2 * found["without"][1]

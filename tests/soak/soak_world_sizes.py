@@ -1,4 +1,6 @@
-"""Images and language on 1, 2 and 4 ranks: 20 steps are equal in float32, and another world size resumes them."""
+"""Images and language on 1, 2 and 4 ranks: 20 steps are equal in float32, and another world size
+resumes them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def language(tmp_path: Path) -> dict[str, Any]:
     folder = make_folder(tmp_path)
     rows = [{"prompt": "the tide", "choices": [" comes in", " goes out"], "answer": 0}] * 5
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = settings_for(folder, lora_rank=4, choices=str(tmp_path / "questions.jsonl")).model_dump(mode="json")
+    found = settings_for(folder, lora_rank=4, choices=str(tmp_path / "questions.jsonl")).model_dump(
+        mode="json"
+    )
     return {name: found[name] for name in ("store", "workload", "workload_options", "model")}
 
 
@@ -45,7 +49,11 @@ def policy(tmp_path: Path) -> dict[str, Any]:
 def numbers_of(config: RunConfig, job: str) -> list[float]:
     """Return the loss of each step, and the metrics of the last evaluation that are no speeds."""
     events = list(read_events(Store.open(config.store).sub(job_prefix(job))))
-    steps = {event.step or 0: event.data["loss"] for event in events if event.name == "step" and event.rank == 0}
+    steps = {
+        event.step or 0: event.data["loss"]
+        for event in events
+        if event.name == "step" and event.rank == 0
+    }
     metrics = [event.data["metrics"] for event in events if event.name == "evaluation"][-1]
     kept = sorted(name for name in metrics if not name.endswith(("_per_second", "_share")))
     return [steps[step] for step in sorted(steps)] + [metrics[name] for name in kept]
@@ -53,17 +61,38 @@ def numbers_of(config: RunConfig, job: str) -> list[float]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("make", [images, language, policy])
-def test_any_world_size_trains_the_same_and_resumes_the_others_commits(make: Any, tmp_path: Path) -> None:
-    given, found = make(tmp_path), dict[str, list[float]]()
-    for job, world_size, steps in (("1", 1, 20), ("2", 2, 20), ("4", 4, 20), ("resumed", 2, 10), ("resumed", 1, 20)):
-        training = {"batch_size": 8, "max_steps": steps, "evaluation_interval_steps": 10, "learning_rate": 1e-3}
+def test_any_world_size_trains_the_same_and_resumes_the_others_commits(
+    make: Any, tmp_path: Path
+) -> None:
+    given = make(tmp_path)
+    found = dict[str, list[float]]()
+    for job, world_size, steps in (
+        ("1", 1, 20),
+        ("2", 2, 20),
+        ("4", 4, 20),
+        ("resumed", 2, 10),
+        ("resumed", 1, 20),
+    ):
+        training = {
+            "batch_size": 8,
+            "max_steps": steps,
+            "evaluation_interval_steps": 10,
+            "learning_rate": 1e-3,
+        }
         training |= {"scheduler": {"type": "constant", "warmup_steps": 0}}
-        rest = {"training": training, "checkpoint": {"interval_steps": 10}, "cluster": {"device": "cpu"}}
-        config = RunConfig.model_validate({**given, **rest, "parallel": {"mode": "fsdp2" if job == "2" else "ddp"}})
+        rest = {
+            "training": training,
+            "checkpoint": {"interval_steps": 10},
+            "cluster": {"device": "cpu"},
+        }
+        config = RunConfig.model_validate(
+            {**given, **rest, "parallel": {"mode": "fsdp2" if job == "2" else "ddp"}}
+        )
         if world_size == 1:
             run_alone(config, job)
         else:
-            (path := tmp_path / "job.yaml").write_text(config.model_dump_json())
+            path = tmp_path / "job.yaml"
+            path.write_text(config.model_dump_json())
             run_ranks(world_size, ["-m", "ebbflow.training", str(path), "--job", job])
         found[job] = numbers_of(config, job)
     assert len(found["1"]) >= 22 and len(set(found["1"])) > 20

@@ -1,4 +1,6 @@
-"""Training by one rank in the test's own process, without the seconds that importing torch takes another one."""
+"""Training by one rank in the test's own process, without the seconds that importing torch takes
+another one.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from ebbflow.training.worker import parse_arguments, run_rank, share_spec
 
 
 def run_alone(config: RunConfig, job: str) -> LoopResult:
-    """As `python -m training CONFIG --job JOB` does from its arguments to its result, in this process.
+    """As `python -m training CONFIG --job JOB` does from its arguments to its result, in this
+    process.
 
     The store must be a folder; the configuration is written beside it.
     """
     path = Path(config.store).parent / "config.yaml"
     path.write_text(config.model_dump_json())  # JSON is a part of YAML
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}  # a rank watches for them
+    kept = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+    }  # a rank watches for them
     try:
         return run_rank(share_spec(parse_arguments([str(path), "--job", job]), Gang()), Gang())
     finally:

@@ -1,4 +1,6 @@
-"""Scripts of tests/support/scripts: patched as a user would, started, interrupted, and their final states."""
+"""Scripts of tests/support/scripts: patched as a user would, started, interrupted, and their final
+states.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def attached(folder: Path, name: str) -> Path:
     if not script.exists():
         script.write_text((SCRIPTS / script.name).read_text())
         command = ["git", "apply", "-p1", str(SCRIPTS / f"{name}.patch")]
-        subprocess.run(command, cwd=folder, check=True, env={**os.environ, "GIT_DIR": "/nonexistent"})
+        subprocess.run(
+            command, cwd=folder, check=True, env={**os.environ, "GIT_DIR": "/nonexistent"}
+        )
     return script
 
 
@@ -34,14 +38,27 @@ def start(
     script: Path, *words: str, ranks: int = 1, libraries: tuple[str, ...] = (), **environment: str
 ) -> list[WarmProcess]:
     """Start a script as torchrun starts it, in its folder, with its output in script.log."""
-    port, log, processes = str(free_port()), script.parent / "script.log", []
+    port = str(free_port())
+    log = script.parent / "script.log"
+    processes = []
     for rank in range(ranks):
         own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         own |= {"EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5", **environment}
         if ranks > 1:
-            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
-            own |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        processes.append(start_warm(str(script), list(words), environment=own, output=log, libraries=libraries))
+            own |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_PORT": port,
+            }
+            own |= {
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+        processes.append(
+            start_warm(str(script), list(words), environment=own, output=log, libraries=libraries)
+        )
     return processes
 
 
@@ -66,7 +83,9 @@ def job_folder(script: Path) -> Path:
 
 
 def job_store(script: Path) -> Store:
-    return Store.open(os.environ.get("EBBFLOW__STORE") or str(script.parent / "runs")).sub(job_prefix(script.stem))
+    return Store.open(os.environ.get("EBBFLOW__STORE") or str(script.parent / "runs")).sub(
+        job_prefix(script.stem)
+    )
 
 
 def commits(script: Path) -> list[int]:
@@ -74,10 +93,16 @@ def commits(script: Path) -> list[int]:
 
 
 def interrupt(
-    processes: list[WarmProcess], script: Path, step: int, number: int, *, ranks: list[int] | None = None
+    processes: list[WarmProcess],
+    script: Path,
+    step: int,
+    number: int,
+    *,
+    ranks: list[int] | None = None,
 ) -> None:
     """Send a signal to the ranks once they have made a commit of `step` or later."""
-    limit, before = time.monotonic() + _DEADLINE_SECONDS, max(commits(script), default=0)
+    limit = time.monotonic() + _DEADLINE_SECONDS
+    before = max(commits(script), default=0)
     while not any(found >= step and found > before for found in commits(script)):
         assert all(process.poll() is None for process in processes), output(script)
         assert time.monotonic() < limit, output(script)
@@ -87,14 +112,24 @@ def interrupt(
 
 
 def final_state(script: Path, step: int) -> dict[tuple[str, str], bytes]:
-    """Return the bytes of the last commit by rank's file and name: weights, optimizer, states and random states."""
-    base, found = job_folder(script), {}
+    """Return the bytes of the last commit by rank's file and name: weights, optimizer, states and
+    random states.
+    """
+    base = job_folder(script)
+    found = {}
     for path in base.glob(f"data/*/{step:012d}/*.bin"):
         content = path.read_bytes()
-        index = json.loads((base / "index" / path.relative_to(base / "data")).with_suffix(".json").read_text())
-        found |= {(path.stem, name): content[start : start + size] for name, *_, start, size in index["items"]}
+        index = json.loads(
+            (base / "index" / path.relative_to(base / "data")).with_suffix(".json").read_text()
+        )
+        found |= {
+            (path.stem, name): content[start : start + size]
+            for name, *_, start, size in index["items"]
+        }
     assert found, commits(script)
-    return {key: value for key, value in found.items() if not key[1].endswith(".numpy")}  # which no script seeds
+    return {
+        key: value for key, value in found.items() if not key[1].endswith(".numpy")
+    }  # which no script seeds
 
 
 def events_of(script: Path) -> list[Event]:

@@ -1,4 +1,6 @@
-"""AWS Batch's API for jobs, and a Kubernetes API without pods, in a thread of the test's own process."""
+"""AWS Batch's API for jobs, and a Kubernetes API without pods, in a thread of the test's own
+process.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,12 @@ from tests.support.local_service import LocalServer
 class JobService:
     """The jobs that it knows, and the requests that it got.
 
-    Attributes:
-        jobs: Descriptions of each job: one for each look, and the last one for all further looks.
-        refused: Whether requests to terminate a job are refused, as for a job that has ended meanwhile.
-        away: Whether every request is answered with an internal error.
-        queues: Market of each job queue, by name.
-        slow_seconds: How long each answer of Batch takes.
-        owners: Kubernetes objects by the path of their URL. A deleted one is gone.
-        requests: (region, operation, content) of each request to Batch, (method, path) of each one to Kubernetes.
+    Attributes: jobs: Descriptions of each job: one for each look, and the last one for all further
+        looks. refused: Whether requests to terminate a job are refused, as for a job that has ended
+        meanwhile. away: Whether every request is answered with an internal error. queues: Market of
+        each job queue, by name. slow_seconds: How long each answer of Batch takes. owners:
+        Kubernetes objects by the path of their URL. A deleted one is gone. requests: (region,
+        operation, content) of each request to Batch, (method, path) of each one to Kubernetes.
     """
 
     endpoint: str = ""
@@ -44,7 +44,9 @@ class JobService:
 
     def terminated(self) -> list[tuple[str, str]]:
         """The job and the reason of each request to terminate one."""
-        contents = [json.loads(request[2]) for request in self.requests if request[1] == "terminatejob"]
+        contents = [
+            json.loads(request[2]) for request in self.requests if request[1] == "terminatejob"
+        ]
         return [(content["jobId"], content["reason"]) for content in contents]
 
     def answer_batch(self, region: str, operation: str, content: dict[str, Any]) -> tuple[int, Any]:
@@ -58,13 +60,25 @@ class JobService:
             found = [_describe_environment(name, market) for name, market in self.queues.items()]
             return 200, {"computeEnvironments": found}
         if operation == "terminatejob":
-            return (400, {"message": "it has ended"}) if self.refused else (200, {})
+            if self.refused:
+                return (400, {"message": "it has ended"})
+            return (200, {})
         found = []
         for job_id in content["jobs"]:
             descriptions = self.jobs.get(job_id, [])
             if descriptions:
-                about = descriptions.pop(0) if len(descriptions) > 1 else descriptions[0]
-                found.append({"jobId": job_id, "jobName": "n", "jobQueue": "arn:aws:batch:r:1:job-queue/q", **about})
+                if len(descriptions) > 1:
+                    about = descriptions.pop(0)
+                else:
+                    about = descriptions[0]
+                found.append(
+                    {
+                        "jobId": job_id,
+                        "jobName": "n",
+                        "jobQueue": "arn:aws:batch:r:1:job-queue/q",
+                        **about,
+                    }
+                )
         return 200, {"jobs": found}
 
     def answer_kubernetes(self, method: str, path: str) -> tuple[int, Any]:
@@ -81,12 +95,25 @@ class JobService:
 def _describe_queue(name: str) -> dict[str, Any]:
     order = [{"order": 1, "computeEnvironment": name}]
     state = {"state": "ENABLED", "status": "VALID", "priority": 1, "computeEnvironmentOrder": order}
-    return {"jobQueueName": name, "jobQueueArn": f"arn:aws:batch:us-east-1:1:job-queue/{name}", **state}
+    return {
+        "jobQueueName": name,
+        "jobQueueArn": f"arn:aws:batch:us-east-1:1:job-queue/{name}",
+        **state,
+    }
 
 
 def _describe_environment(name: str, market: str) -> dict[str, Any]:
-    resources = {"type": {"spot": "SPOT", "on_demand": "EC2"}[market], "instanceTypes": ["g5"], "maxvCpus": 256}
-    about = {"type": "MANAGED", "state": "ENABLED", "status": "VALID", "computeResources": resources}
+    resources = {
+        "type": {"spot": "SPOT", "on_demand": "EC2"}[market],
+        "instanceTypes": ["g5"],
+        "maxvCpus": 256,
+    }
+    about = {
+        "type": "MANAGED",
+        "state": "ENABLED",
+        "status": "VALID",
+        "computeResources": resources,
+    }
     return {"computeEnvironmentName": name, "computeEnvironmentArn": name, **about}
 
 
@@ -98,8 +125,14 @@ def serve_jobs() -> Iterator[JobService]:
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             content = json.loads(self.rfile.read(length) or b"{}")
-            region = re.search(r"Credential=[^/]+/\d+/([^/]+)/", self.headers.get("Authorization", ""))
-            self._answer(*service.answer_batch(region[1] if region else "", self.path.rpartition("/")[2], content))
+            region = re.search(
+                r"Credential=[^/]+/\d+/([^/]+)/", self.headers.get("Authorization", "")
+            )
+            self._answer(
+                *service.answer_batch(
+                    region[1] if region else "", self.path.rpartition("/")[2], content
+                )
+            )
 
         def do_GET(self) -> None:
             self._answer(*service.answer_kubernetes("GET", self.path.partition("?")[0]))

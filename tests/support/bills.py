@@ -1,4 +1,6 @@
-"""Synthetic Cost and Usage Reports: hourly lines of instances that lived as a test says, billed as EC2 bills."""
+"""Synthetic Cost and Usage Reports: hourly lines of instances that lived as a test says, billed as
+EC2 bills.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ class Instance:
 
 
 def rows_of(instance: Instance, *, tick: float = 1.0) -> Iterator[dict[str, str]]:
-    """One line for each hour of its life, charged second by second at the price of each, a minute at the least."""
+    """One line for each hour of its life, charged second by second at the price of each, a minute
+    at the least.
+    """
     end = max(instance.end, instance.start + MINIMUM_SECONDS)
     use = {"spot": "SpotUsage", "on_demand": "BoxUsage"}[instance.market]
     hour = math.floor(instance.start / HOUR)
     while hour * HOUR < end:
-        left, right = max(instance.start, hour * HOUR), min(end, (hour + 1) * HOUR)
-        usd, at = 0.0, left
+        left = max(instance.start, hour * HOUR)
+        right = min(end, (hour + 1) * HOUR)
+        usd = 0.0
+        at = left
         while at < right:
             step = min(tick, right - at)
             usd += instance.usd_per_hour(at) * step / HOUR
@@ -48,7 +54,9 @@ def rows_of(instance: Instance, *, tick: float = 1.0) -> Iterator[dict[str, str]
             "lineItem/UsageEndDate": _iso((hour + 1) * HOUR),
             "lineItem/ProductCode": "AmazonEC2",
             "lineItem/UsageType": f"{use}:{instance.instance_type}",
-            "lineItem/Operation": "RunInstances:SV001" if instance.market == "spot" else "RunInstances",
+            "lineItem/Operation": "RunInstances:SV001"
+            if instance.market == "spot"
+            else "RunInstances",
             "lineItem/AvailabilityZone": instance.zone,
             "lineItem/ResourceId": instance.instance_id,
             "lineItem/UsageAmount": f"{(right - left) / HOUR:.10f}",
@@ -78,7 +86,9 @@ def storage_row(resource: str, usage_type: str, usd: str, at: float, **tags: str
     }
 
 
-def write_report(path: Path, rows: Iterable[dict[str, str]], *, second_generation: bool = False) -> Path:
+def write_report(
+    path: Path, rows: Iterable[dict[str, str]], *, second_generation: bool = False
+) -> Path:
     """As CSV. second_generation: with the column names of Data Exports, tags as one map."""
     listed = [_renamed(row) if second_generation else row for row in rows]
     names = list(dict.fromkeys(name for row in listed for name in row))
@@ -107,9 +117,15 @@ def _renamed(row: dict[str, str]) -> dict[str, str]:
         "product/instanceType": "product_instance_type",
         "bill/InvoiceId": "bill_invoice_id",
     }
-    tags = {f"user_{name.partition(':')[2]}": value for name, value in row.items() if name.startswith("resourceTags")}
+    tags = {
+        f"user_{name.partition(':')[2]}": value
+        for name, value in row.items()
+        if name.startswith("resourceTags")
+    }
     pairs = ", ".join(f'"{key}": "{value}"' for key, value in tags.items())
-    return {plain[name]: value for name, value in row.items() if name in plain} | {"resource_tags": f"{{{pairs}}}"}
+    return {plain[name]: value for name, value in row.items() if name in plain} | {
+        "resource_tags": f"{{{pairs}}}"
+    }
 
 
 def _iso(unix_time: float) -> str:

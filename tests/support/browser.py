@@ -1,4 +1,6 @@
-"""A headless browser that measures pages: which boxes are cut off at the width of a phone or of a laptop."""
+"""A headless browser that measures pages: which boxes are cut off at the width of a phone or of a
+laptop.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,22 @@ addEventListener('message', (event) => {
   document.body.append(found);
 });</script>"""
 _OPTIONS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-quic", "--window-size=1600,1200",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+    "--window-size=1600,1200",
     "--enable-logging=stderr",
-)  # fmt: skip
+)
 
 
 def dump(page: Path, folder: Path, *, budget_milliseconds: int = 40_000) -> str:
-    """The page's document after its scripts have run, without a word on the console, which also names refused requests.
+    """The page's document after its scripts have run, without a word on the console, which also
+    names refused requests.
 
     Skips the test where chromium is not installed.
     """
@@ -52,21 +62,34 @@ def dump(page: Path, folder: Path, *, budget_milliseconds: int = 40_000) -> str:
     if browser is None:
         pytest.skip("chromium is not installed")
     done = subprocess.run(
-        [browser, *_OPTIONS, f"--user-data-dir={folder}/profile", f"--virtual-time-budget={budget_milliseconds}",
-         "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            browser,
+            *_OPTIONS,
+            f"--user-data-dir={folder}/profile",
+            f"--virtual-time-budget={budget_milliseconds}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not said, said
     return done.stdout
 
 
 def cut_off(page: str, width: int, folder: Path, *, wait_milliseconds: int = 100) -> list[str]:
-    """What a window of `width` pixels cuts off of a page that has tables. Fails when nothing could be measured."""
+    """What a window of `width` pixels cuts off of a page that has tables.
+
+    Fails when nothing could be measured.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     measured = folder / "page.html"
     script = _MEASURE.replace("WAIT", str(wait_milliseconds))
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page)  # it forbids scripts but the page's own
+    page = re.sub(
+        r'<meta http-equiv="Content-Security-Policy".*?>', "", page
+    )  # it forbids scripts but the page's own
     head, body, rest = page.rpartition("</body>")
     measured.write_text(head + script + body + rest if body else page + script)
     frame = folder / "frame.html"
@@ -79,7 +102,9 @@ def cut_off(page: str, width: int, folder: Path, *, wait_milliseconds: int = 100
 
 
 class Browser:
-    """One chromium for several pages, driven by the DevTools protocol. It keeps all requests and console messages.
+    """One chromium for several pages, driven by the DevTools protocol.
+
+    It keeps all requests and console messages.
 
     Skips the test where chromium is not installed.
     """
@@ -88,19 +113,28 @@ class Browser:
         program = shutil.which("chromium")
         if program is None:
             pytest.skip("chromium is not installed")
-        words = [*_OPTIONS, "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-port=0"]
+        words = [
+            *_OPTIONS,
+            "--hide-scrollbars",
+            "--force-color-profile=srgb",
+            "--remote-debugging-port=0",
+        ]
         self._process = subprocess.Popen(
             [program, *words, f"--user-data-dir={folder}/profile", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             self._socket = websocket.create_connection(
-                self._address(folder / "profile" / "DevToolsActivePort"), timeout=60, suppress_origin=True
+                self._address(folder / "profile" / "DevToolsActivePort"),
+                timeout=60,
+                suppress_origin=True,
             )
         except BaseException:
             self.close()
             raise
-        self._sent, self.heard = 0, []
+        self._sent = 0
+        self.heard = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -108,8 +142,12 @@ class Browser:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not (port.exists() and port.read_text().strip()):
             time.sleep(0.05)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().split()[0]}/json", timeout=30) as answer:
-            return next(one["webSocketDebuggerUrl"] for one in json.load(answer) if one["type"] == "page")
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port.read_text().split()[0]}/json", timeout=30
+        ) as answer:
+            return next(
+                one["webSocketDebuggerUrl"] for one in json.load(answer) if one["type"] == "page"
+            )
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._sent += 1
@@ -122,12 +160,20 @@ class Browser:
             self.heard.append(answer)
 
     def evaluate(self, expression: str) -> Any:
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def open(
-        self, url: str, *, width: int = 1000, height: int = 1000, dark: bool = False, printed: bool = False
+        self,
+        url: str,
+        *,
+        width: int = 1000,
+        height: int = 1000,
+        dark: bool = False,
+        printed: bool = False,
     ) -> None:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", media="print" if printed else "", features=scheme)
@@ -137,20 +183,31 @@ class Browser:
         self.heard.clear()
         self.call("Page.navigate", url=url)
         until = time.monotonic() + 60
-        while not any(one["method"] == "Page.loadEventFired" for one in self.heard) and time.monotonic() < until:
+        while (
+            not any(one["method"] == "Page.loadEventFired" for one in self.heard)
+            and time.monotonic() < until
+        ):
             self.evaluate("new Promise((done) => setTimeout(done, 20))")
-        self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def picture(self, *, top: int = 0, height: int = 3200, scale: float = 1.0) -> bytes:
         """A part of the page as PNG, over its whole width."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         height = min(height, int(size["height"]) - top)
         clip = {"x": 0, "y": top, "width": size["width"], "height": height, "scale": scale}
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"])
+        return base64.b64decode(
+            self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+        )
 
     def requests(self) -> list[str]:
         """Addresses that the page asked for since it was opened."""
-        return [one["params"]["request"]["url"] for one in self.heard if one["method"] == "Network.requestWillBeSent"]
+        return [
+            one["params"]["request"]["url"]
+            for one in self.heard
+            if one["method"] == "Network.requestWillBeSent"
+        ]
 
     def complaints(self) -> list[str]:
         """Errors and messages on the page's console."""

@@ -1,4 +1,5 @@
-"""One rank of a small gang that saves or restores; started as a process with torchrun's environment.
+"""One rank of a small gang that saves or restores; started as a process with torchrun's
+environment.
 
 checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): train two steps, save as job MODE
 checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
@@ -35,19 +36,27 @@ from ebbflow.training.errors import RendezvousError, TrainingError
 from ebbflow.training.gang import connect
 from ebbflow.training.trainer_setup import meet_others
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 GANG = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 30.0}
 COLLECTIVE_SECONDS = 2.0
 
 
 def build(mode: str, seed: int, width: int = 5) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Uneven on purpose: 5 and 2 rows do not divide by 2 or 3 ranks, and 2 rows leave a third rank with none."""
+    """Uneven on purpose: 5 and 2 rows do not divide by 2 or 3 ranks, and 2 rows leave a third rank
+    with none.
+    """
     torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    model: nn.Module = nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 2)
+    )
     if mode == "ddp":
         model = DistributedDataParallel(model)
     elif mode in ("fsdp2", "hsdp"):
-        shape = (WORLD_SIZE,) if mode == "fsdp2" else (WORLD_SIZE, 1)
+        if mode == "fsdp2":
+            shape = (WORLD_SIZE,)
+        else:
+            shape = (WORLD_SIZE, 1)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for layer in model:
             fully_shard(layer, mesh=mesh)
@@ -65,7 +74,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """SHA-256 of every full tensor by name, and the learning rate."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module
+    else:
+        inner = model
     found = {name: digest(tensor) for name, tensor in inner.state_dict().items()}
     for name, parameter in inner.named_parameters():
         for key, value in sorted(optimizer.state[parameter].items()):
@@ -74,8 +86,13 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
 
 
 def digest(tensor: Tensor) -> str:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return hashlib.sha256(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    if isinstance(tensor, DTensor):
+        whole = tensor.full_tensor()
+    else:
+        whole = tensor
+    return hashlib.sha256(
+        whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def main(action: str, modes: str, folder: str, out: str) -> None:
@@ -100,8 +117,12 @@ def main(action: str, modes: str, folder: str, out: str) -> None:
 
 
 def save(mode: str, job_store: str) -> dict:
-    number, generation_id = Store.open(job_store).list("generations")[0].key.split("/")[1][: -len(".json")].split("-")
-    with Checkpointer(job_store, generation=Generation(int(number), generation_id), **GANG) as checkpointer:
+    number, generation_id = (
+        Store.open(job_store).list("generations")[0].key.split("/")[1][: -len(".json")].split("-")
+    )
+    with Checkpointer(
+        job_store, generation=Generation(int(number), generation_id), **GANG
+    ) as checkpointer:
         model, optimizer = build(mode, seed=1)
         train(model, optimizer, 2)
         torch.manual_seed(100 + RANK)
@@ -109,7 +130,11 @@ def save(mode: str, job_store: str) -> dict:
         optimizer.param_groups[0]["lr"] = 0.1 + 0.2  # a float that must come back to the last bit
         checkpointer.save(2, model, optimizer, {"cursor": 16})
         commit = checkpointer.wait()
-        return {"commit": commit.key, "drawn": torch.rand(3).tolist(), "digests": digests(model, optimizer)}
+        return {
+            "commit": commit.key,
+            "drawn": torch.rand(3).tolist(),
+            "digests": digests(model, optimizer),
+        }
 
 
 def restore(mode: str, job_store: str) -> dict:
@@ -125,16 +150,21 @@ def slow(job_store: str) -> dict:
     """How long each rank restored, and how often it gave a sign of life while it waited."""
     gang = connect(start_seconds=30, collective_seconds=COLLECTIVE_SECONDS, generation="slow")
     candidates = [ref.key for ref in reachable_commits(Store.open(job_store))]
-    limits = {"start_deadline_seconds": 3 * COLLECTIVE_SECONDS, "step_deadline_seconds": COLLECTIVE_SECONDS}
+    limits = {
+        "start_deadline_seconds": 3 * COLLECTIVE_SECONDS,
+        "step_deadline_seconds": COLLECTIVE_SECONDS,
+    }
     config = RunConfig.model_validate({"cluster": limits})
     signs: list[float] = []
     alive = lambda: signs.append(time.monotonic())  # noqa: E731
     read = lambda: time.sleep(2.5 * COLLECTIVE_SECONDS if RANK == 1 else 0.0)  # noqa: E731
     with Checkpointer(job_store, generation=Generation(2, "reader"), **GANG) as checkpointer:
-        began, (model, optimizer) = time.monotonic(), build("ddp", seed=2)
+        began = time.monotonic()
+        (model, optimizer) = build("ddp", seed=2)
         meet = partial(meet_others, gang, config, alive)
         restored = checkpointer.restore(candidates, model, optimizer, progress=read, meet=meet)
-        seconds, missing = time.monotonic() - began, ""
+        seconds = time.monotonic() - began
+        missing = ""
         if RANK == 0:
             try:
                 meet_others(gang, config, alive, "a stage of rank 0 alone")
@@ -159,11 +189,16 @@ def mismatch(mode: str, job_store: str) -> dict:
 
 
 def doubt(job_store: str) -> dict:
-    """Each rank is a node of its own. What each is told, and what is left, first of wrong reads and then of damage."""
+    """Each rank is a node of its own.
+
+    What each is told, and what is left, first of wrong reads and then of damage.
+    """
     import ebbflow.training.checkpoint.reader as reader
     import ebbflow.training.checkpoint.restore as restoring
 
-    store, read_blocks, found = Store.open(job_store), reader.read_blocks, {}
+    store = Store.open(job_store)
+    read_blocks = reader.read_blocks
+    found = {}
     restoring._SUSPECT_FIRST_SECONDS = 0.0
 
     def flipped(*what: Any, **options: Any) -> Iterator[list[memoryview]]:
@@ -172,13 +207,18 @@ def doubt(job_store: str) -> dict:
             yield block
 
     for case in ("wrong reads", "damage"):
-        reader.read_blocks = flipped if RANK == 1 and case == "wrong reads" else read_blocks
+        if RANK == 1 and case == "wrong reads":
+            reader.read_blocks = flipped
+        else:
+            reader.read_blocks = read_blocks
         if RANK == 0 and case == "damage":
             path = store.local_path(store.list("data")[1].key)
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         dist.barrier()
         candidates = [ref.key for ref in reachable_commits(store)]
-        with Checkpointer(job_store, generation=Generation(2, "reader"), node=RANK, **GANG) as checkpointer:
+        with Checkpointer(
+            job_store, generation=Generation(2, "reader"), node=RANK, **GANG
+        ) as checkpointer:
             try:
                 checkpointer.restore(candidates, *build("ddp", seed=2))
                 found[case] = ["restored", "", 0]

@@ -1,4 +1,6 @@
-"""A clock that stands still until a test moves it, for modules that call `time.monotonic()` and `time.time()`."""
+"""A clock that stands still until a test moves it, for modules that call `time.monotonic()` and
+`time.time()`.
+"""
 
 from __future__ import annotations
 

@@ -20,10 +20,9 @@ from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 class RecordingStore(Store):
     """A store in memory that records its requests, and lists `page_size` objects in each page.
 
-    Attributes:
-        now: The store's clock, by which it dates what is put.
-        before_put: Called with the key before each put. It may raise, or do what another process does meanwhile.
-        before_get, before_delete: The same for the other requests.
+    Attributes: now: The store's clock, by which it dates what is put. before_put: Called with the
+        key before each put. It may raise, or do what another process does meanwhile. before_get,
+        before_delete: The same for the other requests.
     """
 
     def __init__(self, *, page_size: int = 1000) -> None:
@@ -43,7 +42,10 @@ class RecordingStore(Store):
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         self.listings.append((prefix, after))
-        found = [self._dated(meta) for page in super().pages(prefix, after=after) for meta in page]
+        found = []
+        for page in super().pages(prefix, after=after):
+            for meta in page:
+                found.append(self._dated(meta))
         for start in range(0, max(1, len(found)), self.page_size):
             self.pages_read[prefix] += 1
             yield found[start : start + self.page_size]
@@ -79,11 +81,25 @@ class RecordingStore(Store):
 
 
 def put_generation(
-    store: Store, number: int, parent: CommitRef | None = None, *, generation_id: str = "aaaa", **changes: Any
+    store: Store,
+    number: int,
+    parent: CommitRef | None = None,
+    *,
+    generation_id: str = "aaaa",
+    **changes: Any,
 ) -> Generation:
-    """Put a generation's record. `changes` are fields of the record with other values than they should have."""
-    parent_key = None if parent is None else parent.key
-    parent_step = 0 if parent is None else parent.step
+    """Put a generation's record.
+
+    `changes` are fields of the record with other values than they should have.
+    """
+    if parent is None:
+        parent_key = None
+    else:
+        parent_key = parent.key
+    if parent is None:
+        parent_step = 0
+    else:
+        parent_step = parent.step
     record = {
         "version": VERSION,
         "generation": number,
@@ -96,25 +112,40 @@ def put_generation(
     return Generation(number, generation_id, parent_key, parent_step)
 
 
-def put_commit(store: Store, generation: Generation, step: int, *, extra: dict[str, Any] | None = None) -> CommitRef:
-    """Put a commit without data. Commits of one step with different `extra` have different manifests."""
+def put_commit(
+    store: Store, generation: Generation, step: int, *, extra: dict[str, Any] | None = None
+) -> CommitRef:
+    """Put a commit without data.
+
+    Commits of one step with different `extra` have different manifests.
+    """
     save = CheckpointId(job="test", generation=generation.name, step=step, world_size=0)
     common = {"extra": extra or {}, "optimizer": None, "parent": None}
     return put_manifest(store, Manifest(save=save, data=(), indexes=(), tensors={}, common=common))
 
 
 def put_whole_commit(
-    store: Store, generation: Generation, step: int, *, size: int = 100, extra: dict[str, Any] | None = None
+    store: Store,
+    generation: Generation,
+    step: int,
+    *,
+    size: int = 100,
+    extra: dict[str, Any] | None = None,
 ) -> CommitRef:
     """Put a commit of one rank with its index and `size` zero bytes of data."""
     save = CheckpointId(job="test", generation=generation.name, step=step, world_size=1)
     key = data_key(generation.name, step, 0)
     store.put(key, bytes(size))
     store.put(index_key(generation.name, step, 0), b"{}")
-    chunks = ("0" * 16,) if size else ()
+    if size:
+        chunks = ("0" * 16,)
+    else:
+        chunks = ()
     data = DataObject(key=key, size=size, crc64nvme="0" * 16, chunk_bytes=2**24, chunks=chunks)
     common = {"extra": extra or {}, "optimizer": None, "parent": None}
-    return put_manifest(store, Manifest(save=save, data=(data,), indexes=("0",), tensors={}, common=common))
+    return put_manifest(
+        store, Manifest(save=save, data=(data,), indexes=("0",), tensors={}, common=common)
+    )
 
 
 def put_manifest(store: Store, manifest: Manifest) -> CommitRef:

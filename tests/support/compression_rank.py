@@ -1,7 +1,8 @@
-"""One rank that reduces its gradients, compressed or not: `python -m tests.support.compression_rank CONFIG`.
+"""One rank that reduces its gradients, compressed or not:
+`python -m tests.support.compression_rank CONFIG`.
 
-Two models take the same steps: one that has trained and saved before, and one that begins from its weights. Prints
-whether their gradients were the same, bit for bit, with and without the save.
+Two models take the same steps: one that has trained and saved before, and one that begins from its
+weights. Prints whether their gradients were the same, bit for bit, with and without the save.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from tests.support.spread_rank import ModelOnly
 def step(spread: Spread, config: RunConfig, gang: Gang, number: int) -> torch.Tensor:
     """Gradients of step `number`, as reduced, after which the weights are moved along them."""
     generator = torch.Generator().manual_seed(100 * number + gang.rank)
-    tokens = torch.randint(0, config.model.vocab_size, (4, config.model.sequence_length), generator=generator)
+    tokens = torch.randint(
+        0, config.model.vocab_size, (4, config.model.sequence_length), generator=generator
+    )
     with spread.gradients(last=True):
         F.cross_entropy(spread.model(tokens).flatten(0, 1), tokens.flatten()).backward()
     gradients = torch.cat([gradient.flatten() for gradient in spread.gradient_tensors()])
@@ -39,7 +42,10 @@ def compare(config: RunConfig, gang: Gang, *, save: bool) -> bool:
         trained.reset_compression()
     resumed = spread_model(ModelOnly(config), config, gang)
     resumed.module.load_state_dict(trained.module.state_dict())
-    pairs = [[step(spread, config, gang, number) for spread in (trained, resumed)] for number in range(5, 10)]
+    pairs = [
+        [step(spread, config, gang, number) for spread in (trained, resumed)]
+        for number in range(5, 10)
+    ]
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 

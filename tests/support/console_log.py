@@ -10,7 +10,10 @@ PROGRESS += "$0.0014 of $5.00 (simulated price) · commit 60 · $0.0004 at risk"
 
 
 def log_of_a_run(view: RunView, *, failing: bool = False, encoding: str = "utf-8") -> None:
-    """Metaflow's calls of its logger, as its runtime makes them. The tasks print in that encoding."""
+    """Metaflow's calls of its logger, as its runtime makes them.
+
+    The tasks print in that encoding.
+    """
 
     def task(step: str, *lines: str, end: str = "Task finished successfully.") -> None:
         head = f"[17/{step}/1 (pid 5)] "
@@ -22,8 +25,24 @@ def log_of_a_run(view: RunView, *, failing: bool = False, encoding: str = "utf-8
     view.echoed("Metaflow 2 executing *TrainFlow*", nl=False)
     view.logged("Workflow starting (run-id 17):", system_msg=True)
     task("start", "job mine: 240 steps")
-    checks = ("ok    packages   torch 2", "warn  cores      4 ranks on 2 cores", "fix: fewer ranks", "skip  gpu   none")
+    checks = (
+        "ok    packages   torch 2",
+        "warn  cores      4 ranks on 2 cores",
+        "fix: fewer ranks",
+        "skip  gpu   none",
+    )
     task("preflight", *checks, "preflight: 1 passed, 1 warned, 1 skipped")
-    task("plan", "┌─ capacity plan ──", "│ 240 steps", "└──", "prices of \x1b[31myesterday\x1b]0;owned\x07")
+    task(
+        "plan",
+        "┌─ capacity plan ──",
+        "│ 240 steps",
+        "└──",
+        "prices of \x1b[31myesterday\x1b]0;owned\x07",
+    )
     task("fan_out")
-    task("train", PROGRESS, "a line of the user's model", end="Task failed." if failing else "Task finished.")
+    task(
+        "train",
+        PROGRESS,
+        "a line of the user's model",
+        end="Task failed." if failing else "Task finished.",
+    )

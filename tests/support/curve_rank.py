@@ -1,6 +1,8 @@
-"""One rank that trains several curves one after another: `python -m tests.support.curve_rank CURVES.json`.
+"""One rank that trains several curves one after another:
+`python -m tests.support.curve_rank CURVES.json`.
 
-Put together as a worker does it, commits and restoring included. Writes down every loss, every sample, all weights.
+Put together as a worker does it, commits and restoring included. Writes down every loss, every
+sample, all weights.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from ebbflow.training.workload import Cursor
 
 
 class Watched:
-    """A workload whose samples are written down: global index, and a checksum of the text that came."""
+    """A workload whose samples are written down: global index, and a checksum of the text that
+    came.
+    """
 
     def __init__(self, inner: Any, *, leave_after: int | None) -> None:
-        self._inner, self._leave_after = inner, leave_after
+        self._inner = inner
+        self._leave_after = leave_after
         self.seen: list[tuple[int, int]] = []
         self._steps = 0
 
@@ -44,7 +49,10 @@ class Watched:
             os.kill(os.getpid(), signal.SIGTERM)
         batch = self._inner.next_batch(model, cursor)
         numbers = range(cursor.first, cursor.first + cursor.count)
-        self.seen += [(n, zlib.crc32(row.numpy().tobytes())) for n, row in zip(numbers, batch.inputs, strict=True)]
+        self.seen += [
+            (n, zlib.crc32(row.numpy().tobytes()))
+            for n, row in zip(numbers, batch.inputs, strict=True)
+        ]
         return batch
 
 
@@ -56,7 +64,10 @@ def run(curve: dict[str, Any], gang: Gang, weights: Path) -> dict[str, Any]:
         events.append((name, data))
 
     reporter = Reporter(Clock(emit), emit)
-    saver = open_saver(spec, gang, reporter) if spec.generation else NoSaver()
+    if spec.generation:
+        saver = open_saver(spec, gang, reporter)
+    else:
+        saver = NoSaver()
     trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
     trainer = replace(trainer, start=restore(trainer, saver, spec.candidates), progress=None)
     watched = Watched(trainer.workload, leave_after=curve.get("leave_after"))
@@ -69,14 +80,21 @@ def run(curve: dict[str, Any], gang: Gang, weights: Path) -> dict[str, Any]:
         "began": trainer.start.step,
         "weights_sha256": ending.weights_sha256,
         "losses": [data["loss"] for name, data in events if name == "step"],
-        "held_out": [data["metrics"]["held_out_loss"] for name, data in events if name == "evaluation"],
+        "held_out": [
+            data["metrics"]["held_out_loss"] for name, data in events if name == "evaluation"
+        ],
         "seen": watched.seen,
     }
 
 
 def save_weights(trainer: Trainer, gang: Gang, path: Path) -> None:
-    state = {name: parameter.detach() for name, parameter in trainer.spread.module.named_parameters()}
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    state = {
+        name: parameter.detach() for name, parameter in trainer.spread.module.named_parameters()
+    }
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
     if gang.rank == 0:
         torch.save(whole, path)
 
@@ -87,7 +105,9 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     gang = connect(start_seconds=60, collective_seconds=60, generation="test")
-    results = {name: run(curve, gang, Path(f"{sys.argv[1]}.{name}.pt")) for name, curve in curves.items()}
+    results = {
+        name: run(curve, gang, Path(f"{sys.argv[1]}.{name}.pt")) for name, curve in curves.items()
+    }
     Path(f"{sys.argv[1]}.{gang.rank}").write_text(json.dumps(results))
     disconnect()
     leave(0)

@@ -1,8 +1,10 @@
-"""What a crash of the machine would lose: a model of a disk that is fed with the calls of a program.
+"""What a crash of the machine would lose: a model of a disk that is fed with the calls of a
+program.
 
-`DiskModel` knows two rules of a file system. The bytes of a file are durable once the file is synced after its last
-write, and its name once its folder is synced after the name was given. The calls come from `recorded_calls` (this
-process, by way of the `os` module) or from a library that is loaded into another process (`preloaded_calls`).
+`DiskModel` knows two rules of a file system. The bytes of a file are durable once the file is
+synced after its last write, and its name once its folder is synced after the name was given. The
+calls come from `recorded_calls` (this process, by way of the `os` module) or from a library that is
+loaded into another process (`preloaded_calls`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ LOG_VARIABLE = "EBBFLOW_TEST_CALLS"
 
 
 class Call(NamedTuple):
-    """A call that succeeded: write, fsync, rename, link, mkdir, unlink, or answer (a line on standard output)."""
+    """A call that succeeded: write, fsync, rename, link, mkdir, unlink, or answer (a line on
+    standard output).
+    """
 
     name: str
     path: str
@@ -38,12 +42,17 @@ class DiskModel:
         self._unsynced_files: set[str] = set()
         self._unsynced_names: set[str] = set()
         self.named: list[str] = []  # relative paths of all objects that got their name, in order
-        self.early_names: list[str] = []  # objects that had their name before their bytes were durable
+        self.early_names: list[
+            str
+        ] = []  # objects that had their name before their bytes were durable
 
     @property
     def at_risk(self) -> list[str]:
         """Relative paths of what a crash would lose or truncate."""
-        return sorted(os.path.relpath(path, self._root) for path in self._unsynced_files | self._unsynced_names)
+        return sorted(
+            os.path.relpath(path, self._root)
+            for path in self._unsynced_files | self._unsynced_names
+        )
 
     def feed(self, call: Call) -> None:
         if not call.path.startswith(self._root):
@@ -53,7 +62,9 @@ class DiskModel:
                 self._unsynced_files.add(call.path)
             case "fsync":
                 self._unsynced_files.discard(call.path)
-                self._unsynced_names -= {path for path in self._unsynced_names if os.path.dirname(path) == call.path}
+                self._unsynced_names -= {
+                    path for path in self._unsynced_names if os.path.dirname(path) == call.path
+                }
             case "mkdir":
                 self._unsynced_names.add(call.path)
             case "rename" | "link":
@@ -101,7 +112,11 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
         for name in ("mkdir", "unlink"):
             patch.setattr(os, name, record(name, lambda path, *_: [os.fspath(path)]))
         for name in ("replace", "link"):
-            patch.setattr(os, name, record(name, lambda path, new_path, *_: [os.fspath(path), os.fspath(new_path)]))
+            patch.setattr(
+                os,
+                name,
+                record(name, lambda path, new_path, *_: [os.fspath(path), os.fspath(new_path)]),
+            )
         yield calls
 
 
@@ -109,7 +124,9 @@ def why_not_preloaded() -> str:
     """Return why no library can be loaded into other processes on this machine; "" if it can."""
     if not sys.platform.startswith("linux"):
         return "LD_PRELOAD is Linux's"
-    return "" if shutil.which("cc") else "there is no C compiler (cc) on this machine"
+    if shutil.which("cc"):
+        return ""
+    return "there is no C compiler (cc) on this machine"
 
 
 def build_call_log(folder: Path) -> Path:

@@ -1,6 +1,8 @@
-"""One rank of a small gang, run as a process: trains as each scenario says, and writes down what it saw.
+"""One rank of a small gang, run as a process: trains as each scenario says, and writes down what it
+saw.
 
-`python -m tests.support.engine_rank SCENARIOS.json`, with torchrun's environment. Commits go nowhere.
+`python -m tests.support.engine_rank SCENARIOS.json`, with torchrun's environment. Commits go
+nowhere.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ class ScenarioWorkload(TextWorkload):
             )
             return Loss(losses.sum(), batch.weight)
         loss = super().loss(model, batch)
-        slow = self.scenario.get("slow") if loss.sum.requires_grad else None  # not in an evaluation
+        # not in an evaluation
+        if loss.sum.requires_grad:
+            slow = self.scenario.get("slow")
+        else:
+            slow = None
         if slow and self._context.rank == slow["rank"]:
             if slow["phase"] == "backward":
                 loss.sum.register_hook(lambda _: time.sleep(slow["seconds"]))
@@ -109,7 +115,8 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     prepared = {"fingerprint": scenario["tokens"]}
     store = Store.open(config.store)
     workload = ScenarioWorkload(workload_context(config, gang, store=store, prepared=prepared))
-    workload.scenario, workload.seen = scenario, []
+    workload.scenario = scenario
+    workload.seen = []
     small = scenario.get("small_model_bytes", SMALL_MODEL_BYTES)
     spread = spread_model(workload, config, gang, small_model_bytes=small)
     limits = Limits(None, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
@@ -124,13 +131,16 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         saver=saver,
         limits=limits,
         reporter=reporter,
-        save_schedule=SaveSchedule(config.checkpoint, prior_hazard(None, interruptions=0)) if gang.rank == 0 else None,
+        save_schedule=SaveSchedule(config.checkpoint, prior_hazard(None, interruptions=0))
+        if gang.rank == 0
+        else None,
         guards=Guards(config=config, gang=gang, copies=spread.copies, emit=log.emit),
         extra={},
         start=Position(),
         rehearsal=_rehearsal(scenario.get("rehearse")),
     )
-    if (leave := scenario.get("leave")) and gang.rank == leave["rank"]:
+    leave = scenario.get("leave")
+    if leave and gang.rank == leave["rank"]:
         trainer = replace(trainer, workload=_leaving(workload, leave["step"]))
     if "slow" in scenario:
         time_waits(clock.exclude)
@@ -149,7 +159,9 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         "losses": [data["loss"] for data in steps],
         "seconds": [data["seconds"] for data in steps],
         "norms": [data["gradient_norm"] for data in steps],
-        "evaluations": [data["metrics"]["held_out_loss"] for name, data in events if name == "evaluation"],
+        "evaluations": [
+            data["metrics"]["held_out_loss"] for name, data in events if name == "evaluation"
+        ],
         "saved": saver.steps,
         "notices": [data for name, data in events if name == "notice"],
         "seen": workload.seen,
@@ -158,7 +170,9 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
 
 
 def _rehearsal(fault: str | None) -> Rehearsal | None:
-    return Rehearsal(fault=Fault.parse(fault), node=0, nodes=1, agent_pid=None) if fault else None
+    if fault:
+        return Rehearsal(fault=Fault.parse(fault), node=0, nodes=1, agent_pid=None)
+    return None
 
 
 def _leaving(workload: ScenarioWorkload, step: int) -> ScenarioWorkload:

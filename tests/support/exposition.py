@@ -12,7 +12,10 @@ PROMTOOL = shutil.which("promtool")
 
 
 def parse(page: bytes) -> dict[str, Metric]:
-    """Families by full name. Fails on a page that is not the text format, or that has a series twice."""
+    """Families by full name.
+
+    Fails on a page that is not the text format, or that has a series twice.
+    """
     families = {}
     for family in text_string_to_metric_families(page.decode()):
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -26,11 +29,20 @@ def parse(page: bytes) -> dict[str, Metric]:
 def values(page: bytes, name: str, **labels: str) -> list[float]:
     """All values of a metric whose labels include these."""
     family = parse(page).get(name)
-    samples = [] if family is None else family.samples
-    return [sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
+    if family is None:
+        samples = []
+    else:
+        samples = family.samples
+    return [
+        sample.value
+        for sample in samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
 
 
 def lint(page: bytes) -> str:
     """What `promtool check metrics` has to say: nothing, for a page that keeps to the conventions."""
-    done = subprocess.run([PROMTOOL, "check", "metrics"], input=page, capture_output=True, timeout=30)
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=page, capture_output=True, timeout=30
+    )
     return (done.stdout + done.stderr).decode()

@@ -1,4 +1,6 @@
-"""EC2 as a client that answers from lists, for tests of what is asked and of what the answers come to."""
+"""EC2 as a client that answers from lists, for tests of what is asked and of what the answers come
+to.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ class FakeEc2:
         requests: Each request so far, as (operation, its parameters).
     """
 
-    def __init__(self, region: str = "us-east-1", **answers: list[dict[str, Any] | Exception]) -> None:
-        """answers: by operation, what EC2 answers to each of its requests in turn; an exception is raised."""
+    def __init__(
+        self, region: str = "us-east-1", **answers: list[dict[str, Any] | Exception]
+    ) -> None:
+        """answers: by operation, what EC2 answers to each of its requests in turn; an exception is
+        raised.
+        """
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self._answers = answers
         service = SimpleNamespace(signing_name="ec2")
-        self.meta = SimpleNamespace(region_name=region, method_to_api_mapping=OPERATIONS, service_model=service)
+        self.meta = SimpleNamespace(
+            region_name=region, method_to_api_mapping=OPERATIONS, service_model=service
+        )
 
     def __getattr__(self, operation: str) -> Callable[..., dict[str, Any]]:
         if operation not in OPERATIONS:
@@ -50,7 +58,9 @@ class FakeEc2:
 def refusal(operation: str, code: str = "UnauthorizedOperation") -> ClientError:
     """EC2's refusal of an operation; by default the credentials lack the permission."""
     metadata = {"HTTPStatusCode": 403}
-    return ClientError({"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": metadata}, operation)
+    return ClientError(
+        {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": metadata}, operation
+    )
 
 
 def record_joins(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -1,8 +1,9 @@
-"""A CUDA device without a GPU: torch's own code runs on tensors that say they are on cuda:0, and each wait is logged.
+"""A CUDA device without a GPU: torch's own code runs on tensors that say they are on cuda:0, and
+each wait is logged.
 
-Values are computed on the CPU. Work on the current stream is done at once. A copy to page-locked memory on another
-stream is done at the last legal moment: when the host or another stream waits for it. So a copy that is not ordered
-before a later write gets the later values, as it may on a GPU.
+Values are computed on the CPU. Work on the current stream is done at once. A copy to page-locked
+memory on another stream is done at the last legal moment: when the host or another stream waits for
+it. So a copy that is not ordered before a later write gets the later values, as it may on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 _ROOT = str(Path(__file__).resolve().parents[2])
-_READS = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_nonzero.default, _aten.equal.default)
+_READS = (
+    _aten._local_scalar_dense.default,
+    _aten.nonzero.default,
+    _aten.is_nonzero.default,
+    _aten.equal.default,
+)
 GIB = 2**30
 
 
@@ -43,7 +49,8 @@ class GpuTensor(Tensor):
             storage_offset=host.storage_offset(),
             dtype=host.dtype,
         )
-        tensor.host, tensor.gpu = host, gpu
+        tensor.host = host
+        tensor.gpu = gpu
         return tensor
 
     def __init__(self, host: Tensor, gpu: FakeGpu) -> None:
@@ -51,10 +58,13 @@ class GpuTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gpu = next(one.gpu for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, GpuTensor))
+        gpu = next(
+            leaf.gpu for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GpuTensor)
+        )
         return gpu.run(func, args, kwargs or {})
 
-    # torch itself takes it for a CPU tensor: a build without CUDA cannot differentiate through another.
+    # torch itself takes it for a CPU tensor: a build without CUDA cannot differentiate through
+    # another.
     device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
@@ -67,7 +77,9 @@ class GpuTensor(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         if any(
-            torch.device(one).type == "cpu" for one in (*args, *kwargs.values()) if isinstance(one, str | torch.device)
+            torch.device(one).type == "cpu"
+            for one in (*args, *kwargs.values())
+            if isinstance(one, str | torch.device)
         ):
             return self.cpu()
         return super().to(*args, **kwargs)
@@ -81,10 +93,12 @@ class GpuTensor(Tensor):
 
 class Stream:
     def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu, self.pending = gpu, list[Callable[[], object]]()
+        self.gpu = gpu
+        self.pending = list[Callable[[], object]]()
 
     def flush(self, count: int | None = None) -> None:
-        todo, self.pending = self.pending[:count], self.pending[len(self.pending[:count]) :]
+        todo = self.pending[:count]
+        self.pending = self.pending[len(self.pending[:count]) :]
         for one in todo:
             one()
 
@@ -103,8 +117,12 @@ class Event:
     """`count` operations of its stream come before it."""
 
     def __init__(self, gpu: FakeGpu, enable_timing: bool = False) -> None:
-        self.gpu, self.stream, self.count = gpu, None, 0
-        self.place, self.timed = 0, enable_timing  # its number among all recordings, from 1
+        self.gpu = gpu
+        self.stream = None
+        self.count = 0
+        # its number among all recordings, from 1
+        self.place = 0
+        self.timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or self.gpu.current
@@ -136,19 +154,20 @@ class Event:
             raise RuntimeError("both events must be created with enable_timing=True")
         if not (self.place and end.place):
             raise RuntimeError("both events must be recorded")
-        return self.gpu.milliseconds if end.place > self.place else 0.0
+        if end.place > self.place:
+            return self.gpu.milliseconds
+        return 0.0
 
 
 class FakeGpu(TorchDispatchMode):
     """The device, as a context in which torch has one GPU.
 
-    Attributes:
-        waits: each wait of the host for the device: what it was, and the line of this project that caused it.
-        refuse_pinning: whether page-locking memory fails.
-        threads: the threads that page-locked memory.
-        errors: the last error of each thread, by its number. As in CUDA, it fails the thread's next operation.
-        free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
-        recorded: how allocations are recorded: the most entries, and the kind of stacks; None: not at all.
+    Attributes: waits: each wait of the host for the device: what it was, and the line of this
+        project that caused it. refuse_pinning: whether page-locking memory fails. threads: the
+        threads that page-locked memory. errors: the last error of each thread, by its number. As in
+        CUDA, it fails the thread's next operation. free_bytes: free memory, of 80 GiB; torch itself
+        holds 2 GiB. recorded: how allocations are recorded: the most entries, and the kind of
+        stacks; None: not at all.
     """
 
     newest: FakeGpu  # the one in use
@@ -158,22 +177,34 @@ class FakeGpu(TorchDispatchMode):
         FakeGpu.newest = self
         self.waits: list[tuple[str, str]] = []
         self.main = self.current = Stream(self)
-        self.refuse_pinning, self.pinned = False, dict[int, int]()
-        self.milliseconds, self.free_bytes, self.recordings = 10.0, 77 * GIB, 0
-        self.threads, self.errors = list[str](), dict[int, int]()
+        self.refuse_pinning = False
+        self.pinned = dict[int, int]()
+        self.milliseconds = 10.0
+        self.free_bytes = 77 * GIB
+        self.recordings = 0
+        self.threads = list[str]()
+        self.errors = dict[int, int]()
         self.recorded: tuple[int, str] | None = None
 
     def note(self, what: str) -> None:
         frames = [
-            one for one in traceback.extract_stack() if one.filename.startswith(_ROOT) and ".venv" not in one.filename
+            one
+            for one in traceback.extract_stack()
+            if one.filename.startswith(_ROOT) and ".venv" not in one.filename
         ]
-        own = [one for one in frames if "fake_gpu" not in one.filename]
+        own = [frame for frame in frames if "fake_gpu" not in frame.filename]
         self.waits.append(
-            (what, f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} {own[-1].name}" if own else "")
+            (
+                what,
+                f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} {own[-1].name}"
+                if own
+                else "",
+            )
         )
 
     def take_waits(self) -> list[tuple[str, str]]:
-        waits, self.waits = self.waits, []
+        waits = self.waits
+        self.waits = []
         return waits
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -191,9 +222,12 @@ class FakeGpu(TorchDispatchMode):
         if error := self.errors.pop(threading.get_ident(), 0):
             raise RuntimeError(f"CUDA error: error {error} of an earlier call")
         leaves = _pytree.tree_leaves((args, kwargs))
-        inputs = [one for one in leaves if isinstance(one, GpuTensor)]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, GpuTensor)]
         device = kwargs.get("device")
-        to = None if device is None else torch.device(device).type
+        if device is None:
+            to = None
+        else:
+            to = torch.device(device).type
         plain_args, plain_kwargs = _pytree.tree_map(_host, (args, kwargs))
         if to == "cuda":
             plain_kwargs["device"] = torch.device("cpu")
@@ -202,26 +236,36 @@ class FakeGpu(TorchDispatchMode):
             return func(*plain_args, **plain_kwargs)
         if func is _aten._to_copy.default:
             return self._to_copy(func, args, plain_args, plain_kwargs, to)
-        if func is _aten.copy_.default and isinstance(args[1], GpuTensor) != isinstance(args[0], GpuTensor):
+        if func is _aten.copy_.default and isinstance(args[1], GpuTensor) != isinstance(
+            args[0], GpuTensor
+        ):
             return self._copy(args, plain_args, plain_kwargs)
         if plain_kwargs.pop("pin_memory", False):
             return self.pin(func(*plain_args, **plain_kwargs))
         out = func(*plain_args, **plain_kwargs)
         if to == "cpu" or (to is None and not inputs) or to == "meta":
             return out
-        known = {id(one.host): one for one in inputs}
-        return _pytree.tree_map(lambda one: known[id(one)] if id(one) in known else self._wrap(one), out)
+        known = {id(input_.host): input_ for input_ in inputs}
+        return _pytree.tree_map(
+            lambda one: known[id(one)] if id(one) in known else self._wrap(one), out
+        )
 
     def _wrap(self, one: Any) -> Any:
-        return GpuTensor(one, self) if isinstance(one, Tensor) and not isinstance(one, GpuTensor) else one
+        if isinstance(one, Tensor) and not isinstance(one, GpuTensor):
+            return GpuTensor(one, self)
+        return one
 
-    def _to_copy(self, func: Any, args: Any, plain_args: Any, plain_kwargs: dict[str, Any], to: str | None) -> Any:
+    def _to_copy(
+        self, func: Any, args: Any, plain_args: Any, plain_kwargs: dict[str, Any], to: str | None
+    ) -> Any:
         on_gpu = isinstance(args[0], GpuTensor)
         out = func(*plain_args, **plain_kwargs)
         later = bool(plain_kwargs.get("non_blocking"))
         if to == "cuda" and not on_gpu and not (later and self.is_pinned(args[0])):
             self.note("pageable copy")
-        return self._wrap(out) if to == "cuda" or (to is None and on_gpu) else out
+        if to == "cuda" or (to is None and on_gpu):
+            return self._wrap(out)
+        return out
 
     def _copy(self, args: Any, plain_args: Any, plain_kwargs: dict[str, Any]) -> Any:
         target, source = plain_args[:2]
@@ -241,7 +285,9 @@ class FakeGpu(TorchDispatchMode):
 
 
 def _host(one: Any) -> Any:
-    return one.host if isinstance(one, GpuTensor) else one
+    if isinstance(one, GpuTensor):
+        return one.host
+    return one
 
 
 @contextlib.contextmanager
@@ -251,7 +297,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     @contextlib.contextmanager
     def on(stream: Stream) -> Iterator[None]:
-        before, gpu.current = gpu.current, stream
+        before = gpu.current
+        gpu.current = stream
         try:
             yield
         finally:
@@ -292,26 +339,40 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
         "get_device_name": lambda device=None: "fake",
-        "get_device_properties": lambda device=None: SimpleNamespace(uuid="GPU-0", total_memory=80 * GIB),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            uuid="GPU-0", total_memory=80 * GIB
+        ),
         "get_device_capability": lambda device=None: (9, 0),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
 
     def record(enabled: str | None = "all", *, max_entries: int = 0, stacks: str = "all") -> None:
-        gpu.recorded = (max_entries, stacks) if enabled else None
+        if enabled:
+            gpu.recorded = (max_entries, stacks)
+        else:
+            gpu.recorded = None
 
     def dump(filename: str) -> None:
-        Path(filename).write_bytes(pickle.dumps({"segments": [], "device_traces": [], "recorded": gpu.recorded}))
+        Path(filename).write_bytes(
+            pickle.dumps({"segments": [], "device_traces": [], "recorded": gpu.recorded})
+        )
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     group_tensors = torch.optim.Optimizer._group_tensors_by_device_and_dtype
 
-    def group_on_gpu(*args: Any, **kwargs: Any) -> Any:  # C++ code, which takes the tensors for those of a CPU
-        return {(torch.device("cuda", 0), dtype): one for (_, dtype), one in group_tensors(*args, **kwargs).items()}
+    def group_on_gpu(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # C++ code, which takes the tensors for those of a CPU
+        return {
+            (torch.device("cuda", 0), dtype): one
+            for (_, dtype), one in group_tensors(*args, **kwargs).items()
+        }
 
-    monkeypatch.setattr(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group_on_gpu))
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group_on_gpu)
+    )
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor, device=None: gpu.pin(tensor.clone()))
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, device=None: gpu.is_pinned(tensor))
     with gpu:

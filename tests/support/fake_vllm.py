@@ -1,4 +1,5 @@
-"""A small server with vLLM's interface, as its documents and its request model have it, and a real model behind it.
+"""A small server with vLLM's interface, as its documents and its request model have it, and a real
+model behind it.
 
 It is stricter than vLLM: unknown fields, unknown endpoints and use in the wrong state are refused.
 """
@@ -21,9 +22,18 @@ from tests.support.local_service import LocalServer
 
 # Of CompletionRequest in vllm/entrypoints/openai/completion/protocol.py (2026-11).
 _FIELDS = {
-    "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "stop_token_ids",
-    "skip_special_tokens", "return_token_ids",
-}  # fmt: skip
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "logprobs",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "return_token_ids",
+}
 
 
 _LOADING = threading.Lock()  # transformers changes global settings while it reads
@@ -43,13 +53,23 @@ class FakeVllm:
     """
 
     def __init__(self, folder: Path, *, most_at_once: int = 0) -> None:
-        self.folder, self.most_at_once, self.reads_weights = folder, most_at_once, True
-        self.longest, self.awake, self.requests = 64, {"weights", "kv_cache"}, list[str]()
-        self.stale_cache, self._under_way, self._lock = False, 0, threading.Lock()
+        self.folder = folder
+        self.most_at_once = most_at_once
+        self.reads_weights = True
+        self.longest = 64
+        self.awake = {"weights", "kv_cache"}
+        self.requests = list[str]()
+        self.stale_cache = False
+        self._under_way = 0
+        self._lock = threading.Lock()
         self._model = _load(folder)
 
-    def handle(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
-        self.requests.append(path + (f"?{'&'.join(f'{k}={v[0]}' for k, v in query.items())}" if query else ""))
+    def handle(
+        self, path: str, query: dict[str, list[str]], body: dict[str, Any]
+    ) -> tuple[int, Any]:
+        self.requests.append(
+            path + (f"?{'&'.join(f'{k}={v[0]}' for k, v in query.items())}" if query else "")
+        )
         if path == "/v1/models":
             return 200, {"data": [{"id": str(self.folder), "max_model_len": self.longest}]}
         if path == "/sleep":
@@ -72,7 +92,9 @@ class FakeVllm:
         if path == "/reset_prefix_cache":
             self.stale_cache = False
             return 200, None
-        return self._complete(body) if path == "/v1/completions" else (404, {"detail": "Not Found"})
+        if path == "/v1/completions":
+            return self._complete(body)
+        return (404, {"detail": "Not Found"})
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         if unknown := body.keys() - _FIELDS:
@@ -95,17 +117,28 @@ class FakeVllm:
 
     @torch.no_grad()
     def _draw(self, body: dict[str, Any]) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(body["seed"]) if body["seed"] is not None else None
-        tokens, log_probs = list(body["prompt"]), []
+        if body["seed"] is not None:
+            generator = torch.Generator().manual_seed(body["seed"])
+        else:
+            generator = None
+        tokens = list(body["prompt"])
+        log_probs = []
         for _ in range(body["max_tokens"]):
             logits = self._model(torch.tensor([tokens])).logits[0, -1]
             spread = (logits / (body["temperature"] or 1.0)).log_softmax(-1)
-            drawn = int(torch.multinomial(spread.exp(), 1, generator=generator) if generator else spread.argmax())
+            drawn = int(
+                torch.multinomial(spread.exp(), 1, generator=generator)
+                if generator
+                else spread.argmax()
+            )
             tokens.append(drawn)
             log_probs.append(float(spread[drawn]))
             if drawn in body["stop_token_ids"]:
                 break
-        return {"token_ids": tokens[len(body["prompt"]) :], "logprobs": {"token_logprobs": log_probs}}
+        return {
+            "token_ids": tokens[len(body["prompt"]) :],
+            "logprobs": {"token_logprobs": log_probs},
+        }
 
 
 @contextmanager
@@ -118,7 +151,10 @@ def serve_vllm(fake: FakeVllm) -> Iterator[str]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length) or b"{}")
             status, answer = fake.handle(parts.path, parse_qs(parts.query), body)
-            content = b"" if answer is None else json.dumps(answer).encode()
+            if answer is None:
+                content = b""
+            else:
+                content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

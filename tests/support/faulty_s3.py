@@ -15,7 +15,9 @@ from typing import Any
 
 @dataclass
 class Fault:
-    """What every request is answered with. seconds: to wait before that; clock_seconds: how far Date is ahead."""
+    """What every request is answered with. seconds: to wait before that; clock_seconds: how far
+    Date is ahead.
+    """
 
     status: int = 500
     code: str = "InternalError"
@@ -23,7 +25,9 @@ class Fault:
     seconds: float = 0.0
     clock_seconds: float = 0.0
     headers: dict[str, str] = field(default_factory=dict)
-    only: frozenset[str] = frozenset()  # methods that fail; the others succeed with an empty answer; none: all fail
+    only: frozenset[str] = (
+        frozenset()
+    )  # methods that fail; the others succeed with an empty answer; none: all fail
     times: int | None = None  # how many requests fail; None: all
     requests: list[str] = field(default_factory=list)  # "METHOD path" of all that were asked
 
@@ -43,7 +47,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         fails = not fault.only or self.command in fault.only
         fails = fails and (fault.times is None or len(fault.requests) <= fault.times)
-        body = fault.body() if fails else b""
+        if fails:
+            body = fault.body()
+        else:
+            body = b""
         self.send_response_only(fault.status if fails else 200)
         self.send_header("Date", formatdate(time.time() + fault.clock_seconds, usegmt=True))
         for name, value in (fault.headers if fails else {"ETag": '"0"'}).items():
@@ -86,7 +93,9 @@ def faulty_s3(fault: Fault) -> Iterator[str]:
 
 @contextmanager
 def swallowing_port() -> Iterator[str]:
-    """An endpoint whose connections are never taken: its queue is full, so that the kernel drops what comes."""
+    """An endpoint whose connections are never taken: its queue is full, so that the kernel drops
+    what comes.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

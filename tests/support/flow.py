@@ -61,14 +61,21 @@ class FlowRun:
 
 
 class FlowRunner:
-    """Runs flows whose records, jobs and reports all lie below `folder`; with `store` the jobs lie there instead.
+    """Runs flows whose records, jobs and reports all lie below `folder`; with `store` the jobs lie
+    there instead.
 
     environment: variables that the runs get besides those of the test.
     """
 
     program = FLOW
 
-    def __init__(self, folder: Path, *, store: str | None = None, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        store: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self.runs = folder / "runs"
         self.store = store or str(self.runs)
@@ -77,13 +84,24 @@ class FlowRunner:
 
     def options(self, **settings: object) -> list[str]:
         """The tiny job's options; keyword arguments use __ for the dot: training__max_steps=100."""
-        values = {**TINY, "store": self.store, **{key.replace("__", "."): value for key, value in settings.items()}}
+        values = {
+            **TINY,
+            "store": self.store,
+            **{key.replace("__", "."): value for key, value in settings.items()},
+        }
         return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
-    def start(self, *words: str, cwd: Path | None = None, program: Iterable[str] = ()) -> subprocess.Popen[str]:
-        """Start the flow in a process group of its own; its output goes to a file beside its records."""
+    def start(
+        self, *words: str, cwd: Path | None = None, program: Iterable[str] = ()
+    ) -> subprocess.Popen[str]:
+        """Start the flow in a process group of its own; its output goes to a file beside its
+        records.
+        """
         own = {"EBBFLOW_RUNS": str(self.runs), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(self.folder)}
-        own |= {"PYTHONPATH": str(ROOT)} if program else {}
+        if program:
+            own |= {"PYTHONPATH": str(ROOT)}
+        else:
+            own |= {}
         environment = {**os.environ, **own, **self.environment}
         self.log = self.folder / f"output-{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
@@ -98,8 +116,12 @@ class FlowRunner:
                 start_new_session=True,
             )
 
-    def start_runner(self, method: str, *, cwd: Path | None = None, **options: object) -> subprocess.Popen[str]:
-        """Start the flow as a program of a user does with Metaflow's `Runner`; method: run or resume."""
+    def start_runner(
+        self, method: str, *, cwd: Path | None = None, **options: object
+    ) -> subprocess.Popen[str]:
+        """Start the flow as a program of a user does with Metaflow's `Runner`; method: run or
+        resume.
+        """
         words = [method, str(self.program), json.dumps(options)]
         return self.start(*words, cwd=cwd, program=("-c", _RUNNER))
 
@@ -108,7 +130,9 @@ class FlowRunner:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"the flow did not end within {timeout} s:\n{self.log.read_text()}") from None
+            raise AssertionError(
+                f"the flow did not end within {timeout} s:\n{self.log.read_text()}"
+            ) from None
         folder = self.runs / "latest"
         report = folder / "report.json"
         return FlowRun(
@@ -122,12 +146,19 @@ class FlowRunner:
         return self.finish(self.start(*words, cwd=cwd), timeout)
 
     def await_step(self, step: int, *, generation: int, rank: int = 0, timeout: float = 120) -> int:
-        """Wait until a rank of the generation has begun a step; returns its pid. Its heartbeat is on this machine."""
+        """Wait until a rank of the generation has begun a step; returns its pid.
+
+        Its heartbeat is on this machine.
+        """
 
         def begun() -> int:
-            for path in (self.runs / "latest" / "logs").glob(f"{generation:06d}*/rank-{rank}.heartbeat"):
+            for path in (self.runs / "latest" / "logs").glob(
+                f"{generation:06d}*/rank-{rank}.heartbeat"
+            ):
                 seen = Heartbeat(path).read()
-                return seen.pid if seen.step >= step else 0
+                if seen.step >= step:
+                    return seen.pid
+                return 0
             return 0
 
         return wait_until(f"step {step} of generation {generation}", begun, timeout)
@@ -136,25 +167,36 @@ class FlowRunner:
         """All events of the latest job that are in the store now."""
         events = []
         for path in sorted((self.runs / "latest" / "events").rglob("*.jsonl")):
-            events += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            events += [
+                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+            ]
         events = [event for event in events if "seal" not in event]
         return sorted(events, key=lambda event: event["t_wall"])
 
 
 def train_alone(runner: FlowRunner, *, ranks: int = 1, **settings: object) -> dict[str, Any]:
-    """The report of the tiny job, trained by ranks of this machine without agents or Metaflow: a tenth of a run's work.
+    """The report of the tiny job, trained by ranks of this machine without agents or Metaflow: a
+    tenth of a run's work.
 
     They find what the runner's runs find.
     """
     environment = {**os.environ, "EBBFLOW_RUNS": str(runner.runs), **runner.environment}
-    options = runner.options(**{"cluster__nodes": 1, "cluster__processes_per_node": ranks, **settings})
+    options = runner.options(
+        **{"cluster__nodes": 1, "cluster__processes_per_node": ranks, **settings}
+    )
     words = ["configs/laptop.yaml", "--job", "alone", *options]
-    run_ranks(ranks, ["-m", "ebbflow.training", *words], deadline_seconds=200, environment=environment)
+    run_ranks(
+        ranks, ["-m", "ebbflow.training", *words], deadline_seconds=200, environment=environment
+    )
     return _own_report("alone", environment)
 
 
-def train_quietly(folder: Path, *settings: str, config: str = "configs/laptop.yaml", ranks: int = 2) -> dict[str, Any]:
-    """The report of a job that ranks train without agents, Metaflow or an interruption: a fifth of a run's work."""
+def train_quietly(
+    folder: Path, *settings: str, config: str = "configs/laptop.yaml", ranks: int = 2
+) -> dict[str, Any]:
+    """The report of a job that ranks train without agents, Metaflow or an interruption: a fifth of
+    a run's work.
+    """
     words = [config, "--job", "quiet", *settings, "--set", f"store={folder}"]
     run_ranks(ranks, ["-m", "ebbflow.training", *words], deadline_seconds=200)
     return _own_report("quiet", {**os.environ, "EBBFLOW_RUNS": str(folder)}, "--store", str(folder))
@@ -162,15 +204,20 @@ def train_quietly(folder: Path, *settings: str, config: str = "configs/laptop.ya
 
 def _own_report(job: str, environment: Mapping[str, str], *words: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "cost", "report", job, *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-def wait_until(what: str, happened: Callable[[], Any], timeout: float = 200, *, pause: float = 0.1) -> Any:
+def wait_until(
+    what: str, happened: Callable[[], Any], timeout: float = 200, *, pause: float = 0.1
+) -> Any:
     """The first true answer of `happened`; fails by naming what was waited for.
 
-    pause: seconds between two looks; more of them where a look is a request, which takes CPU time of what is awaited.
+    pause: seconds between two looks; more of them where a look is a request, which takes CPU time
+        of what is awaited.
     """
     limit = time.monotonic() + timeout
     while time.monotonic() < limit:
@@ -195,7 +242,9 @@ def processes_with(text: str) -> list[int]:
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """IP addresses, as /proc/net writes them, at which any of these processes accepts TCP connections."""
+    """IP addresses, as /proc/net writes them, at which any of these processes accepts TCP
+    connections.
+    """
     inodes = set()
     for pid in pids:
         for path in Path(f"/proc/{pid}/fd").glob("*"):
@@ -213,14 +262,18 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
 def assert_ledger_adds_up(report: dict) -> None:
     lines = report["ledger"]
     assert round(sum(line["usd"] for line in lines), 6) == report["total_usd"]
-    assert sum(line["rank_seconds"] for line in lines) == pytest.approx(report["paid_rank_seconds"], abs=1e-3)
+    assert sum(line["rank_seconds"] for line in lines) == pytest.approx(
+        report["paid_rank_seconds"], abs=1e-3
+    )
     unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
     assert unattributed <= 0.01 * report["paid_rank_seconds"], lines
 
 
 def generation_seconds(report: dict, number: int) -> float:
     return next(
-        entry["paid_rank_seconds"] for entry in report["events"]["generations"] if entry["generation"] == number
+        entry["paid_rank_seconds"]
+        for entry in report["events"]["generations"]
+        if entry["generation"] == number
     )
 
 

@@ -1,6 +1,7 @@
 """A job on a disk that fills up; to be run in a mount namespace of its own: full_disk.py FOLDER OUT
 
-Mounts 12 MB of memory on FOLDER, saves more than fits, then leaves no room at all. Writes what happened as JSON to OUT.
+Mounts 12 MB of memory on FOLDER, saves more than fits, then leaves no room at all. Writes what
+happened as JSON to OUT.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import torch
 from torch import nn
 
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint import Checkpointer, RetentionPolicy, open_generation, reachable_commits, verify_commit
+from ebbflow.training.checkpoint import (
+    Checkpointer,
+    RetentionPolicy,
+    open_generation,
+    reachable_commits,
+    verify_commit,
+)
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.errors import NoRoom
 
@@ -25,7 +32,10 @@ def main(folder: str, out: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder], check=True)
     job = Store.open(f"{folder}/jobs/job")
     model = nn.Linear(512, 1024)
-    options = {"generation": open_generation(job, run="r", attempt=0), "retention": RetentionPolicy(keep_last=100)}
+    options = {
+        "generation": open_generation(job, run="r", attempt=0),
+        "retention": RetentionPolicy(keep_last=100),
+    }
     found: dict[str, object] = {"committed": []}
     with Checkpointer(job.uri, deadline_seconds=20.0, **options) as checkpointer:
         for step in range(1, _SAVES + 1):
@@ -35,7 +45,8 @@ def main(folder: str, out: str) -> None:
         found["kept"] = [ref.step for ref in reachable_commits(job)]
         for ref in reachable_commits(job):
             checkpoints(["pin", job.uri, ref.sha256])
-        filler, step = Path(folder, "filler"), _SAVES + 1
+        filler = Path(folder, "filler")
+        step = _SAVES + 1
         fill(filler)
         try:
             checkpointer.save(step, model, None, {})
@@ -50,7 +61,9 @@ def main(folder: str, out: str) -> None:
     with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=1)) as checkpointer:
         restored = checkpointer.restore([refs[0].key], fresh, None)
     found["restored"] = restored.step
-    found["equal"] = bool(torch.all(fresh.weight == float(_SAVES)))  # nothing was trained after that step
+    found["equal"] = bool(
+        torch.all(fresh.weight == float(_SAVES))
+    )  # nothing was trained after that step
     Path(out).write_text(json.dumps(found))
 
 

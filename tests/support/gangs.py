@@ -1,4 +1,6 @@
-"""Small gangs of real processes: ranks that run a script, and what an agent needs to run a whole gang."""
+"""Small gangs of real processes: ranks that run a script, and what an agent needs to run a whole
+gang.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,12 @@ def run_ranks(
     deadline_seconds: float = _DEADLINE_SECONDS,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed.
+    """Run `command` once per rank, with torchrun's environment.
 
-    Of a module (`-m`), the ranks are forked from a process that has imported torch; else each is a new interpreter.
+    Returns the outputs; fails with them if any failed.
+
+    Of a module (`-m`), the ranks are forked from a process that has imported torch; else each is a
+    new interpreter.
     """
     environment = dict(
         environment,
@@ -59,7 +64,8 @@ def run_ranks(
             _start_rank(command, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
             for rank, log in enumerate(logs)
         ]
-        limit, codes = time.monotonic() + deadline_seconds, []
+        limit = time.monotonic() + deadline_seconds
+        codes = []
         try:
             codes = [process.wait(max(0.0, limit - time.monotonic())) for process in processes]
         finally:
@@ -70,19 +76,28 @@ def run_ranks(
     return outputs
 
 
-def _start_rank(command: list[str], environment: dict[str, str], log: Path) -> WarmProcess | subprocess.Popen[bytes]:
+def _start_rank(
+    command: list[str], environment: dict[str, str], log: Path
+) -> WarmProcess | subprocess.Popen[bytes]:
     if command[0] == "-m":
         return start_warm(command[1], command[2:], environment=environment, output=log)
     with open(log, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, *command], env=environment, cwd=PROJECT_ROOT, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *command],
+            env=environment,
+            cwd=PROJECT_ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
 
 
-def train_gang(folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size: int) -> dict[str, list[dict]]:
+def train_gang(
+    folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size: int
+) -> dict[str, list[dict]]:
     """Train each scenario, one after the other in one gang, as `tests.support.engine_rank` does.
 
-    A scenario holds `config` (a RunConfig), `tokens` and what is to happen. Returns one result per rank for each.
+    A scenario holds `config` (a RunConfig), `tokens` and what is to happen. Returns one result per
+    rank for each.
     """
     path = folder / f"scenarios-{len(list(folder.glob('scenarios-*.json')))}.json"
     path.write_text(json.dumps(scenarios, default=lambda config: config.model_dump(mode="json")))
@@ -92,10 +107,14 @@ def train_gang(folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size
 
 
 def endless_gang(folder: Path, *, logs: str = "logs", **sections: dict[str, Any]) -> GangSpec:
-    """Two nodes of one rank, far more steps than any test waits for. sections: of the configuration, besides."""
+    """Two nodes of one rank, far more steps than any test waits for. sections: of the
+    configuration, besides.
+    """
     (folder / "text").mkdir()
     for number in range(20):
-        (folder / "text" / f"{number}.py").write_text("def double(number):\n    return 2 * number\n" * 400)
+        (folder / "text" / f"{number}.py").write_text(
+            "def double(number):\n    return 2 * number\n" * 400
+        )
     config = RunConfig(
         store=str(folder / "store"),
         model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},

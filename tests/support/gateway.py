@@ -1,4 +1,6 @@
-"""Two Pushgateways: a small one that keeps groups as the real one does, and the real one where it is installed."""
+"""Two Pushgateways: a small one that keeps groups as the real one does, and the real one where it
+is installed.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ Groups = dict[tuple[str, str], dict[str, float]]
 
 
 class SmallGateway:
-    """PUT replaces the whole group of its path, DELETE removes the group of exactly its path; groups never expire.
+    """PUT replaces the whole group of its path, DELETE removes the group of exactly its path;
+    groups never expire.
 
-    requests: (method, path) of all that came. away: pushes are answered with 503. A body that is no exposition format
-    is answered with 400.
+    requests: (method, path) of all that came. away: pushes are answered with 503. A body that is no
+    exposition format is answered with 400.
     """
 
     def __init__(self) -> None:
@@ -42,8 +45,16 @@ class SmallGateway:
         for path, body in self.kept.items():
             words = path.split("/")
             key = dict(zip(words[2::2], words[3::2], strict=True))
-            samples = [sample for family in text_string_to_metric_families(body) for sample in family.samples]
-            plain = {sample.name: sample.value for sample in samples if set(sample.labels) <= {"job", "node"}}
+            samples = [
+                sample
+                for family in text_string_to_metric_families(body)
+                for sample in family.samples
+            ]
+            plain = {
+                sample.name: sample.value
+                for sample in samples
+                if set(sample.labels) <= {"job", "node"}
+            }
             found[key["job"], key["node"]] = plain
         return found
 
@@ -89,8 +100,14 @@ class RealGateway:
     def __init__(self, folder: Path) -> None:
         address = f"127.0.0.1:{free_port()}"
         self.url = f"http://{address}"
-        command = [BINARY, f"--web.listen-address={address}", f"--persistence.file={folder / 'groups'}"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            BINARY,
+            f"--web.listen-address={address}",
+            f"--persistence.file={folder / 'groups'}",
+        ]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         wait_until("the Pushgateway", self._is_ready, timeout=20)
 
     def groups(self) -> Groups:
@@ -98,7 +115,9 @@ class RealGateway:
         for group in self._get("/api/v1/metrics")["data"]:
             plain = {}
             for name, family in group.items():
-                for metric in family["metrics"] if isinstance(family, dict) and "metrics" in family else []:
+                for metric in (
+                    family["metrics"] if isinstance(family, dict) and "metrics" in family else []
+                ):
                     if set(metric["labels"]) <= {"job", "node", "instance"} and "value" in metric:
                         plain[name] = float(metric["value"])
             found[group["labels"]["job"], group["labels"]["node"]] = plain
@@ -123,7 +142,10 @@ class RealGateway:
 @contextmanager
 def running_gateway(kind: str, folder: Path) -> Iterator[SmallGateway | RealGateway]:
     """kind: small or real."""
-    gateway = SmallGateway() if kind == "small" else RealGateway(folder)
+    if kind == "small":
+        gateway = SmallGateway()
+    else:
+        gateway = RealGateway(folder)
     try:
         yield gateway
     finally:

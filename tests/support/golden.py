@@ -1,7 +1,7 @@
 """Makes the golden curve anew: `python -m tests.support.golden`, from the project's root.
 
-To be run when model, optimizer, data order or text change on purpose, and for no other reason; the difference of the
-losses then belongs into the commit's message.
+To be run when model, optimizer, data order or text change on purpose, and for no other reason; the
+difference of the losses then belongs into the commit's message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The configurations of GPU size, with folders and prompts of the sizes that they name, but no weights."""
+"""The configurations of GPU size, with folders and prompts of the sizes that they name, but no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,24 @@ from tests.gang.test_hugging_face import TIED, random_model
 
 # Llama 2 7B, and a model of 0.5 billion parameters as Qwen2.5's; vocabularies rounded.
 _LARGE = LlamaConfig(
-    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
-    max_position_embeddings=4096, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
 _SMALL = LlamaConfig(
-    hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-    vocab_size=152000, max_position_embeddings=4096, tie_word_embeddings=True,
-)  # fmt: skip
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    vocab_size=152000,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
 MODELS = {
     "point-clouds-gpu": None,
     "policy-optimization-gpu": _LARGE,
@@ -42,9 +55,15 @@ def load_gpu_config(name: str, tmp_path: Path, *words: str) -> RunConfig:
         random_model(TIED, folder)  # for its tokenizer
         (folder / "model.safetensors").unlink()
         settings.save_pretrained(folder)
-        rows = [{"prompt": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(1000)]
+        rows = [
+            {"prompt": f"What is {number} + {number}?", "answer": str(2 * number)}
+            for number in range(1000)
+        ]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        given += [f"workload_options.model={folder}", f"workload_options.path={tmp_path / 'prompts.jsonl'}"]
+        given += [
+            f"workload_options.model={folder}",
+            f"workload_options.path={tmp_path / 'prompts.jsonl'}",
+        ]
     path = PROJECT_ROOT / "ebbflow/configs" / f"{name}.yaml"
     return load_config(path, given, project_root=PROJECT_ROOT, environment={}).config
 

@@ -1,4 +1,6 @@
-"""Jobs in which numbers, weights or memory go wrong at samples of one's choosing, run by an agent as any job is."""
+"""Jobs in which numbers, weights or memory go wrong at samples of one's choosing, run by an agent
+as any job is.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ from tests.support.workload_cases import Points, Sound
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.trunk = nn.Linear(4, 1)
+        self.branch = nn.Linear(4, 1)
 
     def forward(self, x: Tensor, *, branch: bool) -> Tensor:
-        return self.trunk(x) + self.branch(x) if branch else self.trunk(x)
+        if branch:
+            return self.trunk(x) + self.branch(x)
+        return self.trunk(x)
 
 
 class OneSided(Sound):
@@ -49,20 +54,29 @@ class OneSided(Sound):
 
 
 class Troubled(Sound):
-    """Options: losses of samples from bad_first to before bad_end are multiplied by bad_factor (a text, as "nan"), and
-    those from late_first to before late_end by late_factor.
-    largest: samples that fit into memory. strange_rank, strange_sample: there a weight of that rank changes, once,
-    which the file strange_once remembers. leak_mib: kept of every step."""
+    """Options: losses of samples from bad_first to before bad_end are multiplied by bad_factor (a
+    text, as "nan"), and those from late_first to before late_end by late_factor.
+    largest: samples that fit into memory. strange_rank, strange_sample: there a weight of that rank
+    changes, once, which the file strange_once remembers. leak_mib: kept of every step."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        nothing = {"bad_first": -1, "late_first": -1, "largest": 10**9, "strange_rank": -1, "leak_mib": 0}
+        nothing = {
+            "bad_first": -1,
+            "late_first": -1,
+            "largest": 10**9,
+            "strange_rank": -1,
+            "leak_mib": 0,
+        }
         self.options = {**nothing, **context.options}
         self.leaked: list[bytes] = []
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
         options = self.options
-        strange = self.context.rank == options["strange_rank"] and cursor.first == options["strange_sample"]
+        strange = (
+            self.context.rank == options["strange_rank"]
+            and cursor.first == options["strange_sample"]
+        )
         if strange and not Path(options["strange_once"]).exists():
             Path(options["strange_once"]).touch()
             with torch.no_grad():
@@ -76,14 +90,18 @@ class Troubled(Sound):
 
     def loss(self, model: nn.Module, batch: Points) -> Loss:
         if len(batch.x) > self.options["largest"]:
-            raise torch.OutOfMemoryError(f"planted: {len(batch.x)} samples, {self.options['largest']} fit")
+            raise torch.OutOfMemoryError(
+                f"planted: {len(batch.x)} samples, {self.options['largest']} fit"
+            )
         loss = super().loss(model, batch)
         return Loss(loss.sum * self.factor, loss.weight)
 
 
 @dataclass
 class Job:
-    """One job, started as often as `run` or `run_alone` is called, by an agent with two ranks, or in this process."""
+    """One job, started as often as `run` or `run_alone` is called, by an agent with two ranks, or
+    in this process.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -139,10 +157,14 @@ class Job:
             terms=self.terms,
             log_folder=str(self.folder / "logs"),
         )
-        return LocalGang(spec, self.folder / f"attempt-{attempt}", self.folder / f"output-{attempt}.log").wait(240)
+        return LocalGang(
+            spec, self.folder / f"attempt-{attempt}", self.folder / f"output-{attempt}.log"
+        ).wait(240)
 
     def _config(self, training: dict[str, Any]) -> RunConfig:
-        return RunConfig.model_validate({**self.config, "training": {**self.config["training"], **training}})
+        return RunConfig.model_validate(
+            {**self.config, "training": {**self.config["training"], **training}}
+        )
 
     @property
     def store(self) -> Store:

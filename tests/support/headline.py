@@ -1,6 +1,7 @@
 """A workload that has one headline trouble of the guides on one rank, at one step; it records when.
 
-The scripts SCRIPTS have theirs in a loop of their own, with `ebbflow.attach`. NODES are of one of two nodes.
+The scripts SCRIPTS have theirs in a loop of their own, with `ebbflow.attach`. NODES are of one of
+two nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Overflowing(nn.Linear):
 
 
 class Headline(OneSided):
-    """Options: trouble (a method), guilty (rank), step, mark (a file: the trouble's time; others strike once)."""
+    """Options: trouble (a method), guilty (rank), step, mark (a file: the trouble's time; others
+    strike once).
+    """
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -58,10 +61,16 @@ class Headline(OneSided):
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
         options: dict[str, Any] = dict(self.context.options)
         step = cursor.first // self.context.config.training.batch_size + 1
-        self.branch, self.pause, self.of_step = True, 0.0, model
+        self.branch = True
+        self.pause = 0.0
+        self.of_step = model
         mark = Path(options["mark"])
         lasting = options["trouble"] in LASTING
-        if step >= options["step"] and self.context.rank == options["guilty"] and (lasting or not mark.exists()):
+        if (
+            step >= options["step"]
+            and self.context.rank == options["guilty"]
+            and (lasting or not mark.exists())
+        ):
             if not mark.exists():
                 mark.write_text(str(time.time()))
             getattr(self, options["trouble"])()
@@ -75,7 +84,9 @@ class Headline(OneSided):
         self.branch = False
 
     def overflow_in_a_layer(self) -> None:
-        next(part for part in self.of_step.modules() if isinstance(part, Overflowing)).spoiled = True
+        next(
+            part for part in self.of_step.modules() if isinstance(part, Overflowing)
+        ).spoiled = True
 
     def call_a_collective(self) -> None:
         dist.all_reduce(torch.ones(3))
@@ -142,7 +153,9 @@ class Folder:
 
 class OfFiles(DatasetWorkload):
     def dataset(self, train: bool) -> Any:
-        return Folder() if train else None
+        if train:
+            return Folder()
+        return None
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -156,7 +169,10 @@ NODES = ("other_torch", "other_setting", "fewer_files", "cut_file")
 
 
 def start_nodes(spec: GangSpec, name: str, guilty: int, folder: Path) -> LocalGang:
-    """Start two nodes, of which `guilty` has other software, settings or files. The workload is `OfFiles`."""
+    """Start two nodes, of which `guilty` has other software, settings or files.
+
+    The workload is `OfFiles`.
+    """
     for node in range(2):
         (folder / f"files-{node}").mkdir()
         for number in range(16):
@@ -166,11 +182,20 @@ def start_nodes(spec: GangSpec, name: str, guilty: int, folder: Path) -> LocalGa
     if name == "cut_file":
         (folder / f"files-{guilty}" / "7.bin").write_bytes(b"")
     (folder / "older" / "torch-2.12.1.dist-info").mkdir(parents=True)
-    (folder / "older" / "torch-2.12.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.12.1\n")
+    (folder / "older" / "torch-2.12.1.dist-info" / "METADATA").write_text(
+        "Name: torch\nVersion: 2.12.1\n"
+    )
 
     def command(node: int) -> list[str]:
-        paths = [str(folder / "older")] if name == "other_torch" and node == guilty else []
-        return ["env", f"HEADLINE_FILES={folder}/files-{node}", f"PYTHONPATH={':'.join([*paths, python_path()])}"]
+        if name == "other_torch" and node == guilty:
+            paths = [str(folder / "older")]
+        else:
+            paths = []
+        return [
+            "env",
+            f"HEADLINE_FILES={folder}/files-{node}",
+            f"PYTHONPATH={':'.join([*paths, python_path()])}",
+        ]
 
     def alter(own: GangSpec) -> GangSpec:
         if name != "other_setting" or own.node != guilty:

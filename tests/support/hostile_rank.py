@@ -1,4 +1,7 @@
-"""A workload whose rank 1 loses, once, what its process has from the system. Option `deed`: what it does."""
+"""A workload whose rank 1 loses, once, what its process has from the system.
+
+Option `deed`: what it does.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ STEP = 5
 
 
 class Hostile(Sound):
-    """Options: deed ("close" all descriptors, or "limit" the size of files to 1 KiB), once (a file: it was done)."""
+    """Options: deed ("close" all descriptors, or "limit" the size of files to 1 KiB), once (a file:
+    it was done).
+    """
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
-        options, batch_size = self.context.options, self.context.config.training.batch_size
+        options = self.context.options
+        batch_size = self.context.config.training.batch_size
         once = Path(options["once"])
         if self.context.rank == 1 and cursor.first >= (STEP - 1) * batch_size and not once.exists():
             once.touch()

@@ -127,11 +127,14 @@ def host_memory(_: Injected) -> None:
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.trunk = nn.Linear(4, 1)
+        self.branch = nn.Linear(4, 1)
         self.uses_branch = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.trunk(x) + self.branch(x) if self.uses_branch else self.trunk(x)
+        if self.uses_branch:
+            return self.trunk(x) + self.branch(x)
+        return self.trunk(x)
 
 
 @injects("D07", ranks=2)
@@ -193,7 +196,9 @@ def uneven_batches(here: Injected) -> None:
 @injects("D10", ranks=2)
 def other_model_on_one_rank(here: Injected) -> None:
     here.connect()
-    nn.parallel.DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4)] * 1, *[nn.Linear(4, 2)] * here.is_guilty))
+    nn.parallel.DistributedDataParallel(
+        nn.Sequential(*[nn.Linear(4, 4)] * 1, *[nn.Linear(4, 2)] * here.is_guilty)
+    )
 
 
 @injects("D14")
@@ -214,7 +219,8 @@ def mesh_larger_than_the_world(here: Injected) -> None:
 
 class Samples(torch.utils.data.Dataset):
     def __init__(self, spoil: Callable[[int], Any] | None = None, size: int = 64) -> None:
-        self.spoil, self.size = spoil, size
+        self.spoil = spoil
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
@@ -327,8 +333,11 @@ def missing_checkpoint(here: Injected) -> None:
 
 @injects("H03")
 def optimizer_of_another_model(_: Injected) -> None:
-    first, second = nn.Linear(4, 1), nn.Linear(4, 1, bias=False)
-    torch.optim.Adam(first.parameters()).load_state_dict(torch.optim.Adam(second.parameters()).state_dict())
+    first = nn.Linear(4, 1)
+    second = nn.Linear(4, 1, bias=False)
+    torch.optim.Adam(first.parameters()).load_state_dict(
+        torch.optim.Adam(second.parameters()).state_dict()
+    )
 
 
 @injects("H04")
@@ -346,7 +355,9 @@ def pickled_objects(here: Injected) -> None:
 
 @injects("H10")
 def full_disk(here: Injected) -> None:
-    torch.save(torch.ones(1000), "/dev/full") if here.seed % 2 else Path("/dev/full").write_bytes(b"x" * 10_000)
+    torch.save(torch.ones(1000), "/dev/full") if here.seed % 2 else Path("/dev/full").write_bytes(
+        b"x" * 10_000
+    )
 
 
 # Sharding, compiler, program
@@ -373,7 +384,10 @@ def graph_break(_: Injected) -> None:
     torch.compile(printed, backend="eager", fullgraph=True)(torch.ones(3))
 
 
-@injects("L02", environment={"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": "/tmp/ebbflow-no-compiler"})
+@injects(
+    "L02",
+    environment={"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": "/tmp/ebbflow-no-compiler"},
+)
 def no_compiler(_: Injected) -> None:
     torch.compile(lambda x: (x * 2).sin())(torch.ones(100))
 
@@ -424,7 +438,11 @@ def shared_path_missing(_: Injected) -> None:
 def no_credentials(_: Injected) -> None:
     import boto3
 
-    os.environ.update(AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="/nowhere", AWS_SHARED_CREDENTIALS_FILE="/no")
+    os.environ.update(
+        AWS_EC2_METADATA_DISABLED="true",
+        AWS_CONFIG_FILE="/nowhere",
+        AWS_SHARED_CREDENTIALS_FILE="/no",
+    )
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         os.environ.pop(name, None)
     boto3.client("s3", region_name="us-east-1").put_object(Bucket="b", Key="k", Body=b"")
@@ -446,14 +464,20 @@ def slow_loader(_: Injected) -> None:
     for step in range(6):
         time.sleep(0.05)
         data = time.monotonic() - began
-        print(f"Epoch: [0][{step}/6] Time {data + 0.004:.3f} ({data:.3f}) Data {data:.3f} ({data:.3f})", flush=True)
+        print(
+            f"Epoch: [0][{step}/6] Time {data + 0.004:.3f} ({data:.3f}) Data {data:.3f} "
+            f"({data:.3f})",
+            flush=True,
+        )
         began = time.monotonic()
 
 
 @injects("F06")
 def half_gradients(_: Injected) -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([weight])
+    scaler = torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
 
@@ -474,7 +498,9 @@ def store_that_does_not_answer(_: Injected) -> None:
     once = Config(retries={"total_max_attempts": 1}, connect_timeout=2)
     keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
     place = f"http://127.0.0.1:{free_port()}"
-    boto3.client("s3", endpoint_url=place, config=once, **keys).put_object(Bucket="b", Key="k", Body=b"")
+    boto3.client("s3", endpoint_url=place, config=once, **keys).put_object(
+        Bucket="b", Key="k", Body=b""
+    )
 
 
 @injects("J02", answers=("J02", "J12"))
@@ -498,10 +524,14 @@ def metric_made_twice(_: Injected) -> None:
 
 @injects("A12", answers=("A11",))
 def policy_that_drops(_: Injected) -> None:
-    """A network of its own, in which packets to the master are refused as a network policy refuses them."""
+    """A network of its own, in which packets to the master are refused as a network policy refuses
+    them.
+    """
     script = "import torch.distributed as d, datetime; "
     script += "d.TCPStore('10.9.8.7', 29500, 2, False, datetime.timedelta(seconds=2))"
-    inside = f'ip link set lo up; ip route add prohibit 10.9.8.0/24; exec {sys.executable} -c "{script}"'
+    inside = (
+        f'ip link set lo up; ip route add prohibit 10.9.8.0/24; exec {sys.executable} -c "{script}"'
+    )
     raise SystemExit(subprocess.run(["unshare", "-n", "sh", "-c", inside], check=False).returncode)
 
 
@@ -557,7 +587,10 @@ def seeds_that_differ(here: Injected) -> None:
 
 @injects("E04", answers=("E01",))
 def workers_beyond_the_cores(_: Injected) -> None:
-    load(Samples(lambda _: os.kill(os.getpid(), signal.SIGKILL)), num_workers=(os.cpu_count() or 1) + 6)
+    load(
+        Samples(lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+        num_workers=(os.cpu_count() or 1) + 6,
+    )
 
 
 @injects("E05")

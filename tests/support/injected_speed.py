@@ -1,4 +1,6 @@
-"""Slow and uneven runs, made for real by plain torch code that measures where its time or memory goes."""
+"""Slow and uneven runs, made for real by plain torch code that measures where its time or memory
+goes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def gpus_of_two_sockets(here: Injected) -> None:
 @injects("C05", ranks=2)
 def memory_held_by_one_rank(here: Injected) -> None:
     here.connect()
-    held = torch.ones(64 << 20) if here.is_guilty else None
+    if here.is_guilty:
+        held = torch.ones(64 << 20)
+    else:
+        held = None
     used = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(used, torch.tensor([psutil.Process().memory_info().rss / 2**20]))
     low, high = sorted(float(each) for each in used)
@@ -59,9 +64,14 @@ def memory_held_by_one_rank(here: Injected) -> None:
 
 @injects("G01")
 def device_without_work(_: Injected) -> None:
-    """A monitor of the device, here the CPU: the share of each step in which it computes, in many small pieces."""
+    """A monitor of the device, here the CPU: the share of each step in which it computes, in many
+    small pieces.
+    """
     for step in range(STEPS):
-        busy, waits = (sum(seconds(part) for _ in range(20)) for part in (lambda: multiply(64, 1), wait_for_host))
+        busy, waits = (
+            sum(seconds(part) for _ in range(20))
+            for part in (lambda: multiply(64, 1), wait_for_host)
+        )
         share = 100 * busy / (busy + waits)
         if share < 40:
             print(f"step {step}: GPU utilization is only {share:.0f} %", flush=True)
@@ -71,8 +81,10 @@ def device_without_work(_: Injected) -> None:
 def one_microbatch(here: Injected) -> None:
     """Two stages of a pipeline that take turns, because the batch is not divided."""
     here.connect(30)
-    other, message = 1 - here.rank, torch.ones(4)
-    began, idle = time.perf_counter(), 0.0
+    other = 1 - here.rank
+    message = torch.ones(4)
+    began = time.perf_counter()
+    idle = 0.0
     for _ in range(STEPS):
         if here.rank == 1:
             idle += seconds(lambda: dist.recv(message, other))
@@ -82,7 +94,9 @@ def one_microbatch(here: Injected) -> None:
             idle += seconds(lambda: dist.recv(message, other))
     share = idle / (time.perf_counter() - began)
     if share > 0.25:
-        print(f"stage {here.rank}: pipeline bubble fraction {share:.2f} with 1 microbatch", flush=True)
+        print(
+            f"stage {here.rank}: pipeline bubble fraction {share:.2f} with 1 microbatch", flush=True
+        )
 
 
 @injects("G05", ranks=2)
@@ -94,7 +108,10 @@ def large_gradients(here: Injected) -> None:
         exchange = seconds(lambda: dist.all_reduce(gradient))
         share = 100 * exchange / (work + exchange)
         if here.rank == 0 and share > 40:
-            print(f"step {step}: communication takes {share:.0f} % of {work + exchange:.3f} s", flush=True)
+            print(
+                f"step {step}: communication takes {share:.0f} % of {work + exchange:.3f} s",
+                flush=True,
+            )
 
 
 @injects("G06")
@@ -106,7 +123,8 @@ def disk_in_each_step(here: Injected) -> None:
             os.fsync(file.fileno())
 
         for step in range(STEPS):
-            work, wait = seconds(lambda: multiply(50, 1)), seconds(spill)
+            work = seconds(lambda: multiply(50, 1))
+            wait = seconds(spill)
             share = min(100 * wait / (work + wait), 99)
             if share > 40:
                 print(f"step {step}: I/O wait {share:.0f} % of {work + wait:.3f} s", flush=True)
@@ -141,7 +159,9 @@ def generation_without_a_cache(_: Injected) -> None:
             model(tokens).square().mean().backward()
             optimizer.step()
 
-        spent = [seconds(lambda work=work, tokens=sequence: work(tokens)) for work in (generate, update)]
+        spent = [
+            seconds(lambda work=work, tokens=sequence: work(tokens)) for work in (generate, update)
+        ]
         share = [100 * each / sum(spent) for each in spent]
         print(f"step:{step} timing_s/gen:{spent[0]:.3f} ({share[0]:.1f}%)", flush=True)
         print(f"step:{step} timing_s/update_actor:{spent[1]:.3f} ({share[1]:.1f}%)", flush=True)

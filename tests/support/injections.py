@@ -1,7 +1,7 @@
 """The runner of symptoms that are made for real; `tests.support.injected` has them.
 
-`python -m tests.support.injections NAME SEED FOLDER RANK` is one rank; `inject` runs all ranks of one symptom and
-returns what they wrote. The faulty rank and the step are drawn from the seed.
+`python -m tests.support.injections NAME SEED FOLDER RANK` is one rank; `inject` runs all ranks of
+one symptom and returns what they wrote. The faulty rank and the step are drawn from the seed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.support.warm import start_warm
 class Injection:
     """How a symptom is made.
 
-    gone: ranks that are never started. answers: other ids that name the failure as well. alike: all ranks have the
-    trouble, so there is no faulty one.
+    gone: ranks that are never started. answers: other ids that name the failure as well. alike: all
+    ranks have the trouble, so there is no faulty one.
     """
 
     symptom: str
@@ -75,7 +75,9 @@ class Injected:
 INJECTIONS: dict[str, Injection] = {}
 
 
-def injects(symptom: str, **options: Any) -> Callable[[Callable[[Injected], Any]], Callable[[Injected], Any]]:
+def injects(
+    symptom: str, **options: Any
+) -> Callable[[Callable[[Injected], Any]], Callable[[Injected], Any]]:
     def register(function: Callable[[Injected], Any]) -> Callable[[Injected], Any]:
         INJECTIONS[function.__name__] = Injection(symptom, function, **options)
         return function
@@ -83,9 +85,15 @@ def injects(symptom: str, **options: Any) -> Callable[[Callable[[Injected], Any]
     return register
 
 
-def inject(name: str, folder: Path, seed: int = 0, *, seconds: float = 60) -> tuple[list[Path], int, float]:
-    """Run all ranks of an injection. Returns their logs, the faulty rank, and the seconds to the first failure."""
-    made, port = INJECTIONS[name], free_port()
+def inject(
+    name: str, folder: Path, seed: int = 0, *, seconds: float = 60
+) -> tuple[list[Path], int, float]:
+    """Run all ranks of an injection.
+
+    Returns their logs, the faulty rank, and the seconds to the first failure.
+    """
+    made = INJECTIONS[name]
+    port = free_port()
     environment = dict(
         os.environ,
         WORLD_SIZE=str(made.ranks),
@@ -98,17 +106,28 @@ def inject(name: str, folder: Path, seed: int = 0, *, seconds: float = 60) -> tu
     environment.update(made.environment)
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank-{rank}.log" for rank in range(made.ranks) if rank not in made.gone]
-    started, processes = time.monotonic(), []
+    started = time.monotonic()
+    processes = []
     for rank in range(made.ranks):
         if rank not in made.gone:
-            own = environment if environment.get("RANK") == "none" else environment | {"RANK": str(rank)}
+            if environment.get("RANK") == "none":
+                own = environment
+            else:
+                own = environment | {"RANK": str(rank)}
             words = [name, str(seed), str(folder), str(rank)]
             log = folder / f"rank-{rank}.log"
-            own = {key: value for key, value in own.items() if value != "none"} | {"LOCAL_RANK": str(rank)}
-            processes.append(start_warm("tests.support.injections", words, environment=own, output=log))
+            own = {key: value for key, value in own.items() if value != "none"} | {
+                "LOCAL_RANK": str(rank)
+            }
+            processes.append(
+                start_warm("tests.support.injections", words, environment=own, output=log)
+            )
     first = 0.0
     try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < started + seconds:
+        while (
+            any(process.poll() is None for process in processes)
+            and time.monotonic() < started + seconds
+        ):
             if not first and any(process.poll() not in (None, 0) for process in processes):
                 first = time.monotonic() - started
             time.sleep(0.02)

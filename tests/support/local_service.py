@@ -1,4 +1,6 @@
-"""A stand-in of a cloud's API: an HTTP server in a process of its own, with a door through which tests change it."""
+"""A stand-in of a cloud's API: an HTTP server in a process of its own, with a door through which
+tests change it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ class LocalServer(ThreadingHTTPServer):
         """A client that leaves in the middle is no news."""
 
 
-def serve(module: str, make_server: Callable[[dict[str, Any], Path, int], LocalServer], arguments: list[str]) -> None:
+def serve(
+    module: str,
+    make_server: Callable[[dict[str, Any], Path, int], LocalServer],
+    arguments: list[str],
+) -> None:
     """Print {"endpoint"}, and serve until the parent ends or a signal comes.
 
     make_server: takes the settings, the folder in which jobs run, and the port.
@@ -66,8 +72,12 @@ def run_service(module: str, folder: Path, log: Path, settings: dict[str, Any]) 
     with open(log, "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *words],
-            cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, text=True,
-        )  # fmt: skip
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+        )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

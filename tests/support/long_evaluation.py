@@ -18,11 +18,13 @@ TOLD_AFTER = 3
 
 
 class LongEvaluation(Sound):
-    """Options: passes of an evaluation, seconds for each, marks (a folder). Where that holds a file `tell`, it is taken
-    away, and the process is told to leave after three passes."""
+    """Options: passes of an evaluation, seconds for each, marks (a folder). Where that holds a file
+    `tell`, it is taken away, and the process is told to leave after three passes."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it is only tried, before there is a rank
+        if (
+            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):  # it is only tried, before there is a rank
             return {"score": 0.5}
         options: Any = self.context.options
         marks = Path(options["marks"])

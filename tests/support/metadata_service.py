@@ -1,8 +1,10 @@
-"""A stand-in for Metaflow's metadata service: in memory, over HTTP, with the routes that Metaflow's provider uses.
+"""A stand-in for Metaflow's metadata service: in memory, over HTTP, with the routes that Metaflow's
+provider uses.
 
-As the service does, it numbers runs and tasks itself, each with one series over all flows that begins at 1, and tells
-them as numbers; refuses with 409 what is there already; and keeps the artifacts of every attempt, of which it tells the
-latest. What it does not know is answered with 404 and noted in `unknown`, since the provider takes some 404 for "none".
+As the service does, it numbers runs and tasks itself, each with one series over all flows that
+begins at 1, and tells them as numbers; refuses with 409 what is there already; and keeps the
+artifacts of every attempt, of which it tells the latest. What it does not know is answered with 404
+and noted in `unknown`, since the provider takes some 404 for "none".
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-VERSION = "2.5.0"  # of the service whose routes these are: it has heartbeats, tags, attempts and filtered_tasks
+# of the service whose routes these are: it has heartbeats, tags, attempts and filtered_tasks
+VERSION = "2.5.0"
 HEARTBEAT_SECONDS = 10
 _OF_PARENTS = ("flow_id", "run_number", "step_name")
-_NAMES = {"run": "run_number", "step": "step_name", "task": "task_id"}  # how a kind's own name is called in its record
+_NAMES = {
+    "run": "run_number",
+    "step": "step_name",
+    "task": "task_id",
+}  # how a kind's own name is called in its record
 
 # Metaflow reads its settings when it is imported, so that its client needs a process of its own.
 _CLIENT = """
@@ -51,7 +58,9 @@ Path = tuple[str, ...]
 
 
 class MetadataService:
-    """objects: by their path, ("TrainFlow", "1", "start", "1"). beats: heartbeats by path. asked: requests by route."""
+    """objects: by their path, ("TrainFlow", "1", "start", "1"). beats: heartbeats by path. asked:
+    requests by route.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[Path, dict[str, Any]] = {}
@@ -82,11 +91,16 @@ class MetadataService:
         path = [unquote(word) for word in parts.path.strip("/").split("/")]
         with self._lock:
             for verb, pattern, do in self._routes():
-                found = re.fullmatch(pattern, "/".join(path)) if verb == method else None
+                if verb == method:
+                    found = re.fullmatch(pattern, "/".join(path))
+                else:
+                    found = None
                 if found is not None:
                     self.asked[f"{method} {do.__name__.strip('_')}"] += 1
                     query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
-                    return do(_path(found["of"]), found.groupdict(), query if method == "GET" else body)
+                    return do(
+                        _path(found["of"]), found.groupdict(), query if method == "GET" else body
+                    )
             self.unknown.append(f"{method} {target}")
         return 404, {"message": f"no such route: {method} {parts.path}"}
 
@@ -110,7 +124,11 @@ class MetadataService:
             ("GET", rf"(?P<of>{task})/metadata", self._get_metadata),
             ("GET", rf"(?P<of>{task})/artifacts", self._get_artifacts),
             ("GET", rf"(?P<of>{task})/attempt/(?P<attempt>\d+)/artifacts", self._get_artifacts),
-            ("GET", rf"(?P<of>{task})/artifacts/(?P<name>[^/]+)(?:/attempt/(?P<attempt>\d+))?", self._get_artifact),
+            (
+                "GET",
+                rf"(?P<of>{task})/artifacts/(?P<name>[^/]+)(?:/attempt/(?P<attempt>\d+))?",
+                self._get_artifact,
+            ),
             ("GET", rf"(?P<of>{step})/filtered_tasks", self._filtered_tasks),
         ]
 
@@ -118,14 +136,26 @@ class MetadataService:
         return self._put(path, {"flow_id": path[0], **body})
 
     def _create(self, path: Path, words: dict, body: Any) -> Answer:
-        """The path of a new step names it; that of a new run or task, whose number may be the service's, its parent."""
+        """The path of a new step names it; that of a new run or task, whose number may be the
+        service's, its parent.
+        """
         kind = words["kind"]
-        parent = path[:-1] if kind == "step" else path
+        if kind == "step":
+            parent = path[:-1]
+        else:
+            parent = path
         if parent not in self.objects:
             return 404, {"message": f"there is no {'/'.join(parent)}"}
         key = _NAMES[kind]
-        name = path[-1] if kind == "step" else body.get(key) or next(self._numbers[kind])
-        above = {known: self.objects[parent][known] for known in _OF_PARENTS if known in self.objects[parent]}
+        if kind == "step":
+            name = path[-1]
+        else:
+            name = body.get(key) or next(self._numbers[kind])
+        above = {
+            known: self.objects[parent][known]
+            for known in _OF_PARENTS
+            if known in self.objects[parent]
+        }
         return self._put((*parent, str(name)), {**body, **above, key: name})
 
     def _put(self, path: Path, record: dict[str, Any]) -> Answer:
@@ -136,10 +166,12 @@ class MetadataService:
 
     def _get(self, path: Path, _: dict, __: Any) -> Answer:
         found = self.objects.get(path)
-        return (200, found) if found is not None else (404, {"message": f"there is no {'/'.join(path)}"})
+        if found is not None:
+            return (200, found)
+        return (404, {"message": f"there is no {'/'.join(path)}"})
 
     def _children(self, path: Path, _: dict, __: Any) -> Answer:
-        return 200, [self.objects[one] for one in self.objects if one[:-1] == path]
+        return 200, [self.objects[object_] for object_ in self.objects if object_[:-1] == path]
 
     def _heartbeat(self, path: Path, _: dict, __: Any) -> Answer:
         """A JSON text within JSON, as the service answers."""
@@ -166,7 +198,9 @@ class MetadataService:
         if path not in self.objects:
             return 404, {"message": f"there is no {'/'.join(path)}"}
         run = self.objects[path]
-        run["tags"] = sorted(set(run["tags"]) - set(body["tags_to_remove"]) | set(body["tags_to_add"]))
+        run["tags"] = sorted(
+            set(run["tags"]) - set(body["tags_to_remove"]) | set(body["tags_to_add"])
+        )
         return 200, {"tags": run["tags"]}
 
     def _get_metadata(self, path: Path, _: dict, __: Any) -> Answer:
@@ -176,17 +210,27 @@ class MetadataService:
         """Of the attempt that is asked for, else of the latest that has any."""
         kept = self.artifacts.get(path, {})
         attempt = words.get("attempt")
-        number = max((one for one, _ in kept), default=0) if attempt is None else int(attempt)
+        if attempt is None:
+            number = max((one for one, _ in kept), default=0)
+        else:
+            number = int(attempt)
         return 200, [entry for (one, _), entry in kept.items() if one == number]
 
     def _get_artifact(self, path: Path, words: dict, _: Any) -> Answer:
-        named = [entry for entry in self._get_artifacts(path, words, None)[1] if entry["name"] == words["name"]]
-        return (200, named[0]) if named else (404, {"message": f"{'/'.join(path)} has no {words['name']}"})
+        named = [
+            entry
+            for entry in self._get_artifacts(path, words, None)[1]
+            if entry["name"] == words["name"]
+        ]
+        if named:
+            return (200, named[0])
+        return (404, {"message": f"{'/'.join(path)} has no {words['name']}"})
 
     def _filtered_tasks(self, path: Path, _: dict, query: Any) -> Answer:
         """Paths of the tasks of a step one of whose metadata matches. Without a pattern: all."""
-        pattern, field = query.get("pattern", ""), query.get("metadata_field_name")
-        tasks = [one for one in self.objects if one[:-1] == path]
+        pattern = query.get("pattern", "")
+        field = query.get("metadata_field_name")
+        tasks = [object_ for object_ in self.objects if object_[:-1] == path]
         return 200, [
             "/".join(task)
             for task in tasks
@@ -212,8 +256,12 @@ def seen_by_client(run: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """What Metaflow's own client finds of a run, such as "TrainFlow/1", with these settings."""
     done = subprocess.run(
         [sys.executable, "-c", _CLIENT, run],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -245,9 +293,12 @@ def _handler(service: MetadataService) -> type[BaseHTTPRequestHandler]:
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             try:
-                status, document = service.answer(self.command, self.path, json.loads(body or b"{}"))
+                status, document = service.answer(
+                    self.command, self.path, json.loads(body or b"{}")
+                )
             except (ValueError, KeyError, TypeError) as error:
-                status, document = 400, {"message": repr(error)}
+                status = 400
+                document = {"message": repr(error)}
             self._send(status, json.dumps(document).encode())
 
         def _send(self, status: int, body: bytes) -> None:

@@ -22,13 +22,20 @@ CATALOGUE = load_catalogue()
 SPOT_QUEUE = queue("spot", "spot", multi_node=True)
 ON_DEMAND_QUEUE = queue("on-demand", "on_demand")
 BOTH = queues(SPOT_QUEUE, ON_DEMAND_QUEUE)
-# Hours and dollars that a start on Spot needs, of the formulas' own test: 20 h and $100 less what they leave.
+# Hours and dollars that a start on Spot needs, of the formulas' own test: 20 h and $100 less what
+# they leave.
 NEEDED_HOURS = 20 - 9.3125
 NEEDED_USD = 100 - 72.09375
 
 
 def make_plan(pools: Sequence[Candidate], **values: Any) -> Plan:
-    known = {"deadline_hours": 20.0, "budget_usd": 100.0, "spent_usd": 0.0, "started_utc": WALL, "steps": 1000}
+    known = {
+        "deadline_hours": 20.0,
+        "budget_usd": 100.0,
+        "spent_usd": 0.0,
+        "started_utc": WALL,
+        "steps": 1000,
+    }
     return replace(template_plan(), ranked=tuple(pools), refusal=None, **{**known, **values})
 
 
@@ -53,8 +60,12 @@ def place(
     )
 
 
-def attempt(cause: str, *, at: float = 0.0, started: bool = True, queue: str = "spot", **values: Any) -> PastAttempt:
-    """Make an attempt that ended at second `at` in a pool of two g5.xlarge, of which `values` are changed."""
+def attempt(
+    cause: str, *, at: float = 0.0, started: bool = True, queue: str = "spot", **values: Any
+) -> PastAttempt:
+    """Make an attempt that ended at second `at` in a pool of two g5.xlarge, of which `values` are
+    changed.
+    """
     known = {
         "queue": queue,
         "market": "spot",
@@ -108,6 +119,11 @@ def placement(**values: Any) -> Placement:
     return Placement(**{**known, **values})
 
 
-def in_region(region: str | None, name: str = "q", types: Sequence[str] = (), **values: Any) -> QueueState:
-    arn = "" if region is None else f"arn:aws:batch:{region}:123456789012:job-queue/{name}"
+def in_region(
+    region: str | None, name: str = "q", types: Sequence[str] = (), **values: Any
+) -> QueueState:
+    if region is None:
+        arn = ""
+    else:
+        arn = f"arn:aws:batch:{region}:123456789012:job-queue/{name}"
     return queue(name, "spot", types, multi_node=True, arn=arn, **values)

@@ -1,6 +1,7 @@
 """Schedules with a bug planted in the checkpoints: what the oracle of the schedules has to find.
 
-The bugs go into the process that everybody but the uploaders is forked from, which is why this runs in one of its own.
+The bugs go into the process that everybody but the uploaders is forked from, which is why this runs
+in one of its own.
 """
 
 from __future__ import annotations
@@ -17,19 +18,37 @@ from ebbflow.training.checkpoint.lineage import LineageChain
 from ebbflow.training.checkpoint.reader import VerifiedReader
 
 _KILL = Kill(victim=0, after_seconds=0.0, early=True, request=None, operation="put", point="before")
-_STAYS = Act(world_size=1, saves=(1,), pauses=(0.0,), waits=(True,), way="quiet", kill=_KILL, overlap_seconds=0.0)
+_STAYS = Act(
+    world_size=1,
+    saves=(1,),
+    pauses=(0.0,),
+    waits=(True,),
+    way="quiet",
+    kill=_KILL,
+    overlap_seconds=0.0,
+)
 _THREE = replace(_STAYS, saves=(1, 2, 6), pauses=(0.0,) * 3, waits=(True,) * 3)
-_ROTS = {"seed": 1, "rates": {"rot:put": 1.0}, "rot_only": "/data/.*/000000000006/", "most_rotten": 1, "stale": 0.0}
+_ROTS = {
+    "seed": 1,
+    "rates": {"rot:put": 1.0},
+    "rot_only": "/data/.*/000000000006/",
+    "most_rotten": 1,
+    "stale": 0.0,
+}
 
 
 def played(folder: str) -> dict[str, tuple[list[str], list[str]]]:
     """By bug: the oracle's problems with the bug planted, and of the same schedule without it."""
     preload()
-    calm = Schedule(0, "folder", "calm", large=False, conduct={}, keep_last=3, deadline_seconds=10.0)
+    calm = Schedule(
+        0, "folder", "calm", large=False, conduct={}, keep_last=3, deadline_seconds=10.0
+    )
     schedules = {
         "sums are not looked at": (
             mock.patch.object(
-                VerifiedReader, "_read_chunk", lambda self, chunk: self._fetch(self._data[chunk.object], chunk) and None
+                VerifiedReader,
+                "_read_chunk",
+                lambda self, chunk: self._fetch(self._data[chunk.object], chunk) and None,
             ),
             replace(calm, store="s3", conduct=_ROTS, acts=(_THREE, _STAYS)),
         ),

@@ -1,11 +1,15 @@
-"""What a script's own resume can lose, planted into tests/support/scripts/resumable.py: each with what the doctor says.
+"""What a script's own resume can lose, planted into tests/support/scripts/resumable.py: each with
+what the doctor says.
 
 name: (text of the script, its replacement, text that the doctor prints)
 """
 
 from __future__ import annotations
 
-_POSITION = 'start_epoch, skip, global_step = checkpoint["epoch"], checkpoint["batch"], checkpoint["global_step"]'
+_POSITION = (
+    'start_epoch, skip, global_step = checkpoint["epoch"], checkpoint["batch"], '
+    'checkpoint["global_step"]'
+)
 
 
 def _load(name: str) -> str:
@@ -14,38 +18,90 @@ def _load(name: str) -> str:
 
 PLANTED = {
     "optimizer": (_load("optimizer"), "", "optimizer (AdamW): its state is not restored"),
-    "scheduler": (_load("scheduler"), "", "scheduler (CosineAnnealingLR): its state is not restored"),
+    "scheduler": (
+        _load("scheduler"),
+        "",
+        "scheduler (CosineAnnealingLR): its state is not restored",
+    ),
     "scaler": (_load("scaler"), "", "scaler (GradScaler): its state is not restored"),
     "average": (_load("average"), "", "average (AveragedModel): its state is not restored"),
-    "torch": ('        torch.set_rng_state(checkpoint["rng"])\n', "", "torch: the random state is lost"),
-    "random": ('        random.setstate(checkpoint["random"])\n', "", "random: the random state is lost"),
-    "batches": (_POSITION, _POSITION.replace('skip, global_step = checkpoint["epoch"], checkpoint["batch"]',
-                'global_step = checkpoint["epoch"]'), "other samples are read after a resume"),
-    "epoch": (_POSITION, _POSITION.replace("start_epoch, ", "").replace('checkpoint["epoch"], ', ""),
-              "other samples are read after a resume"),
-    "step": (_POSITION, _POSITION.replace(", global_step", "").replace(', checkpoint["global_step"]', ""),
-             "global_step: the count starts anew"),
-    "statistics": ('model.load_state_dict(checkpoint["model"])',
-                   'model.load_state_dict({k: v for k, v in checkpoint["model"].items() if "running" not in k}, False)',
-                   "buffers of the model, such as BatchNorm's statistics, are lost"),
-    "sampler": ("        shuffle.manual_seed(epoch)\n", "", "other samples are read after a resume"),
+    "torch": (
+        '        torch.set_rng_state(checkpoint["rng"])\n',
+        "",
+        "torch: the random state is lost",
+    ),
+    "random": (
+        '        random.setstate(checkpoint["random"])\n',
+        "",
+        "random: the random state is lost",
+    ),
+    "batches": (
+        _POSITION,
+        _POSITION.replace(
+            'skip, global_step = checkpoint["epoch"], checkpoint["batch"]',
+            'global_step = checkpoint["epoch"]',
+        ),
+        "other samples are read after a resume",
+    ),
+    "epoch": (
+        _POSITION,
+        _POSITION.replace("start_epoch, ", "").replace('checkpoint["epoch"], ', ""),
+        "other samples are read after a resume",
+    ),
+    "step": (
+        _POSITION,
+        _POSITION.replace(", global_step", "").replace(', checkpoint["global_step"]', ""),
+        "global_step: the count starts anew",
+    ),
+    "statistics": (
+        'model.load_state_dict(checkpoint["model"])',
+        'model.load_state_dict({k: v for k, v in checkpoint["model"].items() if "running" not in '
+        "k}, False)",
+        "buffers of the model, such as BatchNorm's statistics, are lost",
+    ),
+    "sampler": (
+        "        shuffle.manual_seed(epoch)\n",
+        "",
+        "other samples are read after a resume",
+    ),
     "nothing": ("if os.path.exists(PATH):", "if False:", "nothing is resumed"),
-}  # fmt: skip
+}
 
 
 # The same for other scripts. name: (script, its text, replacement, text that the doctor prints)
 OTHERS = {
-    "average in a dict": ("resumable_ema", '    ema = ck["ema"]\n', "", "ema (dict of tensors): it is not restored"),
-    "DDP optimizer": ("resumable_ddp", '        optimizer.load_state_dict(ckpt["optimizer"])\n', "",
-                      "optimizer (AdamW): its state is not restored"),
-    "DDP random states": ("resumable_ddp", 'ckpt["rngs"][dist.get_rank()]', 'ckpt["rngs"][0]',
-                          "torch: the random state is lost on rank 1"),
-    "DDP epoch": ("resumable_ddp", '        start_epoch = ckpt["epoch"] + 1\n', "", "epoch: the count starts anew"),
-}  # fmt: skip
+    "average in a dict": (
+        "resumable_ema",
+        '    ema = ck["ema"]\n',
+        "",
+        "ema (dict of tensors): it is not restored",
+    ),
+    "DDP optimizer": (
+        "resumable_ddp",
+        '        optimizer.load_state_dict(ckpt["optimizer"])\n',
+        "",
+        "optimizer (AdamW): its state is not restored",
+    ),
+    "DDP random states": (
+        "resumable_ddp",
+        'ckpt["rngs"][dist.get_rank()]',
+        'ckpt["rngs"][0]',
+        "torch: the random state is lost on rank 1",
+    ),
+    "DDP epoch": (
+        "resumable_ddp",
+        '        start_epoch = ckpt["epoch"] + 1\n',
+        "",
+        "epoch: the count starts anew",
+    ),
+}
 
 
 def plant(script: str, name: str) -> str:
     """Return the text of the script with one bug."""
-    old, new = PLANTED[name][:2] if name in PLANTED else OTHERS[name][1:3]
+    if name in PLANTED:
+        old, new = PLANTED[name][:2]
+    else:
+        old, new = OTHERS[name][1:3]
     assert script.count(old) == 1, name
     return script.replace(old, new)

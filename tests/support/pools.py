@@ -1,4 +1,6 @@
-"""Pools and configurations with round figures, for the formulas of the guarantee and the rule of placement."""
+"""Pools and configurations with round figures, for the formulas of the guarantee and the rule of
+placement.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,19 @@ def make_config(
     hang_floor_seconds: float = 225.0,
     **cost: Any,
 ) -> RunConfig:
-    """Make a configuration whose durations are round fractions of an hour: 1/2, 1/8 and 1/16. `cost`: its section."""
+    """Make a configuration whose durations are round fractions of an hour: 1/2, 1/8 and 1/16.
+
+    `cost`: its section.
+    """
     config = _template_config().changed("batch", runnable_minutes=runnable_minutes)
     config = config.changed("checkpoint", deadline_seconds=save_seconds)
     return config.changed("survival", hang_floor_seconds=hang_floor_seconds).changed("cost", **cost)
 
 
 def spot_pool(**values: Any) -> Candidate:
-    """Make a Spot pool of two nodes at $3 per hour, 8 h of work, a start of 1/4 h and a commit per hour."""
+    """Make a Spot pool of two nodes at $3 per hour, 8 h of work, a start of 1/4 h and a commit per
+    hour.
+    """
     return make_pool(
         "spot",
         **{

@@ -1,4 +1,6 @@
-"""Programs that a test pretends to start: they last for some looks, and end with the codes that the test gives."""
+"""Programs that a test pretends to start: they last for some looks, and end with the codes that the
+test gives.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,10 @@ class Started:
 class Programs:
     """Stands in place of `subprocess.Popen`, and of the process that it returns.
 
-    Attributes:
-        codes: Exit codes, one for each start.
-        looks: How often a program is looked at in vain before it ends; `during` has a look for each of its calls.
-        during: Called one after the other, one at each look in vain.
-        at_start: Called when a program starts.
-        gone: Whether the process no longer exists when it gets a signal.
+    Attributes: codes: Exit codes, one for each start. looks: How often a program is looked at in
+        vain before it ends; `during` has a look for each of its calls. during: Called one after the
+        other, one at each look in vain. at_start: Called when a program starts. gone: Whether the
+        process no longer exists when it gets a signal.
     """
 
     pid = 2**22 + 1  # above the kernel's largest PID

@@ -15,18 +15,27 @@ def failed(rank: int, **known: Any) -> WorkerFailure:
 
 
 def hung(rank: int, *, waiting: bool = True, **known: Any) -> WorkerFailure:
-    where = EXCHANGE_PLACE if waiting else USER_PLACE
-    return failed(rank, **{"hung": True, "certainty": "slow", "waiting": waiting, "where": where, **known})
+    if waiting:
+        where = EXCHANGE_PLACE
+    else:
+        where = USER_PLACE
+    return failed(
+        rank, **{"hung": True, "certainty": "slow", "waiting": waiting, "where": where, **known}
+    )
 
 
 def seen(rank: int, *, waiting: bool = True, **known: Any) -> WorkerFailure:
     """The position of a rank that has not failed."""
-    return hung(rank, **{"waiting": waiting, "hung": False, "witness": True, "certainty": "proven", **known})
+    return hung(
+        rank, **{"waiting": waiting, "hung": False, "witness": True, "certainty": "proven", **known}
+    )
 
 
 def calls(*operations: str, group: str = "0", start: int = 1, state: str = "") -> list[list]:
     """Records of one group. state: that of NCCL's last call; all earlier ones are completed."""
-    records: list[list] = [[group, number, operation] for number, operation in enumerate(operations, start)]
+    records: list[list] = [
+        [group, number, operation] for number, operation in enumerate(operations, start)
+    ]
     if state:
         states = ["completed"] * (len(records) - 1) + [state]
         records = [[*record, own] for record, own in zip(records, states, strict=True)]

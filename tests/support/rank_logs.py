@@ -14,7 +14,12 @@ def beat(step: int, phase: str = "forward") -> HeartbeatReading:
 
 
 def rank_log(
-    folder: Path, rank: int = 0, *, generation: int = 1, limit_bytes: int = 64 * 2**20, tail_bytes: int | None = None
+    folder: Path,
+    rank: int = 0,
+    *,
+    generation: int = 1,
+    limit_bytes: int = 64 * 2**20,
+    tail_bytes: int | None = None,
 ) -> tuple[RankLog, Path]:
     raw = folder / "logs" / f"{generation:06d}-ab" / f"rank-{rank}.log"
     raw.parent.mkdir(parents=True, exist_ok=True)

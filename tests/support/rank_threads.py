@@ -1,4 +1,6 @@
-"""Gangs whose ranks are threads of one process, connected by the sockets of a real gang, or by a process group."""
+"""Gangs whose ranks are threads of one process, connected by the sockets of a real gang, or by a
+process group.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def connected_gangs(world_size: int) -> Iterator[list[Gang]]:
             ends[higher][lower], _ = server.accept()
     peers = [PeerSockets(rank, ends[rank], 20.0) for rank in range(world_size)]
     try:
-        yield [Gang(rank=rank, world_size=world_size, peers=peers[rank]) for rank in range(world_size)]
+        yield [
+            Gang(rank=rank, world_size=world_size, peers=peers[rank]) for rank in range(world_size)
+        ]
     finally:
         for connections in peers:
             connections.close()
@@ -44,7 +48,10 @@ def call_on_ranks(world_size: int, work: Callable[[Gang], T]) -> list[T | Except
     with connected_gangs(world_size) as gangs, ThreadPoolExecutor(world_size) as pool:
         calls = [pool.submit(work, gang) for gang in gangs]
         errors = [call.exception() for call in calls]
-        return [call.result() if error is None else error for call, error in zip(calls, errors, strict=True)]
+        return [
+            call.result() if error is None else error
+            for call, error in zip(calls, errors, strict=True)
+        ]
 
 
 def call_in_process_group(world_size: int, work: Callable[[int], T]) -> list[T]:
@@ -56,7 +63,9 @@ def call_in_process_group(world_size: int, work: Callable[[int], T]) -> list[T]:
         try:
             return work(rank)
         except BaseException as error:
-            ProcessLocalGroup.exception_handle(error)  # so that the other threads do not wait for this one
+            ProcessLocalGroup.exception_handle(
+                error
+            )  # so that the other threads do not wait for this one
             raise
         finally:
             dist.destroy_process_group()

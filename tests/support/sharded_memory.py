@@ -2,10 +2,10 @@
 
     python -m tests.support.sharded_memory FOLDER HIDDEN LAYERS VOCABULARY [--initialise-only]
 
-The ranks are forked, and torch's process group talks to nobody: they meet in the store alone. Rank 3 prints as JSON the
-bytes of the model (float32), of its shards and of its state, and the growth of its peak of resident memory in each
-phase. A small model runs first, so that imports and thread pools do not count. On the CPU a rank's state is in host
-memory; with a GPU it would not be.
+The ranks are forked, and torch's process group talks to nobody: they meet in the store alone. Rank
+3 prints as JSON the bytes of the model (float32), of its shards and of its state, and the growth of
+its peak of resident memory in each phase. A small model runs first, so that imports and thread
+pools do not count. On the CPU a rank's state is in host memory; with a GPU it would not be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
 from tests.support.spread_rank import ModelOnly
 
-RANKS, MEASURED = 8, 3
+RANKS = 8
+MEASURED = 3
 
 
 def start_measuring() -> int:
@@ -40,22 +41,30 @@ def start_measuring() -> int:
 
 
 def read_memory(name: str) -> int:
-    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
+    line = next(
+        one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
 def local_parts(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     parts = ((name, value.detach()) for name, value in module.named_parameters())
-    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in parts}
+    return {
+        name: value.to_local() if isinstance(value, DTensor) else value for name, value in parts
+    }
 
 
 def run(job: Store, model: ModelConfig, rank: int, generation: Generation | None) -> dict[str, Any]:
     """One rank's part, which ends after it has initialised the model without a generation."""
     config = RunConfig(model=model, parallel=ParallelConfig(mode="fsdp2"))
     gang = Gang(rank=rank, world_size=RANKS, ranks_per_node=RANKS)
-    before, began = start_measuring(), time.monotonic()
+    before = start_measuring()
+    began = time.monotonic()
     module = spread_model(ModelOnly(config), config, gang).module  # type: ignore[arg-type]
-    found: dict[str, Any] = {"initialise": read_memory("VmHWM") - before, "seconds": time.monotonic() - began}
+    found: dict[str, Any] = {
+        "initialise": read_memory("VmHWM") - before,
+        "seconds": time.monotonic() - began,
+    }
     found["model"] = sum(4 * parameter.numel() for parameter in module.parameters())
     found["own"] = sum(value.nbytes for value in local_parts(module).values())
     if generation is None:
@@ -74,11 +83,15 @@ def run(job: Store, model: ModelConfig, rank: int, generation: Generation | None
     assert commit is not None
     for parameter in module.parameters():
         parameter.data.zero_()
-    with Checkpointer(job.uri, generation=Generation(2, "reader"), rank=rank, world_size=RANKS) as saver:
+    with Checkpointer(
+        job.uri, generation=Generation(2, "reader"), rank=rank, world_size=RANKS
+    ) as saver:
         before = start_measuring()
         saver.restore([commit.key], module, optimizer)
         found["restore"] = read_memory("VmHWM") - before
-    found["equal"] = all(torch.equal(value, kept[name]) for name, value in local_parts(module).items())
+    found["equal"] = all(
+        torch.equal(value, kept[name]) for name, value in local_parts(module).items()
+    )
     return found
 
 
@@ -90,10 +103,14 @@ def main(arguments: list[str]) -> None:
     models = {"small": small, "large": ModelConfig(sequence_length=64, **sizes)}
     jobs = {name: Store.open(str(Path(arguments[0], "jobs", name))) for name in models}
     whole = "--initialise-only" not in arguments
-    generations = {name: open_generation(job, run="r", attempt=0) if whole else None for name, job in jobs.items()}
+    generations = {
+        name: open_generation(job, run="r", attempt=0) if whole else None
+        for name, job in jobs.items()
+    }
     children = []
     for rank in range(RANKS) if whole else [MEASURED]:
-        if (pid := os.fork()) == 0:
+        pid = os.fork()
+        if pid == 0:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
             for name, model in models.items():
                 found = run(jobs[name], model, rank, generations[name])

@@ -1,7 +1,9 @@
-"""One of 16 ranks whose process group talks to nobody: `python -m tests.support.split_rank CONFIGS.json OUT`.
+"""One of 16 ranks whose process group talks to nobody:
+`python -m tests.support.split_rank CONFIGS.json OUT`.
 
-It spreads the model of each configuration and saves which parts it holds, and which a commit gets from it. Torch caches
-a mesh's coordinates in a process, so that one process cannot play several ranks.
+It spreads the model of each configuration and saves which parts it holds, and which a commit gets
+from it. Torch caches a mesh's coordinates in a process, so that one process cannot play several
+ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tests.support.spread_rank import ModelOnly
 
 
 def main() -> None:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     gang = Gang(rank=rank, world_size=ranks, ranks_per_node=8)
@@ -33,8 +36,14 @@ def main() -> None:
         config = RunConfig.model_validate(values)
         module = spread_model(ModelOnly(config), config, gang).module
         state = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        held = [(name, box.slices, box.local.clone()) for name, value in state.items() for box in own_boxes(value)]
-        written = [(piece.name, piece.offsets, piece.sizes) for piece in assign_shards(state, rank, ranks)]
+        held = [
+            (name, box.slices, box.local.clone())
+            for name, value in state.items()
+            for box in own_boxes(value)
+        ]
+        written = [
+            (piece.name, piece.offsets, piece.sizes) for piece in assign_shards(state, rank, ranks)
+        ]
         found.append((held, written))
     torch.save(found, f"{sys.argv[2]}.{rank}")
     leave(0)

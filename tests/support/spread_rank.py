@@ -1,4 +1,7 @@
-"""One rank that spreads a model in each mode and prints its digest: `python -m tests.support.spread_rank CONFIG`."""
+"""One rank that spreads a model in each mode and prints its digest:
+
+`python -m tests.support.spread_rank CONFIG`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,15 @@ ARRANGEMENTS = {
         "fsdp": FsdpConfig(use_mixed_precision=True),
     },
     "fsdp2": {"parallel": ParallelConfig(mode="fsdp2", recompute="selective", compile=True)},
-    "fsdp2-offload": {"parallel": ParallelConfig(mode="fsdp2"), "fsdp": FsdpConfig(cpu_offload=True)},
+    "fsdp2-offload": {
+        "parallel": ParallelConfig(mode="fsdp2"),
+        "fsdp": FsdpConfig(cpu_offload=True),
+    },
     "hsdp-1": {"parallel": ParallelConfig(mode="hsdp", shard_size=1)},
-    "hsdp-node": {"parallel": ParallelConfig(mode="hsdp"), "fsdp": FsdpConfig(use_mixed_precision=True)},
+    "hsdp-node": {
+        "parallel": ParallelConfig(mode="hsdp"),
+        "fsdp": FsdpConfig(use_mixed_precision=True),
+    },
 }
 
 
@@ -46,13 +55,21 @@ def main() -> None:
     torch.set_num_threads(1)
     plain = [name for name, _ in ModelOnly(config).model().named_parameters()]
     gang = connect(start_seconds=60, collective_seconds=61, generation="test")
-    for name, group in ((name, make_mesh(gang, shard=1)[name].get_group()) for name in ("replicate", "shard")):
-        print("timeout", name, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    for name, group in (
+        (name, make_mesh(gang, shard=1)[name].get_group()) for name in ("replicate", "shard")
+    ):
+        print(
+            "timeout",
+            name,
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        )
     for name, changes in ARRANGEMENTS.items():
         spread_config = config.model_copy(update=changes)
         spread = spread_model(ModelOnly(config), spread_config, gang)
         names = [name for name, _ in spread.module.named_parameters()]
-        print("sha256", name, weights_sha256(spread.module), *(["renamed"] if names != plain else []))
+        print(
+            "sha256", name, weights_sha256(spread.module), *(["renamed"] if names != plain else [])
+        )
     disconnect()
     leave(0)
 

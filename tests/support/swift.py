@@ -1,4 +1,7 @@
-"""A real S3 store for the tests: OpenStack Swift, started once per session in a folder of its own."""
+"""A real S3 store for the tests:
+
+OpenStack Swift, started once per session in a folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ class Swift:
     secret_key: str = SECRET_KEY
     region: str = "us-east-1"
 
-    def environment(self, *, secret_key: str | None = None, access_key: str | None = None) -> dict[str, str]:
+    def environment(
+        self, *, secret_key: str | None = None, access_key: str | None = None
+    ) -> dict[str, str]:
         """The variables through which everything, ours and others', finds this store."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint,
@@ -47,7 +52,10 @@ class Swift:
 
     @functools.cache  # noqa: B019 - one server for all tests
     def client(self) -> Any:
-        """boto3's client: what it sees is not seen through our own code. To make one takes a tenth of a second."""
+        """boto3's client: what it sees is not seen through our own code.
+
+        To make one takes a tenth of a second.
+        """
         import boto3
 
         return boto3.client(
@@ -68,7 +76,10 @@ class Swift:
         """Let the store refuse what would make `bucket` larger, through Swift's own interface."""
         login = {"X-Storage-User": self.access_key, "X-Storage-Pass": self.secret_key}
         answer = self._ask("GET", f"{self.endpoint}/auth/v1.0", login)
-        headers = {"X-Auth-Token": answer["X-Auth-Token"], "X-Container-Meta-Quota-Bytes": str(quota_bytes)}
+        headers = {
+            "X-Auth-Token": answer["X-Auth-Token"],
+            "X-Container-Meta-Quota-Bytes": str(quota_bytes),
+        }
         self._ask("POST", f"{answer['X-Storage-Url']}/{bucket}", headers)
 
     def _ask(self, method: str, url: str, headers: dict[str, str]) -> Any:
@@ -84,7 +95,9 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
         pytest.skip("OpenStack Swift is not installed: pip install -r requirements-dev.txt")
     folder = tmp_path_factory.mktemp("swift")
     if not _keeps_attributes(folder):
-        pytest.skip(f"the file system of {folder} keeps no user extended attributes, which Swift needs")
+        pytest.skip(
+            f"the file system of {folder} keeps no user extended attributes, which Swift needs"
+        )
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.swift_server", str(folder), str(os.getpid())],
@@ -106,10 +119,14 @@ def _endpoint(process: subprocess.Popen[str], log: Path) -> str:
     limit = time.monotonic() + _START_SECONDS
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
-    line = process.stdout.readline() if ready else ""
+    if ready:
+        line = process.stdout.readline()
+    else:
+        line = ""
     if not line:
         raise RuntimeError(
-            f"Swift did not start within {_START_SECONDS:g} s (exit {process.poll()}):\n{log.read_text()}"
+            f"Swift did not start within {_START_SECONDS:g} s (exit "
+            f"{process.poll()}):\n{log.read_text()}"
         )
     endpoint = json.loads(line)["endpoint"]
     while process.poll() is None and time.monotonic() < limit:
@@ -118,7 +135,9 @@ def _endpoint(process: subprocess.Popen[str], log: Path) -> str:
                 return endpoint
         except OSError:
             time.sleep(0.1)
-    raise RuntimeError(f"Swift does not answer on {endpoint} (exit {process.poll()}):\n{log.read_text()}")
+    raise RuntimeError(
+        f"Swift does not answer on {endpoint} (exit {process.poll()}):\n{log.read_text()}"
+    )
 
 
 def _keeps_attributes(folder: Path) -> bool:

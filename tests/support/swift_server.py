@@ -1,10 +1,11 @@
-"""OpenStack Swift with its S3 interface in one process: a real object store, without root, memcached or a container.
+"""OpenStack Swift with its S3 interface in one process: a real object store, without root,
+memcached or a container.
 
     python -m tests.support.swift_server FOLDER PARENT_PID
 
-Everything of it lies in FOLDER. Prints one line of JSON, {"endpoint": …, "access_key": …, "secret_key": …}, once it
-answers, and lives until its parent ends. Proxy, account, container and object server run side by side in green threads,
-each behind a port of its own.
+Everything of it lies in FOLDER. Prints one line of JSON, {"endpoint": …, "access_key": …,
+"secret_key": …}, once it answers, and lives until its parent ends. Proxy, account, container and
+object server run side by side in green threads, each behind a port of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ACCESS_KEY, SECRET_KEY, OTHER_KEY = "test:tester", "store-password-4d1f7a90c2", "test:reader"
+ACCESS_KEY = "test:tester"
+SECRET_KEY = "store-password-4d1f7a90c2"
+OTHER_KEY = "test:reader"
 _STORAGE = ("account", "container", "object")
 _SWIFT_CONF = """[swift-hash]
 swift_hash_path_suffix = ebbflow
@@ -33,8 +36,8 @@ bind_ip = 127.0.0.1
 bind_port = {port}
 log_level = WARNING
 """
-# A listing is updated in the put itself unless that takes longer than container_update_timeout: there is no updater
-# process here that would bring it up later.
+# A listing is updated in the put itself unless that takes longer than container_update_timeout:
+# there is no updater process here that would bring it up later.
 _STORAGE_APP = """[pipeline:main]
 pipeline = app
 [app:app]
@@ -91,7 +94,9 @@ class Cache:
 
     def get(self, key: str, **_: Any) -> Any:
         until, value = self._entries.get(key, (0.0, None))
-        return value if until > time.monotonic() else None
+        if until > time.monotonic():
+            return value
+        return None
 
     def set(self, key: str, value: Any, time: float = 0, **_: Any) -> None:
         self._entries[key] = (_now() + (time or 3600), json.loads(json.dumps(value)))
@@ -136,7 +141,10 @@ def _write_configuration(folder: Path, ports: dict[str, int]) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "swift.conf").write_text(_SWIFT_CONF)
     for name, port in ports.items():
-        app = _PROXY_APP if name == "proxy" else _STORAGE_APP.format(name=name)
+        if name == "proxy":
+            app = _PROXY_APP
+        else:
+            app = _STORAGE_APP.format(name=name)
         (folder / f"{name}.conf").write_text(_COMMON.format(folder=folder, port=port) + app)
 
 
@@ -151,13 +159,24 @@ def _serve(folder: Path, sockets: dict[str, Any]) -> None:
     for name in _STORAGE:
         builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
         port = sockets[name].getsockname()[1]
-        place = {"region": 1, "zone": 1, "weight": 1, "ip": "127.0.0.1", "port": port, "device": "d1"}
+        place = {
+            "region": 1,
+            "zone": 1,
+            "weight": 1,
+            "ip": "127.0.0.1",
+            "port": port,
+            "device": "d1",
+        }
         builder.add_dev(place)
         builder.rebalance()
         builder.get_ring().save(str(folder / f"{name}.ring.gz"))
     for name, sock in sockets.items():
         app = loadapp(str(folder / f"{name}.conf"), global_conf={"log_name": name})
-        settings = {"protocol": SwiftHttpProtocol, "socket_timeout": 60, "capitalize_response_headers": False}
+        settings = {
+            "protocol": SwiftHttpProtocol,
+            "socket_timeout": 60,
+            "capitalize_response_headers": False,
+        }
         eventlet.spawn(eventlet.wsgi.server, sock, app, NullLogger(), **settings).link(_end)
 
 

@@ -1,7 +1,8 @@
-"""One rank that spreads a model with a tied parameter in each mode: `python -m tests.support.tied_rank CONFIG.yaml`.
+"""One rank that spreads a model with a tied parameter in each mode:
+`python -m tests.support.tied_rank CONFIG.yaml`.
 
-Its data take longer to prepare than a step may take. Prints, for each mode, the digest of the weights, how many tensors
-they are, whether they are tied still, and the norm of a gradient.
+Its data take longer to prepare than a step may take. Prints, for each mode, the digest of the
+weights, how many tensors they are, whether they are tied still, and the norm of a gradient.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ def main() -> None:
     gang = connect(start_seconds=60, collective_seconds=STEP_DEADLINE_SECONDS, generation="test")
     spec = share_spec(parse_arguments(sys.argv[1:]), gang)
     for mode in ("ddp", "fsdp2", "hsdp"):
-        config = RunConfig.model_validate(spec.config).model_copy(update={"parallel": ParallelConfig(mode=mode)})
-        context = workload_context(config, gang, store=Store.open(config.store), prepared=spec.prepared)
+        config = RunConfig.model_validate(spec.config).model_copy(
+            update={"parallel": ParallelConfig(mode=mode)}
+        )
+        context = workload_context(
+            config, gang, store=Store.open(config.store), prepared=spec.prepared
+        )
         workload = make_workload(config, context)
         spread = spread_model(workload, config, gang)
         digest = weights_sha256(spread.module)
@@ -37,7 +42,9 @@ def main() -> None:
             workload.loss(spread.model, batch).sum.backward()
         square = gang.gather(spread.square_sum(spread.gradient_tensors()).reshape(1)).sum()
         tied = spread.module.embedding.weight is spread.module.head.weight
-        print(mode, digest, len(list(spread.module.parameters())), tied, f"{float(square.sqrt()):.5g}")
+        print(
+            mode, digest, len(list(spread.module.parameters())), tied, f"{float(square.sqrt()):.5g}"
+        )
     disconnect()
     leave(0)
 

@@ -27,7 +27,9 @@ from ebbflow.infra.layout import commit_key
 WALL = 1_800_000_000.0
 
 
-def event(name: str, t: float, *, generation: int = 0, node: int = 0, rank: int = -1, step=None, **data) -> Event:
+def event(
+    name: str, t: float, *, generation: int = 0, node: int = 0, rank: int = -1, step=None, **data
+) -> Event:
     return Event(
         name=name,
         job="demo",
@@ -44,9 +46,17 @@ def event(name: str, t: float, *, generation: int = 0, node: int = 0, rank: int 
 
 
 def paid_node(
-    start: float, seconds: float, *, generation: int = 1, node: int = 0, ranks: int = 1, **machine: object
+    start: float,
+    seconds: float,
+    *,
+    generation: int = 1,
+    node: int = 0,
+    ranks: int = 1,
+    **machine: object,
 ) -> NodeTime:
-    """A node that is paid from `start` for `seconds`, without events. machine: what it knows of its machine."""
+    """A node that is paid from `start` for `seconds`, without events. machine: what it knows of its
+    machine.
+    """
     return NodeTime(
         generation=generation,
         node=node,
@@ -60,7 +70,13 @@ def paid_node(
     )
 
 
-def plan_event(usd_per_hour: float = 3.6, on_demand: float | None = 7.2, *, simulated: bool = False, t: float = 0.0):
+def plan_event(
+    usd_per_hour: float = 3.6,
+    on_demand: float | None = 7.2,
+    *,
+    simulated: bool = False,
+    t: float = 0.0,
+):
     """A plan of $3.60 per node and hour: a node-second costs a tenth of a cent."""
     chosen = {
         "instance_type": "g5.xlarge",
@@ -80,8 +96,16 @@ def plan_event(usd_per_hour: float = 3.6, on_demand: float | None = 7.2, *, simu
 
 def prices_event(changes: list[tuple[float, float | str]], *, t: float = 1e6, **pool) -> Event:
     """Recorded price changes of the plan's pool. changes: (seconds after `WALL`, dollars per hour)."""
-    where = {"instance_type": "g5.xlarge", "market": "spot", "region": None, "zone": None, "kind": "recorded"} | pool
-    return event(PRICES, t, pools=[{**where, "changes": [[WALL + at, str(usd)] for at, usd in changes]}])
+    where = {
+        "instance_type": "g5.xlarge",
+        "market": "spot",
+        "region": None,
+        "zone": None,
+        "kind": "recorded",
+    } | pool
+    return event(
+        PRICES, t, pools=[{**where, "changes": [[WALL + at, str(usd)] for at, usd in changes]}]
+    )
 
 
 def key(step: int, generation: int) -> str:
@@ -102,14 +126,25 @@ class GangLog:
         parent: tuple[int, int] | None = None,
         machines: list[dict] | None = None,
     ) -> None:
-        self.number, self.start, self.nodes = number, start, nodes
+        self.number = number
+        self.start = start
+        self.nodes = nodes
         self.events: list[Event] = []
         self.clock = {rank: start for ranks in nodes for rank in ranks}
-        parent_key = None if parent is None else key(*parent)
-        step = 0 if parent is None else parent[0]
+        if parent is None:
+            parent_key = None
+        else:
+            parent_key = key(*parent)
+        if parent is None:
+            step = 0
+        else:
+            step = parent[0]
         self.add(GENERATION_STARTED, start, parent=parent_key, parent_step=step, nodes=len(nodes))
         for node, ranks in enumerate(nodes):
-            known = {} if machines is None else machines[node]
+            if machines is None:
+                known = {}
+            else:
+                known = machines[node]
             self.add(NODE_STARTED, start, node=node, ranks=ranks, host=f"host-{node}", **known)
 
     def add(self, name: str, t: float, **fields) -> None:
@@ -126,17 +161,27 @@ class GangLog:
     def phase(self, kind: str, seconds: float) -> None:
         for rank in self.clock:
             self.clock[rank] += seconds
-            self.add(PHASE, self.clock[rank], rank=rank, node=self.node_of(rank), **{"class": kind, "seconds": seconds})
+            self.add(
+                PHASE,
+                self.clock[rank],
+                rank=rank,
+                node=self.node_of(rank),
+                **{"class": kind, "seconds": seconds},
+            )
 
     def steps(self, first: int, last: int, loss: float = 2.0, **seconds: float) -> None:
         for step in range(first, last + 1):
             for rank in self.clock:
                 self.clock[rank] += sum(seconds.values())
                 data = {"loss": loss / step, "tokens": 1000, "seconds": seconds}
-                self.add(STEP, self.clock[rank], rank=rank, node=self.node_of(rank), step=step, **data)
+                self.add(
+                    STEP, self.clock[rank], rank=rank, node=self.node_of(rank), step=step, **data
+                )
 
     def commit(self, step: int) -> None:
-        self.add(COMMIT, self.now, rank=0, step=step, key=key(step, self.number), bytes=1, seconds=0.1)
+        self.add(
+            COMMIT, self.now, rank=0, step=step, key=key(step, self.number), bytes=1, seconds=0.1
+        )
 
     def outcome(self, outcome: str, sha256: str | None = "cd" * 32, message: str = "") -> None:
         data = {"outcome": outcome, "weights_sha256": sha256, "message": message}
@@ -148,9 +193,17 @@ class GangLog:
     def node_ended(self, node: int, seconds: float, reason: str = "completed") -> None:
         self.add(NODE_ENDED, self.start + seconds, node=node, seconds=seconds, reason=reason)
 
-    def ended(self, reason: str, seconds: float, culprit: str = "", user_code: bool = False) -> None:
+    def ended(
+        self, reason: str, seconds: float, culprit: str = "", user_code: bool = False
+    ) -> None:
         """The generation's end and the end of all its nodes."""
-        self.add(GENERATION_ENDED, self.start + seconds, reason=reason, culprit=culprit, user_code=user_code)
+        self.add(
+            GENERATION_ENDED,
+            self.start + seconds,
+            reason=reason,
+            culprit=culprit,
+            user_code=user_code,
+        )
         for node in range(len(self.nodes)):
             self.node_ended(node, seconds, reason)
 
@@ -164,10 +217,15 @@ _some_seconds = st.floats(0.001, 30.0)
 
 @st.composite
 def timelines(draw: st.DrawFn) -> tuple[list[Event], int]:
-    """Random jobs with kills, lost ends and unspoken time, and how many step executions they threw away."""
+    """Random jobs with kills, lost ends and unspoken time, and how many step executions they threw
+    away.
+    """
     events = [plan_event(draw(st.floats(0.1, 500.0)))]
     generations = draw(st.integers(1, 4))
-    t, kept, parent, thrown = 1.0, 0, None, 0
+    t = 1.0
+    kept = 0
+    parent = None
+    thrown = 0
     for number in range(1, generations + 1):
         sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
         nodes = [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
@@ -175,12 +233,18 @@ def timelines(draw: st.DrawFn) -> tuple[list[Event], int]:
         gang.wait(draw(_some_seconds))
         gang.phase("startup", draw(_some_seconds))
         steps = draw(st.integers(0, 5))
-        gang.steps(kept + 1, kept + steps, useful_step=draw(_some_seconds), data_wait=draw(_some_seconds))
+        gang.steps(
+            kept + 1, kept + steps, useful_step=draw(_some_seconds), data_wait=draw(_some_seconds)
+        )
         last = number == generations and draw(st.booleans())
-        committed = steps if last else draw(st.integers(0, steps))
+        if last:
+            committed = steps
+        else:
+            committed = draw(st.integers(0, steps))
         if committed:
             gang.commit(kept + committed)
-            kept, parent = kept + committed, (kept + committed, number)
+            parent = (kept + committed, number)
+            kept = kept + committed
         thrown += steps - committed
         gang.wait(draw(st.sampled_from([0.0, 0.4, 7.0])))
         lived = gang.now - t + draw(_some_seconds)
@@ -203,13 +267,18 @@ _STEP_CLASSES = st.sampled_from(["useful_step", "data_wait", "evaluation", "chec
 
 @st.composite
 def faulty_jobs(draw: st.DrawFn) -> tuple[list[Event], float]:
-    """Random jobs whose generations end in every way there is, most of them within a step that never completes.
+    """Random jobs whose generations end in every way there is, most of them within a step that
+    never completes.
 
-    Returns the events and the rank-seconds that completed steps in the final weights spent on their own work.
+    Returns the events and the rank-seconds that completed steps in the final weights spent on their
+    own work.
     """
     events = [plan_event(draw(st.floats(0.1, 500.0)), draw(st.sampled_from([None, 7.2, 2000.0])))]
     generations = draw(st.integers(1, 4))
-    t, kept, parent, useful = 1.0, 0, None, 0.0
+    t = 1.0
+    kept = 0
+    parent = None
+    useful = 0.0
     for number in range(1, generations + 1):
         ends: list[str | None] = [None, *EndReason, *(_PLANNED if number == generations else [])]
         reason = draw(st.sampled_from(ends))
@@ -218,18 +287,24 @@ def faulty_jobs(draw: st.DrawFn) -> tuple[list[Event], float]:
         steps = draw(st.integers(0, 3))
         own = draw(_some_seconds)
         gang.steps(kept + 1, kept + steps, useful_step=own, data_wait=draw(_some_seconds))
-        committed = steps if reason == Outcome.COMPLETED else draw(st.integers(0, steps))
+        if reason == Outcome.COMPLETED:
+            committed = steps
+        else:
+            committed = draw(st.integers(0, steps))
         useful += committed * own * len(gang.clock)
         if committed:
             gang.commit(kept + committed)
-            kept, parent = kept + committed, (kept + committed, number)
-        for kind in draw(st.lists(_STEP_CLASSES, max_size=3)):  # what the ranks were in when the end came
+            parent = (kept + committed, number)
+            kept = kept + committed
+        for kind in draw(
+            st.lists(_STEP_CLASSES, max_size=3)
+        ):  # what the ranks were in when the end came
             gang.phase(kind, draw(st.floats(0.001, 90.0)))
         for rank in draw(st.sets(st.sampled_from(sorted(gang.clock)))):
             del gang.clock[rank]  # a rank that was killed says nothing of its last step
         for kind in draw(st.lists(_STEP_CLASSES, max_size=2)):
             gang.phase(kind, draw(st.floats(0.001, 90.0)))
-        lived = max(one.t_mono for one in gang.events) - t + draw(_some_seconds)
+        lived = max(event.t_mono for event in gang.events) - t + draw(_some_seconds)
         if reason in _PLANNED:
             gang.add(OUTCOME, t + lived, rank=0, outcome=reason, weights_sha256=None, message="")
         if reason is None:

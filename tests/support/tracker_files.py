@@ -40,7 +40,7 @@ def read_tensorboard(folder: Path, name: str) -> Series:
 
     reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
-    return [(one.step, one.value) for one in reader.Scalars(name)]
+    return [(Scalar.step, Scalar.value) for Scalar in reader.Scalars(name)]
 
 
 def read_mlflow(database: Path, name: str) -> Series:
@@ -74,15 +74,30 @@ class WandbRun:
         """Answer for a run that is resumed; None before it is created."""
         if not self.ids:
             return None
-        tail, about = json.dumps([json.dumps(row) for row in self.history[-1:]]), json.dumps(self.summary)
-        bucket = {"id": "b", "name": min(self.ids), "displayName": "run", "tags": [], "notes": "", "config": "{}"}
-        bucket |= {"summaryMetrics": about, "historyTail": tail, "historyLineCount": len(self.history)}
+        tail = json.dumps([json.dumps(row) for row in self.history[-1:]])
+        about = json.dumps(self.summary)
+        bucket = {
+            "id": "b",
+            "name": min(self.ids),
+            "displayName": "run",
+            "tags": [],
+            "notes": "",
+            "config": "{}",
+        }
+        bucket |= {
+            "summaryMetrics": about,
+            "historyTail": tail,
+            "historyLineCount": len(self.history),
+        }
         bucket |= {"logLineCount": 0, "eventsLineCount": 0, "eventsTail": "[]", "wandbConfig": "{}"}
         return {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}, "bucket": bucket}
 
 
 class WandbServer(ThreadingHTTPServer):
-    """The requests of W&B's API that `wandb sync` makes. The library reads its files; the server keeps what it gets."""
+    """The requests of W&B's API that `wandb sync` makes.
+
+    The library reads its files; the server keeps what it gets.
+    """
 
     daemon_threads = True
 
@@ -100,7 +115,10 @@ class _WandbRequest(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        else:
+            body = body
         answer: dict[str, Any] = {}
         if self.path == "/graphql":
             answer = {"data": self._answer(json.loads(body))}
@@ -116,7 +134,8 @@ class _WandbRequest(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST  # noqa: N815
 
     def _answer(self, query: dict[str, Any]) -> dict[str, Any]:
-        given, run = query.get("variables") or {}, self.server.run
+        given = query.get("variables") or {}
+        run = self.server.run
         match query.get("operationName"):
             case "RunResumeStatus":
                 return {"model": run.resume_status()}
@@ -124,20 +143,39 @@ class _WandbRequest(BaseHTTPRequestHandler):
                 inserted = not run.ids
                 run.ids.add(given["name"])
                 project = {"id": "p", "name": given["project"], "entity": {"id": "e", "name": "me"}}
-                bucket = {"id": "b", "name": given["name"], "displayName": "run", "config": "{}", "project": project}
+                bucket = {
+                    "id": "b",
+                    "name": given["name"],
+                    "displayName": "run",
+                    "config": "{}",
+                    "project": project,
+                }
                 bucket["historyLineCount"] = len(run.history)
                 return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
             case "CreateRunFiles":
-                files = [{"name": name, "uploadUrl": f"http://{self.headers['Host']}/x"} for name in given["files"]]
+                files = [
+                    {"name": name, "uploadUrl": f"http://{self.headers['Host']}/x"}
+                    for name in given["files"]
+                ]
                 return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
-        return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
-                "serverInfo": {"features": []}}  # fmt: skip
+        return {
+            "viewer": {
+                "id": "u",
+                "entity": "me",
+                "username": "me",
+                "flags": "{}",
+                "teams": {"edges": []},
+            },
+            "serverInfo": {"features": []},
+        }
 
     def _keep(self, files: dict[str, Any]) -> None:
         run = self.server.run
-        if (rows := files.get("wandb-history.jsonl")) is not None:
+        rows = files.get("wandb-history.jsonl")
+        if rows is not None:
             run.history[rows["offset"] :] = [json.loads(row) for row in rows["content"]]
-        if (about := files.get("wandb-summary.json")) is not None:
+        about = files.get("wandb-summary.json")
+        if about is not None:
             run.summary = json.loads(about["content"][-1])
 
     def log_message(self, format: str, *arguments: object) -> None:
@@ -145,13 +183,22 @@ class _WandbRequest(BaseHTTPRequestHandler):
 
 
 def sync_wandb(folder: Path) -> WandbRun:
-    """Send the offline runs below a folder to a server by `wandb sync`, and return the run that they make."""
+    """Send the offline runs below a folder to a server by `wandb sync`, and return the run that
+    they make.
+    """
     server = WandbServer()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "a" * 40}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("WANDB_")
+    }
+    environment |= {
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_API_KEY": "a" * 40,
+    }
     command = [str(Path(sys.executable).with_name("wandb")), "sync", str(folder)]
     with serving(server):
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(server.run.ids) == 1, server.run.ids
     return server.run

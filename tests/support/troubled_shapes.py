@@ -1,4 +1,6 @@
-"""The example workload with a trouble on rank 1: a step that takes longer (`slow`), or a sample that fails (`bad`)."""
+"""The example workload with a trouble on rank 1: a step that takes longer (`slow`), or a sample
+that fails (`bad`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ SLEEP_SECONDS = 0.06
 class TroubledShapes(Shapes):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._slow = str(context.options.get("slow", "")) if context.rank == 1 else ""
+        if context.rank == 1:
+            self._slow = str(context.options.get("slow", ""))
+        else:
+            self._slow = ""
         self._bad = int(context.options.get("bad", -1))
 
     def next_batch(self, model: Any, cursor: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Two processes on two nodes in network namespaces: one calls the other by name, and their link goes down meanwhile.
+"""Two processes on two nodes in network namespaces: one calls the other by name, and their link
+goes down meanwhile.
 
 python -m tests.support.two_nodes FOLDER     prints what was heard, and when it was not
 """
@@ -40,10 +41,14 @@ def main(folder: Path) -> None:
         print(json.dumps({"refused": refused}))
         return
     with Namespaces(folder / "place") as place:
-        listener = subprocess.Popen([*place.command(0), sys.executable, "-c", _LISTEN], stdout=subprocess.PIPE)
+        listener = subprocess.Popen(
+            [*place.command(0), sys.executable, "-c", _LISTEN], stdout=subprocess.PIPE
+        )
         assert listener.stdout is not None
         host, port = listener.stdout.readline().decode().split()
-        caller = subprocess.Popen([*place.command(1), sys.executable, "-c", _CALL, host, port], stdin=subprocess.PIPE)
+        caller = subprocess.Popen(
+            [*place.command(1), sys.executable, "-c", _CALL, host, port], stdin=subprocess.PIPE
+        )
         assert caller.stdin is not None
         try:
             caller.stdin.write(b"before\n")

@@ -1,7 +1,9 @@
-"""Processes that start at once: forked from one, per process of tests, that has imported torch and the engine.
+"""Processes that start at once: forked from one, per process of tests, that has imported torch and
+the engine.
 
-Importing them takes two seconds of CPU time, which most small gangs would spend per rank. What is forked is a process
-of its own in all else: environment, output, command line and end. An agent's standby starts ranks in the same way.
+Importing them takes two seconds of CPU time, which most small gangs would spend per rank. What is
+forked is a process of its own in all else: environment, output, command line and end. An agent's
+standby starts ranks in the same way.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ from typing import Any, NoReturn
 from ebbflow.infra.process import die_with_parent
 
 _ROOT = Path(__file__).resolve().parents[2]
-_IMPORTED = ("numpy.random", "torch.distributed.elastic.multiprocessing.errors", "ebbflow.training.worker",
-             "ebbflow.training.workloads.language_model", "ebbflow.training.attach",
-             "torch.distributed.fsdp")  # fmt: skip
+_IMPORTED = (
+    "numpy.random",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "ebbflow.training.worker",
+    "ebbflow.training.workloads.language_model",
+    "ebbflow.training.attach",
+    "torch.distributed.fsdp",
+)
 
 
 class WarmProcess:
@@ -35,7 +42,8 @@ class WarmProcess:
     def __init__(self) -> None:
         self.pid = 0
         self.returncode: int | None = None
-        self.started, self._ended = threading.Event(), threading.Event()
+        self.started = threading.Event()
+        self._ended = threading.Event()
 
     def told(self, answer: Mapping[str, int]) -> None:
         self.pid = answer["pid"]
@@ -72,8 +80,11 @@ class _Server:
         self._children: dict[int, WarmProcess] = {}
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, program: str, words: list[str], environment: Mapping[str, str], output: Path) -> WarmProcess:
-        number, child = len(self._children), WarmProcess()
+    def start(
+        self, program: str, words: list[str], environment: Mapping[str, str], output: Path
+    ) -> WarmProcess:
+        number = len(self._children)
+        child = WarmProcess()
         self._children[number] = child
         request = {"number": number, "program": program, "words": words, "output": str(output)}
         assert self._process.stdin is not None
@@ -93,11 +104,18 @@ _server = functools.cache(_Server)
 
 
 def start_warm(
-    program: str, words: list[str], *, environment: Mapping[str, str], output: Path, libraries: tuple[str, ...] = ()
+    program: str,
+    words: list[str],
+    *,
+    environment: Mapping[str, str],
+    output: Path,
+    libraries: tuple[str, ...] = (),
 ) -> WarmProcess:
-    """Run a module in the project's folder, or a script (a path) in its own folder, with one thread.
+    """Run a module in the project's folder, or a script (a path) in its own folder, with one
+    thread.
 
-    output: file to which it appends what it writes. libraries: modules that are imported before it is forked.
+    output: file to which it appends what it writes. libraries: modules that are imported before it
+        is forked.
     """
     return _server(libraries).start(program, words, environment, output)
 
@@ -150,7 +168,8 @@ def _become(request: dict[str, Any]) -> NoReturn:
         from tests.mutants.contexts import adopt_context
 
         adopt_context(os.environ)
-    program, code = request["program"], 1
+    program = request["program"]
+    code = 1
     sys.argv = [program, *request["words"]]
     try:
         if program.endswith(".py"):
@@ -160,12 +179,16 @@ def _become(request: dict[str, Any]) -> NoReturn:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, int):
+            code = end.code
+        else:
+            code = int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.last_value = error  # as the interpreter does before it runs what is registered for the exit
+        # As the interpreter does before it runs what is registered for the exit
+        sys.last_value = error
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

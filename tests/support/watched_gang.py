@@ -24,9 +24,14 @@ _SPEC = {"job": "job", "run": "run", "attempt": 0, "node": 0, "generation": 0, "
 
 
 class WatchedGang:
-    """Rank `guilty` has the trouble. Each rank is a node of its own, with its own watch, as in a gang of agents."""
+    """Rank `guilty` has the trouble.
 
-    def __init__(self, folder: Path, trouble: str, *, guilty: int, floor_seconds: float = 3.0) -> None:
+    Each rank is a node of its own, with its own watch, as in a gang of agents.
+    """
+
+    def __init__(
+        self, folder: Path, trouble: str, *, guilty: int, floor_seconds: float = 3.0
+    ) -> None:
         environment = dict(
             os.environ,
             WORLD_SIZE=str(WORLD_SIZE),
@@ -37,22 +42,40 @@ class WatchedGang:
             OMP_NUM_THREADS="1",
             PYTHONPATH=str(PROJECT_ROOT),
         )
-        spec = WorkerSpec(**_SPEC, candidates=[], config={}, store_uri=str(folder), prepared={}, agent_pid=os.getpid())
+        spec = WorkerSpec(
+            **_SPEC,
+            candidates=[],
+            config={},
+            store_uri=str(folder),
+            prepared={},
+            agent_pid=os.getpid(),
+        )
 
         def starter(rank: int):
             def start(name: str, log: Path, environment: Mapping[str, str]) -> WarmProcess:
-                paths = [str(folder / f"rank-{rank}.heartbeat"), str(folder / f"rank-{rank}.result.json")]
+                paths = [
+                    str(folder / f"rank-{rank}.heartbeat"),
+                    str(folder / f"rank-{rank}.result.json"),
+                ]
                 words = [*paths, trouble if rank == guilty else "none"]
-                return start_warm("tests.support.watched_rank", words, environment=environment, output=log)
+                return start_warm(
+                    "tests.support.watched_rank", words, environment=environment, output=log
+                )
 
             return start
 
-        self.workers = [Worker(rank, 0, folder, spec, environment, starter(rank)) for rank in range(WORLD_SIZE)]
+        self.workers = [
+            Worker(rank, 0, folder, spec, environment, starter(rank)) for rank in range(WORLD_SIZE)
+        ]
         deadlines = HangLimits(
-            floor_seconds=floor_seconds, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0
+            floor_seconds=floor_seconds,
+            start_seconds=60.0,
+            store_seconds=60.0,
+            longest_seconds=60.0,
         )
         self.watches = [
-            RankWatch([worker], deadlines, folder / f"node-{worker.rank}", node=worker.rank) for worker in self.workers
+            RankWatch([worker], deadlines, folder / f"node-{worker.rank}", node=worker.rank)
+            for worker in self.workers
         ]
 
     def look(self) -> list[WorkerFailure]:

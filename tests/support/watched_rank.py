@@ -52,7 +52,14 @@ def starve_the_loader() -> None:
 
 TROUBLES = {
     function.__name__: function
-    for function in (sleep, busy, hold_the_gil, raise_error, call_another_collective, starve_the_loader)
+    for function in (
+        sleep,
+        busy,
+        hold_the_gil,
+        raise_error,
+        call_another_collective,
+        starve_the_loader,
+    )
 }
 
 

@@ -1,8 +1,10 @@
-"""Ranks that load weights in each mode and take them: `python -m tests.support.weights_rank RANKS CONFIG...`.
+"""Ranks that load weights in each mode and take them:
+`python -m tests.support.weights_rank RANKS CONFIG...`.
 
 Each prints the digest, and the loss and the norm of the gradient over all ranks.
 
-They are forked by one process, which imports torch once for all of them; no thread runs in it before.
+They are forked by one process, which imports torch once for all of them; no thread runs in it
+before.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from tests.support.spread_rank import ModelOnly
 
 def main() -> int:
     """Exit code 1 when any rank failed."""
-    world_size, configs = int(sys.argv[1]), [RunConfig.model_validate_json(text) for text in sys.argv[2:]]
+    world_size = int(sys.argv[1])
+    configs = [RunConfig.model_validate_json(text) for text in sys.argv[2:]]
     pids = [os.fork() or run_rank(rank, world_size, configs) for rank in range(world_size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return int(any(codes))
@@ -34,7 +37,11 @@ def main() -> int:
 
 def run_rank(rank: int, world_size: int, configs: list[RunConfig]) -> NoReturn:
     try:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
         die_with_parent()
         load_in_each_mode(configs)
     except BaseException:
@@ -49,13 +56,17 @@ def load_in_each_mode(configs: list[RunConfig]) -> None:
     for number, config in enumerate(configs):
         for mode, shard_size in (("ddp", None), ("fsdp2", None), ("hsdp", 2)):
             parallel = ParallelConfig(mode=mode, shard_size=shard_size)
-            spread = spread_model(ModelOnly(config), config.model_copy(update={"parallel": parallel}), gang)
+            spread = spread_model(
+                ModelOnly(config), config.model_copy(update={"parallel": parallel}), gang
+            )
             load_weights(config.training.initial_weights, spread.module)
             digest = weights_sha256(spread.module)
             with spread.gradients(last=True):
                 loss = text_loss(spread.model, config, gang.rank)
                 loss.backward()
-            own = torch.stack((loss.detach().double(), spread.square_sum(spread.gradient_tensors())))
+            own = torch.stack(
+                (loss.detach().double(), spread.square_sum(spread.gradient_tensors()))
+            )
             total, square = gang.gather(own).sum(dim=0).tolist()
             norm = gang.world_size * square**0.5  # the modes average gradients over ranks
             # At once: ranks share the output.
@@ -65,7 +76,8 @@ def load_in_each_mode(configs: list[RunConfig]) -> None:
 
 def text_loss(model: nn.Module, config: RunConfig, rank: int) -> Tensor:
     """The summed loss of one sequence, which depends on the rank."""
-    length, vocabulary = config.model.sequence_length, config.model.vocab_size
+    length = config.model.sequence_length
+    vocabulary = config.model.vocab_size
     tokens = torch.arange(length + 1).mul(7 + rank).add(rank).remainder(vocabulary)
     return cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="sum")
 

@@ -1,4 +1,7 @@
-"""Workloads for the tests: a sound one, and others that each have one thing wrong. Named as `tests.support…:Name`."""
+"""Workloads for the tests: a sound one, and others that each have one thing wrong.
+
+Named as `tests.support…:Name`.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ class Counting(WithData):
         return model
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr_scale": 0.5}]
+        groups = [
+            {"params": model[0].parameters()},
+            {"params": model[1].parameters(), "lr_scale": 0.5},
+        ]
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
     def evaluate(self, model: Any) -> dict[str, float]:
@@ -188,7 +194,9 @@ class FailsLater(Sound):
             return {}
         if self.context.options["how"] == "a lost peer":
             raise RuntimeError("Connection closed by peer")
-        return {"first": [][0]} if self.context.options["how"] == "here" else json.loads(b"", cls=3)
+        if self.context.options["how"] == "here":
+            return {"first": [][0]}
+        return json.loads(b"", cls=3)
 
 
 class Branching(Sound):
@@ -222,7 +230,8 @@ class Digits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.hidden = nn.Embedding(10, 4), nn.Linear(4, 4)
+        self.embedding = nn.Embedding(10, 4)
+        self.hidden = nn.Linear(4, 4)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embedding.weight
 

@@ -1,4 +1,6 @@
-"""`ebbflow diagnose JOB --against SOUND`: what is slower, since when, on which rank, and which lines are new."""
+"""`ebbflow diagnose JOB --against SOUND`: what is slower, since when, on which rank, and which
+lines are new.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,41 @@ def job(
     rate: float = 0.1,
 ) -> list[Event]:
     """Steps of two ranks on two nodes, with a commit every ten steps."""
-    found = [event(CONFIGURED, 0, settings=[{"key": "training.learning_rate", "value": rate, "source": "file"}])]
+    found = [
+        event(
+            CONFIGURED,
+            0,
+            settings=[{"key": "training.learning_rate", "value": rate, "source": "file"}],
+        )
+    ]
     for step in range(1, steps + 1):
         slow = slow_from <= step < slow_from + slow_steps and (step - slow_from) % slow_every == 0
-        useful = 0.5 if slow else 0.2
+        if slow:
+            useful = 0.5
+        else:
+            useful = 0.2
         for rank in (0, 1):
-            slowest = {"slowest_rank": slow_rank if slow else 0, "slowest_ratio": 2.5 if slow else 1.02}
-            more = {**slowest, "slowest_seconds": 0.3 if slow else 0.001} if rank == 0 else {}
+            slowest = {
+                "slowest_rank": slow_rank if slow else 0,
+                "slowest_ratio": 2.5 if slow else 1.02,
+            }
+            if rank == 0:
+                more = {**slowest, "slowest_seconds": 0.3 if slow else 0.001}
+            else:
+                more = {}
             seconds = {"useful_step": useful, "data_wait": data_wait if rank == 1 else 0.01}
-            found.append(event(STEP, step, node=rank, rank=rank, generation=1, step=step, seconds=seconds, **more))
+            found.append(
+                event(
+                    STEP,
+                    step,
+                    node=rank,
+                    rank=rank,
+                    generation=1,
+                    step=step,
+                    seconds=seconds,
+                    **more,
+                )
+            )
         if step % 10 == 0:
             found.append(event(COMMIT, step, rank=0, generation=1, step=step, seconds=0.3))
     return found
@@ -54,12 +82,18 @@ def test_equal_jobs_do_not_differ() -> None:
 
 def test_a_straggler_is_named_with_its_node_and_first_step() -> None:
     found = compare_jobs(job(slow_rank=1, slow_from=12), [], job(), []).render()
-    assert "node 1 rank 1 is 2.5 times as slow as the median rank since step 12, in 19 steps" in found
-    assert "every rank: useful_step takes 0.5 s, in the sound job 0.2 s (2.5 times) since step 12" in found
+    assert (
+        "node 1 rank 1 is 2.5 times as slow as the median rank since step 12, in 19 steps" in found
+    )
+    assert (
+        "every rank: useful_step takes 0.5 s, in the sound job 0.2 s (2.5 times) since step 12"
+        in found
+    )
 
 
 @pytest.mark.parametrize(
-    ("slow_from", "slow_steps", "slow_every"), [(20, 6, 1), (41, 10, 1), (45, 6, 1), (42, 9, 1), (2, 99, 8), (2, 99, 3)]
+    ("slow_from", "slow_steps", "slow_every"),
+    [(20, 6, 1), (41, 10, 1), (45, 6, 1), (42, 9, 1), (2, 99, 8), (2, 99, 3)],
 )
 def test_a_burst_of_load_is_no_straggler(slow_from: int, slow_steps: int, slow_every: int) -> None:
     slow = {"slow_from": slow_from, "slow_steps": slow_steps, "slow_every": slow_every}
@@ -69,7 +103,9 @@ def test_a_burst_of_load_is_no_straggler(slow_from: int, slow_steps: int, slow_e
 
 @pytest.mark.parametrize(("slow_from", "steps"), [(8, 50), (30, 50), (900, 1000), (5, 12)])
 def test_a_lasting_slowdown_is_named_late_in_a_job_too(slow_from: int, steps: int) -> None:
-    found = compare_jobs(job(slow_rank=1, slow_from=slow_from, steps=steps), [], job(steps=steps), [])
+    found = compare_jobs(
+        job(slow_rank=1, slow_from=slow_from, steps=steps), [], job(steps=steps), []
+    )
     assert found.straggler and (found.straggler.rank, found.straggler.since_step) == (1, slow_from)
 
 
@@ -79,7 +115,8 @@ def test_load_before_a_slowdown_is_no_part_of_it() -> None:
         (each.step or 0, each)
         for slow, events in enumerate(jobs)
         for each in events
-        if slow == ((each.step or 0) > 20 or (each.step or 0) % 5 in (1, 2, 3))  # 3 of 5 steps, then all
+        if slow
+        == ((each.step or 0) > 20 or (each.step or 0) % 5 in (1, 2, 3))  # 3 of 5 steps, then all
     ]
     events = [each for _, each in sorted(mixed, key=lambda pair: pair[0])]
     found = compare_jobs(events, [], job(steps=50), [])
@@ -96,8 +133,14 @@ def test_settings_new_lines_and_missing_events_are_shown() -> None:
     events = [each for each in job(rate=0.3) if each.name != COMMIT]
     lines = [line("loss 2.5"), line("NCCL WARN retry 3", 1), line("NCCL WARN retry 4", 1)]
     text = compare_jobs(events, lines, job(), [line("loss 2.31")]).render()
-    assert "setting training.learning_rate: 0.3, in the sound job 0.1" in text and "missing: commit" in text
-    assert text.count("new line of node 1 rank 1, step 4: NCCL WARN retry 3") == 1 and "retry 4" not in text
+    assert (
+        "setting training.learning_rate: 0.3, in the sound job 0.1" in text
+        and "missing: commit" in text
+    )
+    assert (
+        text.count("new line of node 1 rank 1, step 4: NCCL WARN retry 3") == 1
+        and "retry 4" not in text
+    )
 
 
 @pytest.fixture
@@ -106,7 +149,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, events in (("sick", job(slow_rank=1, slow_from=12)), ("sound", job())):
         store = Store.open(str(tmp_path)).sub(job_prefix(name))
         for each in events:
-            with EventLog(store, Origin(job=name, generation=each.generation, node=each.node, rank=each.rank)) as log:
+            with EventLog(
+                store, Origin(job=name, generation=each.generation, node=each.node, rank=each.rank)
+            ) as log:
                 log.emit(each.name, step=each.step, **each.data)
         store.put(log_key(1, 0, 0, "000001-x"), line("step").to_json().encode() + b"\n")
         store.put("job.json", KnownJob(name, str(tmp_path)).note())

@@ -1,4 +1,6 @@
-"""State of a user's script: any state dict survives the way through JSON, and a loader goes on at any batch."""
+"""State of a user's script: any state dict survives the way through JSON, and a loader goes on at
+any batch.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,32 @@ from tests.support.attached_scripts import ROOT
 
 def test_a_promise_names_what_may_differ() -> None:
     def promise(loader: Any, **facts: Any) -> dict[str, Any]:
-        source = None if loader is None else BatchSource(loader, 1, print)
+        if loader is None:
+            source = None
+        else:
+            source = BatchSource(loader, 1, print)
         common = {"has_optimizer": True, "same_data": "random states", "resized": "", "stray": ""}
         return describe_promise(torch.nn.Linear(2, 2), source=source, **(common | facts))
 
-    assert promise(DataLoader(Noisy())) == {"level": "bit for bit", "same_data": "sampler", "reasons": []}
+    assert promise(DataLoader(Noisy())) == {
+        "level": "bit for bit",
+        "same_data": "sampler",
+        "reasons": [],
+    }
     assert promise(None) == {"level": "bit for bit", "same_data": "random states", "reasons": []}
     assert promise(None, resized="2 ranks, then 1")["level"] == "within tolerance"
     stream = promise([1, 2])
-    assert stream["level"] == "not exact" and not stream["same_data"] and "list has no sampler" in stream["reasons"][0]
+    assert (
+        stream["level"] == "not exact"
+        and not stream["same_data"]
+        and "list has no sampler" in stream["reasons"][0]
+    )
     stray = promise(None, stray="a.py:3")
-    assert stray["level"] == "not exact" and not stray["same_data"] and "a.py:3 draws" in stray["reasons"][0]
+    assert (
+        stray["level"] == "not exact"
+        and not stray["same_data"]
+        and "a.py:3 draws" in stray["reasons"][0]
+    )
     assert promise(None, has_optimizer=False)["reasons"] == [
         "attach was given no optimizer, so that its state starts anew"
     ]
@@ -55,9 +72,14 @@ def test_a_promise_names_what_may_differ() -> None:
 
 def test_a_state_dict_survives() -> None:
     state = OrderedDict(
-        steps=3, rate=math.inf, name="x", flags=(True, None), milestones=Counter([2, 2, 3]), raw=b"\x00\xff",
+        steps=3,
+        rate=math.inf,
+        name="x",
+        flags=(True, None),
+        milestones=Counter([2, 2, 3]),
+        raw=b"\x00\xff",
         nested={0: [torch.arange(3)], (1, "a"): {"empty": b""}},
-    )  # fmt: skip
+    )
     tensors: dict[str, torch.Tensor] = {}
     form = json.loads(json.dumps(split_state(state, "state.x", tensors), allow_nan=False))
     found = join_state(form, tensors)
@@ -104,18 +126,23 @@ def read(source: BatchSource, epoch: int, skip: int) -> list[Any]:
 def test_a_loader_goes_on_at_any_batch(workers: int) -> None:
     def source() -> BatchSource:
         torch.manual_seed(5)
-        loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        loader = DataLoader(
+            Noisy(), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
         return BatchSource(loader, 11, print)
 
     torch.manual_seed(1)
     whole = source()
     epochs = [read(whole, epoch, 0) for epoch in range(2)]
-    assert epochs[0] != epochs[1] and sorted(index for batch in epochs[1] for index in batch[0]) == list(range(24))
+    assert epochs[0] != epochs[1] and sorted(
+        index for batch in epochs[1] for index in batch[0]
+    ) == list(range(24))
     torch.manual_seed(2)  # the order does not depend on the state of torch's generator
     resumed = read(source(), 1, 2)
     indices = [batch[0] for batch in resumed]
     assert indices == [batch[0] for batch in epochs[1][2:]]
-    if workers:  # their random numbers depend on the batch alone; those of this process are part of the commit
+    # their random numbers depend on the batch alone; those of this process are part of the commit
+    if workers:
         assert resumed == epochs[1][2:]
 
 
@@ -123,28 +150,46 @@ GLOBAL = random.Random(7)
 
 
 class OwnGenerators(Noisy):
-    """A dataset whose random numbers come from generators in its transforms, as some augmentation libraries have."""
+    """A dataset whose random numbers come from generators in its transforms, as some augmentation
+    libraries have.
+    """
 
     def __init__(self) -> None:
-        self.transforms = {"crop": [numpy.random.default_rng(3)], "flip": numpy.random.RandomState(4)}
-        self.generator, self.common = torch.Generator(), torch.default_generator
+        self.transforms = {
+            "crop": [numpy.random.default_rng(3)],
+            "flip": numpy.random.RandomState(4),
+        }
+        self.generator = torch.Generator()
+        self.common = torch.default_generator
 
     def __getitem__(self, index: int) -> tuple[int, float]:
-        crop, flip = self.transforms["crop"][0], self.transforms["flip"]
-        noise = crop.random() + flip.rand() + GLOBAL.random() + float(torch.rand((), generator=self.generator))
+        crop = self.transforms["crop"][0]
+        flip = self.transforms["flip"]
+        noise = (
+            crop.random()
+            + flip.rand()
+            + GLOBAL.random()
+            + float(torch.rand((), generator=self.generator))
+        )
         return index, noise
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_generators_of_a_dataset_give_each_batch_the_same_numbers(workers: int) -> None:
     def source() -> BatchSource:
-        return BatchSource(DataLoader(OwnGenerators(), batch_size=4, shuffle=True, num_workers=workers), 11, print)
+        return BatchSource(
+            DataLoader(OwnGenerators(), batch_size=4, shuffle=True, num_workers=workers), 11, print
+        )
 
     own = torch.get_rng_state()
     whole = source()
     epochs = [read(whole, epoch, 0) for epoch in range(2)]
     noise = [number for epoch in epochs for batch in epoch for number in batch[1]]
-    assert len(set(noise)) == 48 and len(find_generators(OwnGenerators())) == 4 and not find_generators(Noisy())
+    assert (
+        len(set(noise)) == 48
+        and len(find_generators(OwnGenerators())) == 4
+        and not find_generators(Noisy())
+    )
     assert read(source(), 1, 2) == epochs[1][2:]
     assert torch.equal(own, torch.get_rng_state())
 
@@ -157,13 +202,17 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_without_a_state_gives_the_same_batches_when_it_is_read_again(workers: int) -> None:
+def test_a_stream_without_a_state_gives_the_same_batches_when_it_is_read_again(
+    workers: int,
+) -> None:
     def source() -> BatchSource:
         persistent = {"num_workers": workers, "persistent_workers": workers > 0}
         return BatchSource(DataLoader(Stream(), batch_size=4, **persistent), 5, print)
 
     torch.manual_seed(1)
-    first, whole = ([batch.tolist() for batch in read] for read in map(source().epoch, (2, 3), (0, 0)))
+    first, whole = (
+        [batch.tolist() for batch in read] for read in map(source().epoch, (2, 3), (0, 0))
+    )
     torch.manual_seed(2)  # the model of another run has drawn other numbers
     own = torch.get_rng_state()
     rest = [batch.tolist() for batch in source().epoch(3, 4)]
@@ -187,7 +236,8 @@ def test_a_loop_that_counts_its_batches_from_0_is_named() -> None:
 def test_a_loader_that_a_script_reads_across_steps_is_named() -> None:
     def read(*saved: Any, gradients: bool = True, steps: tuple[int, ...] = (4, 5)) -> str:
         said: list[str] = []
-        strays, loader = StrayReads(saved, said.append), DataLoader(saved[0] if saved else Noisy(), batch_size=4)
+        strays = StrayReads(saved, said.append)
+        loader = DataLoader(saved[0] if saved else Noisy(), batch_size=4)
         with strays.watch(), torch.set_grad_enabled(gradients):
             batches = iter(loader)
             for step in steps:
@@ -197,14 +247,19 @@ def test_a_loader_that_a_script_reads_across_steps_is_named() -> None:
         return strays.found
 
     assert read().startswith("test_attached_state.py:")
-    assert not read(gradients=False) and not read(steps=(4, 4)) and not read(steps=(0, 0)), "an evaluation, and the job"
+    assert not read(gradients=False) and not read(steps=(4, 4)) and not read(steps=(0, 0)), (
+        "an evaluation, and the job"
+    )
     assert not read(Counting()), "its position is saved with the job"
 
 
 def test_the_doctor_names_an_index_by_which_a_script_accumulates() -> None:
     def run(numbers: list[int], weights: str) -> list[dict[str, Any]]:
         common = {"objects": {}, "rng": {}, "batch": "b"}
-        return [common | {"params": one, "counters": {"i": i}} for one, i in zip(weights, numbers, strict=True)]
+        return [
+            common | {"params": one, "counters": {"i": i}}
+            for one, i in zip(weights, numbers, strict=True)
+        ]
 
     whole = run([0, 1, 2, 3, 0, 1, 2, 3], "abcdefgh")
     assert compare(whole, run([0, 1, 2], "cDE"), 4) == (2, [("index", "i")])
@@ -215,17 +270,22 @@ class Loop:
     """A class of a script, as its author keeps the optimizer."""
 
     def __init__(self) -> None:
-        self.optimizer, self.step = torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), 3
+        self.optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+        self.step = 3
 
 
 def test_the_doctor_sees_the_attributes_of_a_scripts_own_classes(tmp_path: Path) -> None:
-    loop, others = Loop(), Counter("ab")
+    loop = Loop()
+    others = Counter("ab")
     both = {"loop": loop, 3: [loop]}
     tracer = Tracer([tmp_path / "trace"], 0, 1, Path(__file__).parent)
     found = dict(tracer.variables(sys._getframe()))
     assert found["loop"] is loop and found["others"] is others
     assert found["loop.optimizer"] is loop.optimizer and found["loop.step"] == 3
-    assert found["both['loop']"] is loop is found["both[3][0]"] and found["both['loop'].step"] == both["loop"].step
+    assert (
+        found["both['loop']"] is loop is found["both[3][0]"]
+        and found["both['loop'].step"] == both["loop"].step
+    )
     assert not any(name.startswith("others.") for name in found)
 
 
@@ -235,11 +295,18 @@ def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch(
     weights = TrainedWeights(list(model.parameters()), model)
     average = {name: one.detach().clone() for name, one in model.named_parameters()}
     assert weights.state_of(average) is average and weights.state_of(list(average.values()))
-    for other in (model.state_dict(), [one.grad for one in model.parameters()], {"x": torch.ones(4, 3)}, []):
+    for other in (
+        model.state_dict(),
+        [parameter.grad for parameter in model.parameters()],
+        {"x": torch.ones(4, 3)},
+        [],
+    ):
         assert weights.state_of(other) is None
 
     def record(params: str, average: str, snapshot: str = "") -> dict[str, Any]:
-        objects = {"average": ["dict", average]} | ({"snapshot": ["dict", snapshot]} if snapshot else {})
+        objects = {"average": ["dict", average]} | (
+            {"snapshot": ["dict", snapshot]} if snapshot else {}
+        )
         return {"params": params, "objects": objects, "counters": {}, "rng": {}}
 
     whole = [record("a", "1"), record("b", "2"), record("c", "3", "s"), record("d", "4", "s")]
@@ -253,7 +320,10 @@ def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch(
 
 
 def test_the_doctor_excuses_numbers_that_begin_anew_in_each_epoch_or_repeat_another() -> None:
-    source = "step = 0\nfor epoch in range(3):\n  correct = 0\n  for i, x in enumerate(loader):\n    step += 1\n"
+    source = (
+        "step = 0\nfor epoch in range(3):\n  correct = 0\n  for i, x in enumerate(loader):\n    "
+        "step += 1\n"
+    )
     passing = find_passing([source + "def count(self):\n  total = 0\nwhile True: count(1)\n"])
     assert passing == {"correct", "i", "total"}
 
@@ -263,23 +333,35 @@ def test_the_doctor_excuses_numbers_that_begin_anew_in_each_epoch_or_repeat_anot
     whole = [record(one, i=n, step=n, own=n) for n, one in enumerate("abcdef")]
     assert compare(whole, [record("d", i=0, step=3, own=0)], 4, passing=passing) == (3, [])
     lost = [record("d", i=0, step=0, own=0)]
-    assert compare(whole, lost, 4, passing=passing, deciding=frozenset({"step"})) == (3, [("counter", "step")])
+    assert compare(whole, lost, 4, passing=passing, deciding=frozenset({"step"})) == (
+        3,
+        [("counter", "step")],
+    )
 
 
 def test_the_doctor_only_remarks_on_counts_that_decide_nothing() -> None:
     def run(weights: str, wall: int) -> list[dict[str, Any]]:
-        counts = [{"saves": n // 2, "m.n": 2 * n, "step": n, "wall": wall + n} for n in range(len(weights))]
+        counts = [
+            {"saves": n // 2, "m.n": 2 * n, "step": n, "wall": wall + n}
+            for n in range(len(weights))
+        ]
         rest = {"objects": {}, "rng": {}}
-        return [rest | {"params": one, "counters": own} for one, own in zip(weights, counts, strict=True)]
+        return [
+            rest | {"params": one, "counters": own}
+            for one, own in zip(weights, counts, strict=True)
+        ]
 
-    whole, resumed = run("abcdef", 1000), run("def", 9000)
+    whole = run("abcdef", 1000)
+    resumed = run("def", 9000)
     unlike = find_unlike(whole, run("abcd", 1007))
     assert unlike == {"wall"} and not find_unlike(whole, run("abcd", 1000))
     decides = frozenset({"step"})
     at, found = compare(whole, resumed, 4, deciding=decides, unlike=unlike)
     assert at == 3 and set(found) == {("counter", "step"), ("unused", "saves"), ("unused", "m.n")}
     at, found = compare(whole, run("dEF", 9000), 4, deciding=decides, unlike=unlike)
-    assert set(found) == {("counter", "step"), ("counter", "saves"), ("counter", "m.n")}, "one of them may explain it"
+    assert set(found) == {("counter", "step"), ("counter", "saves"), ("counter", "m.n")}, (
+        "one of them may explain it"
+    )
     for one in whole + resumed:  # of two counts with the same values, the one that decides is named
         one["counters"] = {"twin": one["counters"]["step"]} | one["counters"]
     assert ("counter", "step") in compare(whole, resumed, 4, deciding=decides, unlike=unlike)[1]
@@ -291,7 +373,10 @@ def test_the_doctor_only_remarks_on_counts_that_decide_nothing() -> None:
         ("while t.step < total:\n  t.step += 1\n  seen += 8", {"t", "step", "total"}),
         ("for epoch in range(first, 5):\n  seen += 8\n  print(f'{seen}')", {"epoch"}),
         ("for n in range(total - done):\n  seen += 8", set()),
-        ("while True:\n  step += 1\n  if step >= 9: break\n  if step - last > 2: last = step", {"step"}),
+        (
+            "while True:\n  step += 1\n  if step >= 9: break\n  if step - last > 2: last = step",
+            {"step"},
+        ),
         ("def tick(self):\n  if self.n % 2: return\n  print(self.n)", set()),
         ("if step > 1000: group['lr'] = 0.1", {"step"}),
         ("lr = schedule(step)", {"schedule", "step"}),
@@ -309,11 +394,15 @@ def test_the_doctor_looks_for_counts_in_the_saved_file() -> None:
     in_file = {("step", "/global"), ("saves", "/global"), ("t.epoch", "/epoch")}
     assert find_deciding([text], in_file) == {"step", "epoch"}
     assert find_deciding([text], set()) == set()
-    assert find_deciding(["json.dump({'step': t.step}, file)\nlog(json.dumps({'seen': seen}))"], set()) == {"t", "step"}
+    assert find_deciding(
+        ["json.dump({'step': t.step}, file)\nlog(json.dumps({'seen': seen}))"], set()
+    ) == {"t", "step"}
 
 
 def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) -> None:
-    folder, shared, copy = tmp_path / "own", tmp_path / "shared", tmp_path / "copies" / "0"
+    folder = tmp_path / "own"
+    shared = tmp_path / "shared"
+    copy = tmp_path / "copies" / "0"
     for new in (folder / "data", folder / "runs", shared):
         new.mkdir(parents=True)
     (shared / "x.txt").write_text("shared")
@@ -328,24 +417,47 @@ def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) ->
     assert (copy / "train.py").read_text() == "text" and not (copy / "train.py").is_symlink()
     assert (copy / "latest").readlink() == copy / "train.py" and not (copy / "runs").exists()
     assert (data / "large.bin").readlink() == folder / "data" / "large.bin"
-    assert (data / "outer").readlink() == shared and (data / "outer" / "x.txt").read_text() == "shared"
+    assert (data / "outer").readlink() == shared and (
+        data / "outer" / "x.txt"
+    ).read_text() == "shared"
 
-    code = "import os, torch, pathlib; from ebbflow.script_tracer import Tracer; folder = pathlib.Path.cwd()\n"
-    code += "Tracer([folder / 'trace'], 0, 1, folder).install(); torch.save(1, 'data/checkpoint.pt')\n"
-    code += "open('data/appended.bin', 'ab').write(b'x'); open('data/outer/x.txt', 'w').write('changed')\n"
-    code += "os.mkdir('data/outer/new'); os.remove('data/removed.bin'); open('train.py', 'a').write('more')\n"
-    subprocess.run([sys.executable, "-c", code], cwd=copy, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    code = (
+        "import os, torch, pathlib; from ebbflow.script_tracer import Tracer; folder = "
+        "pathlib.Path.cwd()\n"
+    )
+    code += (
+        "Tracer([folder / 'trace'], 0, 1, folder).install(); torch.save(1, 'data/checkpoint.pt')\n"
+    )
+    code += (
+        "open('data/appended.bin', 'ab').write(b'x'); open('data/outer/x.txt', "
+        "'w').write('changed')\n"
+    )
+    code += (
+        "os.mkdir('data/outer/new'); os.remove('data/removed.bin'); open('train.py', "
+        "'a').write('more')\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
     assert (data / "appended.bin").stat().st_size == (9 << 20) + 1
     assert (data / "outer" / "x.txt").read_text() == "changed" and (data / "outer" / "new").is_dir()
     assert (data / "checkpoint.pt").stat().st_size < 9000 and not (data / "removed.bin").exists()
-    assert [one.name for one in shared.iterdir()] == ["x.txt"] and (shared / "x.txt").read_text() == "shared"
-    assert {one.stat().st_size for one in (folder / "data").iterdir() if one.is_file()} == {9 << 20}
+    assert [path.name for path in shared.iterdir()] == ["x.txt"] and (
+        shared / "x.txt"
+    ).read_text() == "shared"
+    assert {path.stat().st_size for path in (folder / "data").iterdir() if path.is_file()} == {
+        9 << 20
+    }
 
 
 def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].weight.requires_grad = False
-    frozen, said = find_frozen(model), []
+    frozen = find_frozen(model)
+    said = []
     assert frozen == ["0.weight"]
     model[0].weight.requires_grad = True
     model[1].bias.requires_grad = False
@@ -363,15 +475,21 @@ def test_a_dataset_with_a_state_goes_on_through_it() -> None:
     state = source.state()
     again = BatchSource(DataLoader(Counting(), batch_size=4), 11, print)
     again.load(state)
-    assert first + [batch.tolist() for batch in again.epoch(0, 2)] == [list(range(n, n + 4)) for n in range(0, 24, 4)]
+    assert first + [batch.tolist() for batch in again.epoch(0, 2)] == [
+        list(range(n, n + 4)) for n in range(0, 24, 4)
+    ]
 
 
 def test_a_loader_of_torchdata_goes_on_through_its_state() -> None:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata: requirements-dev.txt")
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata: requirements-dev.txt"
+    )
 
     def source() -> BatchSource:
         torch.manual_seed(3)
-        return BatchSource(loaders.StatefulDataLoader(Noisy(), batch_size=4, shuffle=True), 11, print)
+        return BatchSource(
+            loaders.StatefulDataLoader(Noisy(), batch_size=4, shuffle=True), 11, print
+        )
 
     whole = source()
     batches = whole.epoch(0, 0)
@@ -381,5 +499,11 @@ def test_a_loader_of_torchdata_goes_on_through_its_state() -> None:
     again = source()
     again.load(join_state(state, tensors))
     kept = torch.get_rng_state()
-    assert form == state and [batch[0].tolist() for batch in again.epoch(0, 2)] == rest and len(first + rest) == 6
-    assert torch.equal(kept, torch.get_rng_state()), "the script's own random numbers are not drawn from"
+    assert (
+        form == state
+        and [batch[0].tolist() for batch in again.epoch(0, 2)] == rest
+        and len(first + rest) == 6
+    )
+    assert torch.equal(kept, torch.get_rng_state()), (
+        "the script's own random numbers are not drawn from"
+    )

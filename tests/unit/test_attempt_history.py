@@ -46,7 +46,12 @@ def test_records_of_attempts_are_named_and_cannot_be_changed() -> None:
     history = read_attempts(log.events)
     last = history.last
     assert last is not None
-    for record, name in ((last.placement, "queue"), (last, "cause"), (offer, "queue"), (history, "attempts")):
+    for record, name in (
+        (last.placement, "queue"),
+        (last, "cause"),
+        (offer, "queue"),
+        (history, "attempts"),
+    ):
         with pytest.raises(FrozenInstanceError):
             setattr(record, name, "other")
         with pytest.raises(TypeError, match="positional"):
@@ -54,7 +59,9 @@ def test_records_of_attempts_are_named_and_cannot_be_changed() -> None:
 
 
 def test_the_causes_are_those_that_batch_records_tell() -> None:
-    assert {RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN} == set(CAUSES)
+    assert {RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN} == set(
+        CAUSES
+    )
     assert (RECLAIMED, USER_CODE, NEVER_STARTED) == ("reclaimed", "user_code", "never_started")
     assert (NOT_MADE, TERMINATED, ENDED, UNKNOWN) == ("not_made", "terminated", "ended", "unknown")
     assert {cause for cause in CAUSES if past(cause).refused} == {NEVER_STARTED, TERMINATED}
@@ -90,7 +97,10 @@ def test_an_attempt_ended_at_its_latest_known_time() -> None:
     assert past(ENDED, created_utc=WALL + 1).ended_utc == WALL + 1
     assert past(ENDED, started_utc=WALL + 2).ended_utc == WALL + 2
     assert past(ENDED, **times).ended_utc == WALL + 3
-    assert past(ENDED, created_utc=WALL - 3, started_utc=WALL - 2, stopped_utc=WALL - 1).ended_utc == WALL
+    assert (
+        past(ENDED, created_utc=WALL - 3, started_utc=WALL - 2, stopped_utc=WALL - 1).ended_utc
+        == WALL
+    )
     assert past(ENDED, **{**times, "started_utc": WALL + 9}).ended_utc == WALL + 9
 
 
@@ -156,8 +166,12 @@ class Log:
         at = float(len(self.events))
         self.events.append(replace(event(name, at, **data), run=run, attempt=attempt))
 
-    def place(self, queue: str = "spot", *, run: str = "run-1", attempt: int = 0, **data: Any) -> None:
-        self.add(PLACED, run=run, attempt=attempt, placement=placement(queue=queue).to_json(), **data)
+    def place(
+        self, queue: str = "spot", *, run: str = "run-1", attempt: int = 0, **data: Any
+    ) -> None:
+        self.add(
+            PLACED, run=run, attempt=attempt, placement=placement(queue=queue).to_json(), **data
+        )
 
     def submit(self, job_id: str, *, run: str = "run-1", attempt: int = 0, **data: Any) -> None:
         self.add(BATCH_SUBMITTED, run=run, attempt=attempt, job_id=job_id, **data)
@@ -166,10 +180,12 @@ class Log:
         self.add(BATCH_ATTEMPT, **{**asdict(batch_attempt(job_id=job_id, cause=cause)), **data})
 
     def read(self) -> list[tuple[str, str, str]]:
-        """Return (queue, job id, cause) of each attempt, which must not depend on the order of the events."""
+        """Return (queue, job id, cause) of each attempt, which must not depend on the order of the
+        events.
+        """
         attempts = read_attempts(self.events).attempts
         assert read_attempts(self.events[::-1]).attempts == attempts
-        return [(one.placement.queue, one.job_id, one.cause) for one in attempts]
+        return [(attempt.placement.queue, attempt.job_id, attempt.cause) for attempt in attempts]
 
 
 def test_an_attempt_has_all_that_its_events_tell() -> None:
@@ -225,10 +241,14 @@ def test_events_of_one_moment_are_ordered_by_the_monotonic_clock() -> None:
     log.submit("job-1")
     log.end("job-1", cause="unknown")
     log.end("job-1", cause="reclaimed")
-    log.events = [replace(one, t_wall=WALL) for one in log.events]
+    log.events = [replace(event, t_wall=WALL) for event in log.events]
     assert log.read() == [("a", "job-1", "reclaimed")]
-    log.events = [replace(one, t_wall=WALL + one.t_mono, t_mono=-one.t_mono) for one in log.events]
-    assert log.read() == [("a", "job-1", "reclaimed")], "the wall clock comes first: machines have other monotonic ones"
+    log.events = [
+        replace(event, t_wall=WALL + event.t_mono, t_mono=-event.t_mono) for event in log.events
+    ]
+    assert log.read() == [("a", "job-1", "reclaimed")], (
+        "the wall clock comes first: machines have other monotonic ones"
+    )
 
 
 def test_unreadable_placements_are_skipped() -> None:
@@ -342,7 +362,13 @@ def test_the_generation_of_a_placement_never_falls() -> None:
     for reached in (2, None, 5, 4):
         log.place(after_generation=reached)
     log.place()
-    assert [one.after_generation for one in read_attempts(log.events).attempts] == [2, 2, 5, 5, 5]
+    assert [attempt.after_generation for attempt in read_attempts(log.events).attempts] == [
+        2,
+        2,
+        5,
+        5,
+        5,
+    ]
     without = Log()
     without.place()
     assert read_attempts(without.events).attempts[0].after_generation == 0
@@ -363,7 +389,9 @@ RECLAIM = {"source": "metadata", "action": "terminate"}
         ("reclaimed", True),
     ],
 )
-def test_a_reclaims_notice_corrects_what_batch_tells_of_a_job_that_ran(told: str, corrected: bool) -> None:
+def test_a_reclaims_notice_corrects_what_batch_tells_of_a_job_that_ran(
+    told: str, corrected: bool
+) -> None:
     log = Log()
     log.place()
     log.submit("job-1")
@@ -383,7 +411,9 @@ def test_each_action_that_takes_the_machine_is_a_reclaim(action: str) -> None:
     assert log.read()[0][2] == "reclaimed"
 
 
-@pytest.mark.parametrize("told", ["ended", "unknown", "user_code", "terminated", "reclaimed", "never_started"])
+@pytest.mark.parametrize(
+    "told", ["ended", "unknown", "user_code", "terminated", "reclaimed", "never_started"]
+)
 @pytest.mark.parametrize("user_code", [True, False])
 def test_the_agents_correct_only_whether_the_program_failed(told: str, user_code: bool) -> None:
     log = Log()
@@ -392,7 +422,10 @@ def test_the_agents_correct_only_whether_the_program_failed(told: str, user_code
     log.add(NODE_STARTED, generation=1, batch_job_id="job-1")
     log.add(GENERATION_ENDED, generation=1, user_code=user_code)
     log.end("job-1", cause=told)
-    agents = "user_code" if user_code else "unknown"
+    if user_code:
+        agents = "user_code"
+    else:
+        agents = "unknown"
     assert log.read()[0][2] == (agents if told in ("user_code", "unknown") else told)
 
 

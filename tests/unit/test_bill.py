@@ -98,18 +98,33 @@ def test_a_bill_line_has_each_field_from_its_column(tmp_path: Path) -> None:
     assert line.seconds == 1800.0
 
 
-def test_a_bill_line_without_the_optional_columns_has_defaults(read: Callable[..., BillLine], tmp_path: Path) -> None:
+def test_a_bill_line_without_the_optional_columns_has_defaults(
+    read: Callable[..., BillLine], tmp_path: Path
+) -> None:
     line = read(ONLY_REQUIRED)
-    assert (line.line_type, line.zone, line.instance_type, line.line_id) == ("Usage", "", "g5.xlarge", "")
+    assert (line.line_type, line.zone, line.instance_type, line.line_id) == (
+        "Usage",
+        "",
+        "g5.xlarge",
+        "",
+    )
     assert (line.tags, line.synthetic, line.delivery) == ({}, False, 0)
-    bare = BillLine(**{name: value for name, value in vars(line).items() if name not in ("synthetic", "delivery")})
+    bare = BillLine(
+        **{
+            name: value
+            for name, value in vars(line).items()
+            if name not in ("synthetic", "delivery")
+        }
+    )
     assert (bare.synthetic, bare.delivery) == (False, 0)
 
 
 @pytest.mark.parametrize("missing", REQUIRED)
 def test_a_report_without_a_required_column_is_refused(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "cur.csv"
-    path.write_text(as_csv({name: value for name, value in ONLY_REQUIRED.items() if name != missing}))
+    path.write_text(
+        as_csv({name: value for name, value in ONLY_REQUIRED.items() if name != missing})
+    )
     with pytest.raises(BillError, match=f"it lacks {REQUIRED[missing]}; fix: create"):
         list(read_bill(path))
 
@@ -126,7 +141,9 @@ def test_a_report_without_a_required_column_is_refused(tmp_path: Path, missing: 
         ("Tax", "other"),
     ],
 )
-def test_only_lines_of_usage_are_time_of_an_instance(read: Callable[..., BillLine], line_type: str, kind: str) -> None:
+def test_only_lines_of_usage_are_time_of_an_instance(
+    read: Callable[..., BillLine], line_type: str, kind: str
+) -> None:
     line = read({**ROW, "lineItem/LineItemType": line_type})
     assert line.kind == kind
     assert line.seconds == (1800.0 if kind == "instance" else 0.0)
@@ -153,9 +170,16 @@ def test_only_lines_of_usage_are_time_of_an_instance(read: Callable[..., BillLin
     ],
 )
 def test_a_bill_line_has_its_kind_from_usage_type_and_product(
-    read: Callable[..., BillLine], product: str, usage_type: str, kind: str, market: str, instance_type: str
+    read: Callable[..., BillLine],
+    product: str,
+    usage_type: str,
+    kind: str,
+    market: str,
+    instance_type: str,
 ) -> None:
-    line = read({**ONLY_REQUIRED, "lineItem/ProductCode": product, "lineItem/UsageType": usage_type})
+    line = read(
+        {**ONLY_REQUIRED, "lineItem/ProductCode": product, "lineItem/UsageType": usage_type}
+    )
     assert (line.kind, line.market, line.instance_type) == (kind, market, instance_type)
 
 
@@ -168,12 +192,21 @@ def test_billed_seconds_are_rounded_to_microseconds(read: Callable[..., BillLine
     ("changes", "problem"),
     [
         ({"lineItem/CurrencyCode": "EUR"}, "line_item_currency_code is EUR"),
-        ({"lineItem/UsageStartDate": "yesterday"}, "line_item_usage_start_date: 'yesterday' is not a time"),
+        (
+            {"lineItem/UsageStartDate": "yesterday"},
+            "line_item_usage_start_date: 'yesterday' is not a time",
+        ),
         ({"lineItem/UsageEndDate": "later"}, "line_item_usage_end_date: 'later' is not a time"),
         ({"lineItem/UsageAmount": "much"}, "line_item_usage_amount: 'much' is not a number"),
         ({"lineItem/UnblendedCost": "dear"}, "line_item_unblended_cost: 'dear' is not a number"),
-        ({"lineItem/UsageEndDate": "2026-11-20T09:59:59Z"}, "is before the start, 2026-11-20T10:00:00Z"),
-        ({"lineItem/UsageAmount": "-0.01"}, "-0.01 hours of an instance for .0.25: a DiscountedUsage line is never"),
+        (
+            {"lineItem/UsageEndDate": "2026-11-20T09:59:59Z"},
+            "is before the start, 2026-11-20T10:00:00Z",
+        ),
+        (
+            {"lineItem/UsageAmount": "-0.01"},
+            "-0.01 hours of an instance for .0.25: a DiscountedUsage line is never",
+        ),
         ({"lineItem/UnblendedCost": "-0.01"}, "0.5 hours of an instance for .-0.01"),
     ],
 )
@@ -228,18 +261,30 @@ def test_spellings_of_a_tag_key_are_normalised_alike(key: str, normalised: str) 
 @pytest.mark.parametrize(
     ("columns", "tags"),
     [
-        ({"resourceTags/user:ebbflow-job": "a", "resourceTags/user:owner": ""}, {"ebbflowjob": "a"}),
+        (
+            {"resourceTags/user:ebbflow-job": "a", "resourceTags/user:owner": ""},
+            {"ebbflowjob": "a"},
+        ),
         ({"resourceTags/user:EbbflowJob": "a"}, {"ebbflowjob": "a"}),
-        ({"resourceTags/user:ebbflow-job": "a", "resourceTags/user:Ebbflow-Job": ""}, {"ebbflowjob": "a"}),
+        (
+            {"resourceTags/user:ebbflow-job": "a", "resourceTags/user:Ebbflow-Job": ""},
+            {"ebbflowjob": "a"},
+        ),
         ({"resource_tags_user_ebbflow_job": "a"}, {"ebbflowjob": "a"}),
         ({"resourceTags": '{"job": "a"}'}, {"job": "a"}),
         ({"resource_tags": '{"user_ebbflow_job": "a", "n": 3}'}, {"ebbflowjob": "a", "n": "3"}),
         ({"resource_tags": "{'user_ebbflow_job': 'a'}"}, {"ebbflowjob": "a"}),
         ({"resource_tags": '{"owner": "O\'Brien"}'}, {"owner": "O'Brien"}),
         ({"resource_tags": "{broken", "resourceTags/user:owner": "b"}, {"owner": "b"}),
-        ({"resource_tags": '{"job": "a"}', "resourceTags/user:owner": "b"}, {"job": "a", "owner": "b"}),
+        (
+            {"resource_tags": '{"job": "a"}', "resourceTags/user:owner": "b"},
+            {"job": "a", "owner": "b"},
+        ),
         ({"resource_tags": "[('user_job', 'a'), ('empty', '')]"}, {"job": "a", "empty": ""}),
-        ({"resource_tags": "[('job', 'a')]", "resourceTags/user:owner": "b"}, {"job": "a", "owner": "b"}),
+        (
+            {"resource_tags": "[('job', 'a')]", "resourceTags/user:owner": "b"},
+            {"job": "a", "owner": "b"},
+        ),
         ({"resource_tags": "job=a"}, {}),
         ({"resource_tags": "{" * 100_000}, {}),
         ({"resourceTags/user:note": "one\r\ntwo"}, {"note": "one\r\ntwo"}),
@@ -265,7 +310,8 @@ def test_rows_of_a_report_may_be_blank_short_or_long(tmp_path: Path) -> None:
 
 def test_a_compressed_report_is_read_like_a_plain_one(tmp_path: Path) -> None:
     row = {**ROW, "resourceTags/user:note": "one\r\ntwo"}
-    plain, packed = tmp_path / "cur.csv", tmp_path / "cur.csv.gz"
+    plain = tmp_path / "cur.csv"
+    packed = tmp_path / "cur.csv.gz"
     plain.write_text(as_csv(row), newline="")
     packed.write_bytes(gzip.compress(as_csv(row).encode()))
     [line] = read_bill(packed)
@@ -302,9 +348,13 @@ def test_an_unreadable_report_is_refused(tmp_path: Path, name: str) -> None:
         list(read_bill(path))
 
 
-def test_a_parquet_report_is_read_by_column_and_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_report_is_read_by_column_and_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pandas = pytest.importorskip("pandas")
-    start, end = (datetime.fromisoformat(ROW[f"lineItem/Usage{edge}Date"]) for edge in ("Start", "End"))
+    start, end = (
+        datetime.fromisoformat(ROW[f"lineItem/Usage{edge}Date"]) for edge in ("Start", "End")
+    )
     row = {
         **{name: ROW[given] for given, name in REQUIRED.items()},
         "line_item_usage_start_date": start,
@@ -320,7 +370,12 @@ def test_a_parquet_report_is_read_by_column_and_row(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(pandas, "read_parquet", lambda path: frame)
     lines = read_bill(tmp_path / "cur.parquet", delivery=2)
     line = next(lines)
-    assert (line.resource_id, line.start, line.end, line.seconds) == ("i-one", START, START + 3600, 1800.0)
+    assert (line.resource_id, line.start, line.end, line.seconds) == (
+        "i-one",
+        START,
+        START + 3600,
+        1800.0,
+    )
     assert (line.instance_type, line.line_id, line.tags) == (
         "g5.xlarge",
         "",
@@ -334,7 +389,9 @@ def test_a_parquet_report_is_read_by_column_and_row(tmp_path: Path, monkeypatch:
         next(read_bill(tmp_path / "cur.parquet"))
 
 
-def test_a_parquet_report_without_pandas_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_report_without_pandas_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(BillError, match=r"needs pandas with pyarrow.*CSV"):
         list(read_bill(tmp_path / "cur.parquet"))
@@ -381,7 +438,10 @@ def test_a_line_that_differs_in_use_is_no_repeat_whatever_its_id(changes: dict) 
 @pytest.mark.parametrize("changes", [{"amount": Decimal("0.6")}, {"usd": Decimal("0.3")}])
 def test_deliveries_with_one_line_id_and_other_numbers_are_refused(changes: dict) -> None:
     newer = replace(LINE, **changes, where="new.csv:9")
-    words = f"new.csv:9: an earlier line has 0.5 for .0.25, but this line has {newer.amount} for .{newer.usd}: two"
+    words = (
+        f"new.csv:9: an earlier line has 0.5 for .0.25, but this line has {newer.amount} for "
+        f".{newer.usd}: two"
+    )
     with pytest.raises(BillError, match=words):
         repeats(LINE, newer)
     assert repeats(replace(LINE, line_id=""), replace(newer, line_id="")) == [False, False]
@@ -405,13 +465,19 @@ def test_equal_lines_repeat_only_as_often_as_another_file_has_them() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=12))
-def test_the_filter_keeps_as_many_equal_lines_as_the_fullest_file_has(deliveries: list[int]) -> None:
-    kept = repeats(*(replace(LINE, line_id="", delivery=delivery) for delivery in deliveries)).count(False)
+def test_the_filter_keeps_as_many_equal_lines_as_the_fullest_file_has(
+    deliveries: list[int],
+) -> None:
+    kept = repeats(
+        *(replace(LINE, line_id="", delivery=delivery) for delivery in deliveries)
+    ).count(False)
     assert kept == max((deliveries.count(delivery) for delivery in range(3)), default=0)
 
 
 def test_a_bill_may_have_a_tag_as_json_of_any_type(read: Callable[..., BillLine]) -> None:
-    assert read({**ONLY_REQUIRED, "resource_tags": json.dumps({"Owner": None, "on": True})}).tags == {
+    assert read(
+        {**ONLY_REQUIRED, "resource_tags": json.dumps({"Owner": None, "on": True})}
+    ).tags == {
         "owner": "None",
         "on": "True",
     }

@@ -35,10 +35,14 @@ def at(seconds: float) -> float:
 
 
 def piece(start: float, end: float, usd: str | None = None, curve: PriceCurve = CURVE) -> PaidPiece:
-    return PaidPiece(start=at(start), end=at(end), curve=curve, usd=None if usd is None else Decimal(usd))
+    return PaidPiece(
+        start=at(start), end=at(end), curve=curve, usd=None if usd is None else Decimal(usd)
+    )
 
 
-def metered(*spans: tuple[float, float], uptime: float | None = 0.0, lost_ends: int = 0) -> MeteredInstance:
+def metered(
+    *spans: tuple[float, float], uptime: float | None = 0.0, lost_ends: int = 0
+) -> MeteredInstance:
     return MeteredInstance(
         instance_id="i-one",
         machine={} if uptime is None else {"uptime_seconds": uptime},
@@ -52,7 +56,8 @@ def billed(*hours: tuple[int, float], tags: dict[int, str] | None = None) -> Bil
     """Hours as pairs (number of the hour, billed seconds), at a tenth of a cent per second."""
     instance = BilledInstance(instance_id="i-one")
     for number, seconds in hours:
-        start, end = at(number * HOUR), at((number + 1) * HOUR)
+        start = at(number * HOUR)
+        end = at((number + 1) * HOUR)
         instance.hours[start, end] = BilledHour(
             start=start,
             end=end,
@@ -106,16 +111,22 @@ def test_a_paid_piece_of_no_time_costs_nothing_and_a_fraction_of_a_second_its_sh
 
 
 def test_a_metered_instance_has_its_first_start_its_last_end_and_all_its_dollars() -> None:
-    instance = replace(metered(), pieces=[piece(300, 400), piece(100, 200), piece(150, 350, usd="1")])
+    instance = replace(
+        metered(), pieces=[piece(300, 400), piece(100, 200), piece(150, 350, usd="1")]
+    )
     assert (instance.start, instance.end) == (at(100), at(400))
     assert instance.usd == Decimal("0.1") + Decimal("0.1") + Decimal("1")
-    assert instance.usd_between(at(150), at(350)) == Decimal("0.05") + Decimal("0.05") + Decimal("1")
+    assert instance.usd_between(at(150), at(350)) == Decimal("0.05") + Decimal("0.05") + Decimal(
+        "1"
+    )
 
 
 @pytest.mark.parametrize(
     ("uptime", "warm"), [(None, False), (0, False), (600.0, False), (600.001, True), ("700", True)]
 )
-def test_an_instance_that_was_up_for_more_than_ten_minutes_was_warm(uptime: float | str | None, warm: bool) -> None:
+def test_an_instance_that_was_up_for_more_than_ten_minutes_was_warm(
+    uptime: float | str | None, warm: bool
+) -> None:
     instance = metered((0, 10), uptime=uptime)  # type: ignore[arg-type]
     assert instance.was_warm is warm
     assert instance.uptime_seconds == (None if uptime is None else float(uptime))
@@ -135,18 +146,26 @@ def test_an_instance_that_was_up_for_more_than_ten_minutes_was_warm(uptime: floa
         ([(0, 100), (0, 100)], -50, 200, 100),
     ],
 )
-def test_time_in_which_several_nodes_ran_counts_once(spans: list, start: float, end: float, seconds: float) -> None:
+def test_time_in_which_several_nodes_ran_counts_once(
+    spans: list, start: float, end: float, seconds: float
+) -> None:
     assert metered(*spans).seconds_between(at(start), at(end)) == seconds
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple),
+        min_size=1,
+        max_size=5,
+    ),
     st.integers(0, 50),
     st.integers(0, 50),
 )
 def test_seconds_between_counts_each_covered_second_once(spans: list, one: int, other: int) -> None:
     start, end = sorted((one, other))
-    covered = sum(any(first <= second < last for first, last in spans) for second in range(start, end))
+    covered = sum(
+        any(first <= second < last for first, last in spans) for second in range(start, end)
+    )
     assert metered(*spans).seconds_between(at(start), at(end)) == covered
 
 
@@ -166,9 +185,20 @@ def test_a_billed_instance_sums_its_lines_by_hour() -> None:
     instance.add(line(amount=Decimal("0.25"), usd=Decimal("0.5")), "ebbflow-job")
     assert list(instance.hours) == [(at(0), at(HOUR))]
     instance.add(
-        line(**later, zone="us-east-1b", instance_type="", market="on_demand", tags={}, usd=Decimal(4)), "ebbflow-job"
+        line(
+            **later,
+            zone="us-east-1b",
+            instance_type="",
+            market="on_demand",
+            tags={},
+            usd=Decimal(4),
+        ),
+        "ebbflow-job",
     )
-    instance.add(line(**later, amount=Decimal(0), usd=Decimal(0), tags={"ebbflowjob": "other"}), "ebbflow-job")
+    instance.add(
+        line(**later, amount=Decimal(0), usd=Decimal(0), tags={"ebbflowjob": "other"}),
+        "ebbflow-job",
+    )
     assert instance.seconds == 1800 + 900 + 1800
     assert instance.usd == Decimal("1.5") + Decimal("0.5") + 4
     assert instance.tags == {"demo", "other"}
@@ -219,10 +249,16 @@ def test_meter_instances_has_the_nodes_pauses_and_minimum_charge_of_each_instanc
     ledger = fold(sorted(events, key=lambda event: event.t_wall))
     found = meter_instances(ledger.nodes)
     assert list(found) == ["i-one", "i-two"]
-    one, two = found["i-one"], found["i-two"]
+    one = found["i-one"]
+    two = found["i-two"]
     spans = [(paid.start - WALL, paid.end - WALL, paid.usd is None) for paid in one.pieces]
     assert spans == [(1000, 1200, True), (1200, 1300, False), (1300, 1350, True)]
-    assert (one.instance_id, one.market, one.lost_ends, one.uptime_seconds) == ("i-one", "on_demand", 1, 100.0)
+    assert (one.instance_id, one.market, one.lost_ends, one.uptime_seconds) == (
+        "i-one",
+        "on_demand",
+        1,
+        100.0,
+    )
     on_demand = Decimal("0.002")  # dollars per second, twice the price of Spot
     assert one.usd == (200 + 100) * on_demand + 50 * Decimal("0.001")
     spans = [(paid.start - WALL, paid.end - WALL, paid.usd is None) for paid in two.pieces]
@@ -262,7 +298,13 @@ def test_a_node_without_a_plan_has_no_market() -> None:
 def test_missing_seconds_are_metered_and_not_billed(own: float, missing: float) -> None:
     hour = BilledHour(start=at(0), end=at(HOUR), seconds=120)
     found = HourMatch(
-        start=at(0), end=at(HOUR), billed=hour, own_seconds=own, own_usd=Decimal(0), explained={}, rest_seconds=0
+        start=at(0),
+        end=at(HOUR),
+        billed=hour,
+        own_seconds=own,
+        own_usd=Decimal(0),
+        explained={},
+        rest_seconds=0,
     )
     assert found.missing_seconds == missing
     assert found.name == "2027-01-15 08:00 UTC"
@@ -274,7 +316,9 @@ def matched(
     """Each hour as (start, metered seconds, explained seconds, rest)."""
     uses = [(at(start), at(end)) for start, end in others]
     hours = match_instance(instance, bill, uses, job)
-    return [(hour.start - WALL, hour.own_seconds, hour.explained, hour.rest_seconds) for hour in hours]
+    return [
+        (hour.start - WALL, hour.own_seconds, hour.explained, hour.rest_seconds) for hour in hours
+    ]
 
 
 def test_an_hour_is_explained_by_boot_then_end_and_the_rest_stays() -> None:
@@ -297,7 +341,9 @@ def test_the_match_of_an_hour_has_both_bills_dollars() -> None:
 
 
 def test_a_warm_instance_is_explained_before_the_job() -> None:
-    assert matched(metered((1800, 3600), uptime=1770), billed((0, 3600))) == [(0, 1800, {"warm instance": 1770}, 30)]
+    assert matched(metered((1800, 3600), uptime=1770), billed((0, 3600))) == [
+        (0, 1800, {"warm instance": 1770}, 30)
+    ]
 
 
 @pytest.mark.parametrize(("rest", "late"), [(60, 600), (61, None)])
@@ -320,24 +366,36 @@ def test_a_lost_end_is_explained_for_fifteen_seconds_of_each_lost_node() -> None
 
 def test_the_minimum_charge_explains_what_the_ledger_may_have_missed() -> None:
     """A bill of a minute at the most, of an instance whose uptime is unknown or known."""
-    assert matched(metered((0, 40), uptime=None), billed((0, 60))) == [(0, 40, {"minimum charge": 20}, 0)]
+    assert matched(metered((0, 40), uptime=None), billed((0, 60))) == [
+        (0, 40, {"minimum charge": 20}, 0)
+    ]
     assert matched(metered((100, 140), uptime=5), billed((0, 60))) == [
         (0, 40, {"boot time": 5, "minimum charge": 15}, 0)
     ]
-    assert matched(metered((0, 40), uptime=None), billed((0, 61))) == [(0, 40, {"ended later": 21}, 0)]
+    assert matched(metered((0, 40), uptime=None), billed((0, 61))) == [
+        (0, 40, {"ended later": 21}, 0)
+    ]
     assert matched(metered((0, 20), (30, 40), uptime=None), billed((0, 60))) == [
         (0, 30, {"minimum charge": 30}, 0),
     ]
 
 
-def test_the_minimum_charge_counts_no_more_than_ten_minutes_of_uptime_and_is_never_negative() -> None:
-    [(_, own, explained, rest)] = matched(metered((3500, 3510), uptime=3000), billed((0, 20), (1, 40)))[:1]
+def test_the_minimum_charge_counts_no_more_than_ten_minutes_of_uptime_and_is_never_negative() -> (
+    None
+):
+    [(_, own, explained, rest)] = matched(
+        metered((3500, 3510), uptime=3000), billed((0, 20), (1, 40))
+    )[:1]
     assert (own, explained, rest) == (10, {"warm instance": 10}, 0)
-    assert matched(metered((0, 50), uptime=59), billed((0, 60))) == [(0, 50, {"ended later": 10}, 0)]
+    assert matched(metered((0, 50), uptime=59), billed((0, 60))) == [
+        (0, 50, {"ended later": 10}, 0)
+    ]
 
 
 def test_another_jobs_use_is_explained_by_its_interval() -> None:
-    assert matched(metered((0, 1000)), billed((0, 3600)), (1700, 3600)) == [(0, 1000, {"another job": 1900}, 700)]
+    assert matched(metered((0, 1000)), billed((0, 3600)), (1700, 3600)) == [
+        (0, 1000, {"another job": 1900}, 700)
+    ]
     assert matched(metered((0, 1000)), billed((0, 3600)), (1620, 3600)) == [
         (0, 1000, {"another job": 1980, "ended later": 600}, 20)
     ]
@@ -354,24 +412,31 @@ def test_hours_that_were_metered_and_not_billed_are_added_without_a_bill() -> No
         (2 * HOUR, 3600, {}, 0),
         (3 * HOUR, 1, {}, 0),
     ]
-    assert [start for start, *_ in matched(metered((0, 2 * HOUR)), billed((0, 3600), (1, 3600)))] == [0, HOUR]
+    assert [
+        start for start, *_ in matched(metered((0, 2 * HOUR)), billed((0, 3600), (1, 3600)))
+    ] == [0, HOUR]
     assert list(bill.hours) == [(at(HOUR), at(2 * HOUR))]
 
 
 def test_a_daily_bill_has_no_further_hours() -> None:
     day = BilledInstance(instance_id="i-one")
-    day.hours[at(0), at(24 * HOUR)] = BilledHour(start=at(0), end=at(24 * HOUR), seconds=8000, usd=Decimal(8))
+    day.hours[at(0), at(24 * HOUR)] = BilledHour(
+        start=at(0), end=at(24 * HOUR), seconds=8000, usd=Decimal(8)
+    )
     assert matched(metered((3000, 11000)), day) == [(0, 8000, {}, 0)]
     assert matched(metered((3000, 24 * HOUR + 1000)), day)[1:] == [(24 * HOUR, 1000, {}, 0)]
     next_day = (at(24 * HOUR), at(48 * HOUR))
     day.hours[next_day] = BilledHour(start=next_day[0], end=next_day[1])
     assert [start for start, *_ in matched(metered((3000, 11000)), day)] == [0, 24 * HOUR]
-    day.hours = {(at(HOUR), at(25 * HOUR)): BilledHour(start=at(HOUR), end=at(25 * HOUR), seconds=8000)}
+    day.hours = {
+        (at(HOUR), at(25 * HOUR)): BilledHour(start=at(HOUR), end=at(25 * HOUR), seconds=8000)
+    }
     assert [start for start, *_ in matched(metered((3000, 11000)), day)] == [0, HOUR]
 
 
-# A clock that is ahead by some seconds, and the offset that the match finds. The job ran for half an hour in each of
-# two billed hours, so each second that a clock is ahead is missing in one hour and too much in the other.
+# A clock that is ahead by some seconds, and the offset that the match finds. The job ran for half
+# an hour in each of two billed hours, so each second that a clock is ahead is missing in one hour
+# and too much in the other.
 @pytest.mark.parametrize(
     ("ahead", "offset"),
     [
@@ -379,12 +444,16 @@ def test_a_daily_bill_has_no_further_hours() -> None:
         *((-30, 0), (-31, 30), (-300, 300), (-305, 300)),
     ],
 )
-def test_a_clock_that_is_apart_is_found_in_steps_of_five_seconds(ahead: float, offset: float) -> None:
+def test_a_clock_that_is_apart_is_found_in_steps_of_five_seconds(
+    ahead: float, offset: float
+) -> None:
     instance = metered((1800 + ahead, 5400 + ahead))
     hours = match_instance(instance, billed((0, 1800), (1, 1800)), [], "demo")
     assert instance.offset == offset
     if (ahead + offset) == 0:
-        assert [(hour.own_seconds, hour.explained, hour.rest_seconds) for hour in hours] == [(1800, {}, 0)] * 2
+        assert [(hour.own_seconds, hour.explained, hour.rest_seconds) for hour in hours] == [
+            (1800, {}, 0)
+        ] * 2
 
 
 @pytest.mark.parametrize(("missing", "offset"), [(20, -40), (21, 0)])
@@ -396,7 +465,8 @@ def test_an_offset_counts_only_if_it_explains_four_fifths(missing: float, offset
 
 
 def test_no_offset_is_sought_for_a_bill_that_contradicts_itself() -> None:
-    instance, bill = metered((1840, 5440)), billed((0, 1800), (1, 1800))
+    instance = metered((1840, 5440))
+    bill = billed((0, 1800), (1, 1800))
     bill.hours[at(0), at(HOUR)].deliveries = {("SpotUsage", "Usage"): {0, 1}}
     match_instance(instance, bill, [], "demo")
     assert instance.offset == 0
@@ -411,11 +481,18 @@ def test_the_offset_holds_for_an_instance_that_kept_running() -> None:
     hours = match_instance(instance, bill, [], "demo")
     assert instance.offset == -300
     assert [hour.own_seconds for hour in hours] == [1800] * 4
-    assert [(hour.explained, hour.rest_seconds) for hour in hours] == [({}, 0), ({}, 0), ({}, 0), ({}, 670)]
+    assert [(hour.explained, hour.rest_seconds) for hour in hours] == [
+        ({}, 0),
+        ({}, 0),
+        ({}, 0),
+        ({}, 670),
+    ]
 
 
 def test_the_offset_decides_in_which_hours_the_instance_was_metered() -> None:
-    """The agent's clock is 300 s ahead: the job began 100 s before the first billed hour, and ended within the last."""
+    """The agent's clock is 300 s ahead: the job began 100 s before the first billed hour, and ended
+    within the last.
+    """
     instance = metered((HOUR + 200, 2 * HOUR + 2100), (3 * HOUR + 2100, 5 * HOUR + 200))
     bill = billed((1, 3600), (2, 1800), (3, 1800), (4, 3500))
     hours = match_instance(instance, bill, [], "demo")
@@ -429,7 +506,9 @@ def test_the_offset_decides_in_which_hours_the_instance_was_metered() -> None:
     ]
 
 
-def hours_elsewhere(instance: MeteredInstance, bill: BilledInstance, *others: tuple[float, float]) -> list[int]:
+def hours_elsewhere(
+    instance: MeteredInstance, bill: BilledInstance, *others: tuple[float, float]
+) -> list[int]:
     """Numbers of the hours that are set aside for other jobs."""
     before = list(bill.hours.items())
     uses = [(at(start), at(end)) for start, end in others]
@@ -445,7 +524,9 @@ def test_an_hour_near_the_job_is_never_set_aside(start: float, elsewhere: list[i
     instance = metered((HOUR + start, 2 * HOUR), uptime=None)
     assert hours_elsewhere(instance, billed((0, 3600), (1, 3600))) == elsewhere
     after = metered((0, 2 * HOUR - start))
-    assert hours_elsewhere(after, billed((0, 3600), (2, 3600)), (2 * HOUR, 3 * HOUR)) == [2 for _ in elsewhere]
+    assert hours_elsewhere(after, billed((0, 3600), (2, 3600)), (2 * HOUR, 3 * HOUR)) == [
+        2 for _ in elsewhere
+    ]
 
 
 def test_all_hours_of_other_jobs_are_set_aside_and_their_dollars_summed() -> None:
@@ -458,9 +539,13 @@ def test_all_hours_of_other_jobs_are_set_aside_and_their_dollars_summed() -> Non
 
 
 @pytest.mark.parametrize(
-    ("uptime", "elsewhere"), [(None, [0]), (600.0, []), (601.0, [0])], ids=["unknown", "booted", "warm"]
+    ("uptime", "elsewhere"),
+    [(None, [0]), (600.0, []), (601.0, [0])],
+    ids=["unknown", "booted", "warm"],
 )
-def test_an_hour_before_a_warm_instance_is_another_jobs(uptime: float | None, elsewhere: list[int]) -> None:
+def test_an_hour_before_a_warm_instance_is_another_jobs(
+    uptime: float | None, elsewhere: list[int]
+) -> None:
     instance = metered((2 * HOUR, 3 * HOUR), uptime=uptime)
     assert hours_elsewhere(instance, billed((0, 3600), (2, 3600))) == elsewhere
 
@@ -472,7 +557,10 @@ def test_an_hour_after_a_warm_instance_is_not_another_jobs_without_evidence() ->
 
 @pytest.mark.parametrize(("tag", "elsewhere"), [("demo", []), ("other", [2])])
 def test_an_hour_with_only_another_jobs_tag_is_set_aside(tag: str, elsewhere: list[int]) -> None:
-    assert hours_elsewhere(metered((0, HOUR)), billed((0, 3600), (2, 3600), tags={2: tag})) == elsewhere
+    assert (
+        hours_elsewhere(metered((0, HOUR)), billed((0, 3600), (2, 3600), tags={2: tag}))
+        == elsewhere
+    )
 
 
 def test_an_hour_with_the_tags_of_both_jobs_stays() -> None:
@@ -510,7 +598,9 @@ def test_an_hour_of_less_than_a_minute_needs_evidence_of_another_job() -> None:
     [(HOUR + 1000, {"another job": 1300}, 0), (HOUR + 2300, {}, 0)],
     ids=["before the tag", "at the end"],
 )
-def test_the_time_before_another_jobs_tag_is_its_time_too(end: float, explained: dict[str, float], rest: float) -> None:
+def test_the_time_before_another_jobs_tag_is_its_time_too(
+    end: float, explained: dict[str, float], rest: float
+) -> None:
     """AWS copies a tag some time after the other job took the instance."""
     bill = billed((0, 3600), (1, 2300), (2, 3600), tags={2: "other"})
     others: list[tuple[float, float]] = []
@@ -522,7 +612,12 @@ def test_the_time_before_another_jobs_tag_is_its_time_too(end: float, explained:
 
 def test_an_earlier_jobs_tag_adds_no_time_after_this_job() -> None:
     others: list[tuple[float, float]] = []
-    match_instance(metered((2 * HOUR, 3 * HOUR)), billed((0, 3600), (2, 3600), tags={0: "other"}), others, "demo")
+    match_instance(
+        metered((2 * HOUR, 3 * HOUR)),
+        billed((0, 3600), (2, 3600), tags={0: "other"}),
+        others,
+        "demo",
+    )
     assert others == []
 
 

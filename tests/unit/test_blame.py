@@ -1,4 +1,6 @@
-"""Who is to blame, by evidence alone; how long a phase may take; what flight recorders and stacks say."""
+"""Who is to blame, by evidence alone; how long a phase may take; what flight recorders and stacks
+say.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from ebbflow.training.launch.evidence import (
     parse_py_spy,
     parse_traceback,
 )
-from ebbflow.training.launch.heartbeat import DurationHistogram, HangLimits, HeartbeatReading, PhaseThresholds
+from ebbflow.training.launch.heartbeat import (
+    DurationHistogram,
+    HangLimits,
+    HeartbeatReading,
+    PhaseThresholds,
+)
 from ebbflow.training.launch.messages import end_from_failures
 from tests.support.rank_evidence import calls, failed, hung
 
@@ -23,7 +30,8 @@ LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
 
 
-echo, killed = failed(0, message=LOST, cascade=True), failed(2, killed_by="SIGKILL")
+echo = failed(0, message=LOST, cascade=True)
+killed = failed(2, killed_by="SIGKILL")
 CASES = {
     "echo seen first": ([echo, killed], 2, "killed by SIGKILL"),
     "exception, then kill": (
@@ -31,7 +39,11 @@ CASES = {
         1,
         "ValueError",
     ),
-    "kill, then its echo": ([failed(1, error="OSError", timestamp=101.95), killed], 2, "killed by SIGKILL"),
+    "kill, then its echo": (
+        [failed(1, error="OSError", timestamp=101.95), killed],
+        2,
+        "killed by SIGKILL",
+    ),
     "memory": ([failed(0, killed_by="SIGKILL", memory_kill=True), hung(1)], 0, "killed for memory"),
     "stopped among the hung": ([hung(0), hung(1, stopped=True)], 1, "stopped"),
     "an abort after another's end": (
@@ -39,15 +51,31 @@ CASES = {
         1,
         "ValueError",
     ),
-    "a lost node takes its ranks along": ([killed, failed(4, killed_by="node 2")], 4, "killed by node 2"),
+    "a lost node takes its ranks along": (
+        [killed, failed(4, killed_by="node 2")],
+        4,
+        "killed by node 2",
+    ),
     "outside of a collective": (
         [hung(0, step=5, phase="backward"), hung(1, waiting=False, step=5, phase="data")],
         1,
         "hang",
     ),
-    "a witness outside of it": ([hung(0), hung(1, waiting=False, hung=False, witness=True)], 1, "hang"),
-    "all wait, one is behind": ([hung(0, step=5, phase="backward"), hung(1, step=5, phase="forward")], 1, "hang"),
-    "fewer collectives": ([hung(0, calls=calls(*STEP, "x")), hung(1, calls=calls(*STEP))], 1, "hang"),
+    "a witness outside of it": (
+        [hung(0), hung(1, waiting=False, hung=False, witness=True)],
+        1,
+        "hang",
+    ),
+    "all wait, one is behind": (
+        [hung(0, step=5, phase="backward"), hung(1, step=5, phase="forward")],
+        1,
+        "hang",
+    ),
+    "fewer collectives": (
+        [hung(0, calls=calls(*STEP, "x")), hung(1, calls=calls(*STEP))],
+        1,
+        "hang",
+    ),
     "left too early": ([echo, failed(1, left=True, witness=True)], 1, "left early"),
 }
 
@@ -61,7 +89,8 @@ def test_the_culprit(name: str) -> None:
         assert rank not in culprit.cascades and culprit.next_action and culprit.because
 
 
-USER, ENGINE = "user/loss.py:9 in log", "training/engine.py:73 in forward_backward"
+USER = "user/loss.py:9 in log"
+ENGINE = "training/engine.py:73 in forward_backward"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +99,13 @@ USER, ENGINE = "user/loss.py:9 in log", "training/engine.py:73 in forward_backwa
         ("ggggggggg", [1, 2], USER, 9, 0),
         ("ggggggggg", [1], USER, 9, 0),
         ("gugugugug", [1], USER, 9, 1),  # it belongs there: who did not come is the odd one
-        ("ggggggggg", [1], ENGINE, 10, 1),  # a step further: a row was lost on its way to who is late
+        (
+            "ggggggggg",
+            [1],
+            ENGINE,
+            10,
+            1,
+        ),  # a step further: a row was lost on its way to who is late
     ],
 )
 def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_step_sync(
@@ -79,38 +114,61 @@ def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_
     """A CPU's step sync is in no recorder, so that those who came to it have called less."""
     sync = "training/step_sync.py:155 in exchange"
     evidence = [hung(0, where=where, step=step, phase="backward", calls=calls(*history, "u"))]
-    evidence += [hung(rank, where=sync, step=9, phase="backward", calls=calls(*history)) for rank in late]
+    evidence += [
+        hung(rank, where=sync, step=9, phase="backward", calls=calls(*history)) for rank in late
+    ]
     for order in (evidence, evidence[::-1]):
         culprit = blame(order)
-        kind, certainty = ("hang", "slow") if guilty else ("different collectives", "proven")
+        if guilty:
+            kind, certainty = ("hang", "slow")
+        else:
+            kind, certainty = ("different collectives", "proven")
         assert (culprit.rank, culprit.kind, culprit.certainty) == (guilty, kind, certainty), culprit
         lone = LoneCall()
         assert not lone.lasts(order, 100.0) and lone.lasts(order, 106.0) == (not guilty)
         moved = [replace(one, where="training/engine.py:74 in forward_backward") for one in order]
-        assert not lone.lasts(moved, 112.0) and not lone.lasts(order, 113.0), "in a backward pass, healthy ranks wait"
+        assert not lone.lasts(moved, 112.0) and not lone.lasts(order, 113.0), (
+            "in a backward pass, healthy ranks wait"
+        )
 
 
 def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
     history = STEP * 5
     evidence = [
         hung(0, witness=True, hung=False, calls=calls(*history, "all_reduce [[100]]")),
-        hung(1, witness=True, hung=False, calls=calls(*history, "broadcast [[3]]"), where="user/loss.py:9 in log"),
+        hung(
+            1,
+            witness=True,
+            hung=False,
+            calls=calls(*history, "broadcast [[3]]"),
+            where="user/loss.py:9 in log",
+        ),
     ]
     for order in (evidence, evidence[::-1]):
         culprit = blame(order)
         assert detect_mismatch(order) and (culprit.rank, culprit.certainty) == (1, "proven")
         assert (
-            "collective 11 of group 0 is broadcast [[3]] on rank 1 and all_reduce [[100]] on rank 0" in culprit.message
+            "collective 11 of group 0 is broadcast [[3]] on rank 1 and all_reduce [[100]] on rank 0"
+            in culprit.message
         )
         assert "user/loss.py:9" in culprit.next_action
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_in_a_first_step_the_rank_outside_the_training_loop_is_at_fault(guilty: int) -> None:
-    places = {guilty: "user/save.py:7 in save", 1 - guilty: "training/engine.py:102 in forward_backward"}
+    places = {
+        guilty: "user/save.py:7 in save",
+        1 - guilty: "training/engine.py:102 in forward_backward",
+    }
     called = {guilty: "barrier []", 1 - guilty: "all_reduce [[10]]"}
     evidence = [
-        hung(rank, witness=True, hung=False, where=places[rank], calls=calls("broadcast [[1]]", called[rank]))
+        hung(
+            rank,
+            witness=True,
+            hung=False,
+            where=places[rank],
+            calls=calls("broadcast [[1]]", called[rank]),
+        )
         for rank in (0, 1)
     ]
     for order in (evidence, evidence[::-1]):
@@ -130,7 +188,9 @@ def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
 def test_of_ranks_that_wait_in_a_chain_the_last_is_furthest_behind() -> None:
     """Shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: 2 waits for 3, and 0 for 2."""
     last = {0: {"a": 5, "c": 3}, 1: {"a": 5, "d": 3}, 2: {"b": 5, "c": 2}, 3: {"b": 4, "d": 2}}
-    records = {rank: [[group, number, "x"] for group, number in own.items()] for rank, own in last.items()}
+    records = {
+        rank: [[group, number, "x"] for group, number in own.items()] for rank, own in last.items()
+    }
     assert find_furthest_behind(records) == [3]
 
 
@@ -140,14 +200,19 @@ def test_a_network_that_breaks_is_nobodys_fault() -> None:
 
 
 def test_echoes_are_given_time_for_their_cause() -> None:
-    echo, cause = failed(0, cascade=True), failed(1, killed_by="SIGKILL")
+    echo = failed(0, cascade=True)
+    cause = failed(1, killed_by="SIGKILL")
     assert settle_seconds([hung(0)]) > settle_seconds([hung(0)], all_heard=True) > 0
     assert settle_seconds([echo]) > settle_seconds([hung(0)]) > settle_seconds([echo, cause])
 
 
-def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_saw_other_sizes() -> None:
+def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_saw_other_sizes() -> (
+    None
+):
     places = [{"where": "training/engine.py:9 in a"}, {"where": "user/loss.py:9 in log"}]
-    broken = [failed(rank, message=LOST, cascade=True, **place) for rank, place in enumerate(places)]
+    broken = [
+        failed(rank, message=LOST, cascade=True, **place) for rank, place in enumerate(places)
+    ]
     assert blame(broken).kind == "different collectives" and end_from_failures(broken).again
     size = "RuntimeError: op.preamble.length <= op.nbytes. 12 vs 4"
     assert not end_from_failures([replace(broken[0], message=size), broken[1]]).again
@@ -168,26 +233,39 @@ def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_
         ({"left": True, "witness": True, "message": "left after step 19: interrupted"}, True),
     ],
 )
-def test_what_comes_again_in_each_start_is_not_tried_again(known: dict[str, Any], again: bool) -> None:
+def test_what_comes_again_in_each_start_is_not_tried_again(
+    known: dict[str, Any], again: bool
+) -> None:
     end = end_from_failures([failed(1, **known), echo])
     assert (end.again, end.curable) == (again, again)
 
 
 def test_fingerprints_hold_no_number_that_varies() -> None:
-    first, again = (hung(1, waiting=False, step=step, message=f"no progress at step {step}") for step in (5, 9))
-    assert blame([first]).fingerprint == blame([again]).fingerprint == "hang at user/data.py:7 in read"
+    first, again = (
+        hung(1, waiting=False, step=step, message=f"no progress at step {step}") for step in (5, 9)
+    )
+    assert (
+        blame([first]).fingerprint == blame([again]).fingerprint == "hang at user/data.py:7 in read"
+    )
 
 
 def limits(**known: float) -> PhaseThresholds:
     return PhaseThresholds(
         HangLimits(
-            **{"floor_seconds": 3.0, "start_seconds": 100.0, "store_seconds": 130.0, "longest_seconds": 300.0, **known}
+            **{
+                "floor_seconds": 3.0,
+                "start_seconds": 100.0,
+                "store_seconds": 130.0,
+                "longest_seconds": 300.0,
+                **known,
+            }
         )
     )
 
 
 def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
-    learned, now = limits(), 0.0
+    learned = limits()
+    now = 0.0
     for step in range(1, 300):
         for phase, seconds in (("data", 0.2), ("backward", 2.0)):
             learned.observe(HeartbeatReading(1, step, phase, now, step), now + 0.01)
@@ -199,9 +277,15 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
         learned.hang_threshold(HeartbeatReading(1, 300, "forward", now, 300)) == 3.0
     )  # over before anybody could look
     patient = {"init": 100.0, "restore": 100.0, "evaluation": 300.0, "checkpoint": 300.0}
-    assert {phase: learned.hang_threshold(HeartbeatReading(1, 300, phase, now, 1)) for phase in patient} == patient
+    assert {
+        phase: learned.hang_threshold(HeartbeatReading(1, 300, phase, now, 1)) for phase in patient
+    } == patient
     assert learned.hang_threshold(HeartbeatReading(1, 300, "checkpoint", now, 2)) == 3.0
-    for moment in (0.0, 0.1, 0.2):  # however short it was before: the save has a deadline of its own
+    for moment in (
+        0.0,
+        0.1,
+        0.2,
+    ):  # however short it was before: the save has a deadline of its own
         learned.observe(HeartbeatReading(1, 300, "store", now + moment, 2), now + moment)
     assert learned.hang_threshold(HeartbeatReading(1, 300, "store", now, 3)) == 130.0
 
@@ -232,25 +316,33 @@ def test_stacks_in_every_form_name_the_users_line() -> None:
         {"filename": library, "line": 1, "name": "wait"},
         {"filename": "/a/user/loss.py", "line": 9, "name": "log"},
     ]
-    spied = f'[{{"thread_name": "MainThread", "active": false, "owns_gil": false, "frames": {frames}}}]'.replace(
-        "'", '"'
+    spied = (
+        f'[{{"thread_name": "MainThread", "active": false, "owns_gil": false, "frames": {frames}}}]'
+    ).replace("'", '"')
+    assert (parse_py_spy(spied).where, parse_py_spy(spied).waiting) == (
+        "user/loss.py:9 in log",
+        True,
     )
-    assert (parse_py_spy(spied).where, parse_py_spy(spied).waiting) == ("user/loss.py:9 in log", True)
     told = (
         f'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 3 in run\n\n'
-        f'Current thread 0x2 (most recent call first):\n'
+        f"Current thread 0x2 (most recent call first):\n"
         f'  File "{library}", line 1 in wait\n  File "/a/user/loss.py", line 9 in log\n'
-    )  # fmt: skip
-    assert (parse_faulthandler(told).where, parse_faulthandler(told).waiting) == ("user/loss.py:9 in log", True)
-    raised = f'  File "/a/user/loss.py", line 9, in log\n    x()\n  File "{library}", line 1, in wait\n'
+    )
+    assert (parse_faulthandler(told).where, parse_faulthandler(told).waiting) == (
+        "user/loss.py:9 in log",
+        True,
+    )
+    raised = (
+        f'  File "/a/user/loss.py", line 9, in log\n    x()\n  File "{library}", line 1, in wait\n'
+    )
     assert parse_traceback(raised) == "user/loss.py:9 in log"
 
 
 def test_a_rank_in_an_exchange_stands_where_it_was_called_for() -> None:
     told = (
-        'Current thread 0x2 (most recent call first):\n  File "/a/training/peer_sockets.py", line 160 in _read\n'
-        '  File "/a/training/peer_sockets.py", line 80 in _hear\n  File "/a/training/gang.py", line 45 in gather\n'
-        '  File "/a/user/loss.py", line 9 in log\n'
+        'Current thread 0x2 (most recent call first):\n  File "/a/training/peer_sockets.py", '
+        'line 160 in _read\n  File "/a/training/peer_sockets.py", line 80 in _hear\n  File '
+        '"/a/training/gang.py", line 45 in gather\n  File "/a/user/loss.py", line 9 in log\n'
     )
     stack = parse_faulthandler(told)
     assert (stack.where, stack.waiting) == ("user/loss.py:9 in log", True)

@@ -1,4 +1,6 @@
-"""Each rule of blame: the term that decides it, both sides of each comparison, and the order of the rules."""
+"""Each rule of blame: the term that decides it, both sides of each comparison, and the order of the
+rules.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,23 @@ from tests.support.rank_evidence import EXCHANGE_PLACE, USER_PLACE, calls, faile
 
 Evidence = Sequence[WorkerFailure]
 
-FAULT, FIRST, STOPPED = "a GPU of its node has a hardware fault", "it ended first", "its process is stopped"
-DIFFER, OUTSIDE = "flight recorders differ", "it stands outside of any collective"
+FAULT = "a GPU of its node has a hardware fault"
+FIRST = "it ended first"
+STOPPED = "its process is stopped"
+DIFFER = "flight recorders differ"
+OUTSIDE = "it stands outside of any collective"
 DEVICE = "its GPU has not started a collective in which the others' GPUs wait"
-LEFT, ELSEWHERE = "it left while the others went on", "its collective was called from another place than the others'"
-ALONE, FEWEST = "it waits in a collective that the other ranks did not call", "it has called the fewest collectives"
-FURTHEST, ALIKE, NONE_STANDS_OUT = "it is furthest behind", "all ranks wait alike", "no rank stands out"
+LEFT = "it left while the others went on"
+ELSEWHERE = "its collective was called from another place than the others'"
+ALONE = "it waits in a collective that the other ranks did not call"
+FEWEST = "it has called the fewest collectives"
+FURTHEST = "it is furthest behind"
+ALIKE = "all ranks wait alike"
+NONE_STANDS_OUT = "no rank stands out"
 
-SYNC, ENGINE, USER = (
-    "training/step_sync.py:155 in exchange",
-    "training/engine.py:73 in forward_backward",
-    "user/loss.py:9 in log",
-)
+SYNC = "training/step_sync.py:155 in exchange"
+ENGINE = "training/engine.py:73 in forward_backward"
+USER = "user/loss.py:9 in log"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
 HABIT = calls(*"gggggggggg")  # its last call has followed the one before it already
 FIRST_TIME = calls(*"gggggggggu")
@@ -48,24 +55,37 @@ def on_device(rank: int, state: str, **known: Any) -> WorkerFailure:
 
 CASES: dict[str, tuple[Evidence, int, str]] = {
     "the first GPU fault, though another rank died before": (
-        [failed(0, killed_by="SIGKILL"), failed(1, gpu_fault="Xid 79"), failed(2, gpu_fault="Xid 79")],
+        [
+            failed(0, killed_by="SIGKILL"),
+            failed(1, gpu_fault="Xid 79"),
+            failed(2, gpu_fault="Xid 79"),
+        ],
         1,
         FAULT,
     ),
     "a GPU fault of a rank that goes on": ([failed(0), seen(1, gpu_fault="Xid 79")], 0, FIRST),
     "a rank that died before a stopped one": ([failed(1), hung(0, stopped=True)], 1, FIRST),
     "a kill less than a second after an exception": (
-        [failed(0, error="OSError", timestamp=100.0), failed(1, killed_by="SIGKILL", timestamp=100.99)],
+        [
+            failed(0, error="OSError", timestamp=100.0),
+            failed(1, killed_by="SIGKILL", timestamp=100.99),
+        ],
         1,
         FIRST,
     ),
     "a kill more than a second after an exception": (
-        [failed(0, error="OSError", timestamp=100.0), failed(1, killed_by="SIGKILL", timestamp=101.01)],
+        [
+            failed(0, error="OSError", timestamp=100.0),
+            failed(1, killed_by="SIGKILL", timestamp=101.01),
+        ],
         0,
         FIRST,
     ),
     "the earlier of two kills": (
-        [failed(0, killed_by="SIGKILL", timestamp=100.5), failed(1, killed_by="SIGSEGV", timestamp=100.4)],
+        [
+            failed(0, killed_by="SIGKILL", timestamp=100.5),
+            failed(1, killed_by="SIGSEGV", timestamp=100.4),
+        ],
         1,
         FIRST,
     ),
@@ -74,10 +94,18 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         2,
         FIRST,
     ),
-    "an exception after an abort": ([failed(0, killed_by="SIGABRT"), failed(1, timestamp=200.0)], 1, FIRST),
+    "an exception after an abort": (
+        [failed(0, killed_by="SIGABRT"), failed(1, timestamp=200.0)],
+        1,
+        FIRST,
+    ),
     "a hang before a death": ([hung(0), failed(1)], 1, FIRST),
     "a cascade before a death": ([broken(0), failed(1)], 1, FIRST),
-    "the first of two stopped ranks": ([hung(0), hung(2, stopped=True), hung(1, stopped=True)], 1, STOPPED),
+    "the first of two stopped ranks": (
+        [hung(0), hung(2, stopped=True), hung(1, stopped=True)],
+        1,
+        STOPPED,
+    ),
     "a stopped rank although recorders differ": (
         [hung(0, calls=calls("a")), hung(1, calls=calls("b"), stopped=True)],
         1,
@@ -89,7 +117,11 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         DIFFER,
     ),
     "recorders that differ although a rank is outside": (
-        [hung(0, calls=calls("a")), hung(1, calls=calls("a"), waiting=False), hung(2, calls=calls("b"))],
+        [
+            hung(0, calls=calls("a")),
+            hung(1, calls=calls("a"), waiting=False),
+            hung(2, calls=calls("b")),
+        ],
         2,
         DIFFER,
     ),
@@ -99,12 +131,19 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         DEVICE,
     ),
     "the device that is furthest behind by step": (
-        [on_device(0, "started"), on_device(1, "scheduled", step=2), on_device(2, "scheduled", step=1)],
+        [
+            on_device(0, "started"),
+            on_device(1, "scheduled", step=2),
+            on_device(2, "scheduled", step=1),
+        ],
         2,
         DEVICE,
     ),
     "a rank that left with a device behind": (
-        [on_device(0, "started"), failed(1, left=True, witness=True, calls=calls(*"ggg", state="scheduled"))],
+        [
+            on_device(0, "started"),
+            failed(1, left=True, witness=True, calls=calls(*"ggg", state="scheduled")),
+        ],
         1,
         LEFT,
     ),
@@ -134,7 +173,11 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         1,
         OUTSIDE,
     ),
-    "ranks outside at the same place": ([hung(0, waiting=False), hung(1, waiting=False)], 0, NONE_STANDS_OUT),
+    "ranks outside at the same place": (
+        [hung(0, waiting=False), hung(1, waiting=False)],
+        0,
+        NONE_STANDS_OUT,
+    ),
     "a host whose device has calls in its queue is not outside": (
         [hung(0), hung(1, waiting=False, calls=calls(*"gg", state="started"))],
         0,
@@ -145,7 +188,11 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         1,
         OUTSIDE,
     ),
-    "a rank that lost its peer is not outside": ([broken(0, where=USER), hung(1), hung(2)], 0, NONE_STANDS_OUT),
+    "a rank that lost its peer is not outside": (
+        [broken(0, where=USER), hung(1), hung(2)],
+        0,
+        NONE_STANDS_OUT,
+    ),
     "a rank that left is not outside": (
         [hung(0), failed(1, left=True, witness=True, where=USER)],
         1,
@@ -157,7 +204,11 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         NONE_STANDS_OUT,
     ),
     "the one that left in the earlier step": (
-        [failed(0, left=True, witness=True, step=9), failed(1, left=True, witness=True, step=8), broken(2)],
+        [
+            failed(0, left=True, witness=True, step=9),
+            failed(1, left=True, witness=True, step=8),
+            broken(2),
+        ],
         1,
         LEFT,
     ),
@@ -186,17 +237,40 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         1,
         ELSEWHERE,
     ),
-    "the call that broke first": ([broken(1, where="user/b.py:1 in b"), broken(0, where=USER)], 0, ELSEWHERE),
-    "calls that broke at one place": ([broken(0, where=USER), broken(1, where=USER)], 0, NONE_STANDS_OUT),
-    "one call that broke, and one without a place": ([broken(0), broken(1, where=USER)], 0, NONE_STANDS_OUT),
-    "one call that broke, and one that hangs at another place": ([broken(0, where=USER), hung(1)], 0, NONE_STANDS_OUT),
+    "the call that broke first": (
+        [broken(1, where="user/b.py:1 in b"), broken(0, where=USER)],
+        0,
+        ELSEWHERE,
+    ),
+    "calls that broke at one place": (
+        [broken(0, where=USER), broken(1, where=USER)],
+        0,
+        NONE_STANDS_OUT,
+    ),
+    "one call that broke, and one without a place": (
+        [broken(0), broken(1, where=USER)],
+        0,
+        NONE_STANDS_OUT,
+    ),
+    "one call that broke, and one that hangs at another place": (
+        [broken(0, where=USER), hung(1)],
+        0,
+        NONE_STANDS_OUT,
+    ),
     "calls that broke at two places, although one rank has called less": (
-        [broken(0, where=USER, calls=calls(*STEP)), broken(1, where=ENGINE, calls=calls(*STEP, "x"))],
+        [
+            broken(0, where=USER, calls=calls(*STEP)),
+            broken(1, where=ENGINE, calls=calls(*STEP, "x")),
+        ],
         0,
         ELSEWHERE,
     ),
     "the first of two ranks that called less": (
-        [hung(0, calls=calls(*STEP)), hung(2, calls=calls(*STEP[:1])), hung(1, calls=calls(*STEP[:1]))],
+        [
+            hung(0, calls=calls(*STEP)),
+            hung(2, calls=calls(*STEP[:1])),
+            hung(1, calls=calls(*STEP[:1])),
+        ],
         1,
         FEWEST,
     ),
@@ -227,13 +301,21 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         2,
         FEWEST,
     ),
-    "late ranks of which one is outside of the engine": ([ahead(0), late(1), late(2, where=USER)], 1, FEWEST),
+    "late ranks of which one is outside of the engine": (
+        [ahead(0), late(1), late(2, where=USER)],
+        1,
+        FEWEST,
+    ),
     "late ranks of which one waits for its device": (
         [ahead(0), late(1, waiting=False, calls=calls(*"gg", state="scheduled")), late(2)],
         1,
         FEWEST,
     ),
-    "ranks ahead of which one is in the engine": ([ahead(0), ahead(1, where=ENGINE), late(2), late(3)], 2, FEWEST),
+    "ranks ahead of which one is in the engine": (
+        [ahead(0), ahead(1, where=ENGINE), late(2), late(3)],
+        2,
+        FEWEST,
+    ),
     "ranks ahead in the same step": ([ahead(0, step=9), late(1, step=9)], 0, ALONE),
     "ranks ahead of which one is a step further": (
         [ahead(0, step=9), ahead(1, step=10), late(2, step=9), late(3, step=11)],
@@ -248,15 +330,27 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         0,
         FEWEST,
     ),
-    "the earlier phase of two that wait": ([hung(0, phase="backward"), hung(1, phase="forward")], 1, FURTHEST),
+    "the earlier phase of two that wait": (
+        [hung(0, phase="backward"), hung(1, phase="forward")],
+        1,
+        FURTHEST,
+    ),
     "a position in an earlier step": ([hung(0, step=5), seen(1, step=4)], 1, FURTHEST),
-    "a rank that lost its peer in an earlier step": ([hung(0, step=5), broken(1, step=4)], 0, NONE_STANDS_OUT),
+    "a rank that lost its peer in an earlier step": (
+        [hung(0, step=5), broken(1, step=4)],
+        0,
+        NONE_STANDS_OUT,
+    ),
     "an unknown phase is before all but the first": (
         [hung(0, phase="restore"), hung(1, phase="of user code")],
         1,
         FURTHEST,
     ),
-    "an unknown phase is as early as the first": ([hung(0, phase="of user code"), hung(1, phase="init")], 0, ALIKE),
+    "an unknown phase is as early as the first": (
+        [hung(0, phase="of user code"), hung(1, phase="init")],
+        0,
+        ALIKE,
+    ),
     "the first of those that wait alike": ([hung(1), hung(0), seen(2, timestamp=1.0)], 0, ALIKE),
     "ranks that wait alike before any has failed": ([seen(1), seen(0)], 0, ALIKE),
 }
@@ -278,22 +372,46 @@ def test_blame_names_the_rank_by_the_rule_that_decides(name: str) -> None:
         ([hung(0, waiting=False), hung(1)], "slow"),
         ([seen(0, waiting=False), seen(1)], "slow"),
         ([broken(0, where=USER), broken(1, where=ENGINE)], "slow"),
-        ([broken(0, where=USER), broken(1, where=ENGINE, message="op.preamble.length <= op.nbytes")], "proven"),
+        (
+            [
+                broken(0, where=USER),
+                broken(1, where=ENGINE, message="op.preamble.length <= op.nbytes"),
+            ],
+            "proven",
+        ),
         ([ahead(0), late(1)], "proven"),
-        ([seen(0, where=USER, calls=calls(*"ggu")), seen(1, where=SYNC, calls=calls(*"gg"))], "proven"),
+        (
+            [seen(0, where=USER, calls=calls(*"ggu")), seen(1, where=SYNC, calls=calls(*"gg"))],
+            "proven",
+        ),
         ([ahead(0), late(1, where=ENGINE)], "slow"),  # in a backward pass, healthy ranks wait
-        ([seen(0, where=USER, calls=calls(*"ggu")), hung(1, where=ENGINE, calls=calls(*"gg"))], "slow"),
+        (
+            [seen(0, where=USER, calls=calls(*"ggu")), hung(1, where=ENGINE, calls=calls(*"gg"))],
+            "slow",
+        ),
         ([failed(0, left=True, witness=True), hung(1)], "proven"),
-        ([ahead(0), late(1), late(2, where="", waiting=False, calls=())], "slow"),  # a rank without a stack may go on
-        ([ahead(0), late(1, calls=calls(*"gg", state="scheduled"))], "slow"),  # a device may be slow
-        ([hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))], "slow"),  # all wait, but a peer may still come
+        (
+            [ahead(0), late(1), late(2, where="", waiting=False, calls=())],
+            "slow",
+        ),  # a rank without a stack may go on
+        (
+            [ahead(0), late(1, calls=calls(*"gg", state="scheduled"))],
+            "slow",
+        ),  # a device may be slow
+        (
+            [hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))],
+            "slow",
+        ),  # all wait, but a peer may still come
         ([failed(0), hung(1)], "proven"),
         ([hung(0), hung(1)], "slow"),
         ([seen(0), seen(1)], "slow"),
     ],
 )
 def test_blame_is_certain_only_of_what_cannot_go_on(evidence: Evidence, certainty: str) -> None:
-    assert [blame(order).certainty for order in (evidence, evidence[::-1])] == [certainty, certainty]
+    assert [blame(order).certainty for order in (evidence, evidence[::-1])] == [
+        certainty,
+        certainty,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -301,8 +419,14 @@ def test_blame_is_certain_only_of_what_cannot_go_on(evidence: Evidence, certaint
     [
         ([failed(0, message="ValueError: x"), broken(1)], "ValueError: x"),
         ([hung(0, message="no progress for 9 s", waiting=False), hung(1)], "no progress for 9 s"),
-        ([seen(0, message="at step 3 in data", waiting=False), seen(1)], "no progress at step 3 in data"),
-        ([failed(0, left=True, witness=True, message="left after step 3"), hung(1)], "left after step 3"),
+        (
+            [seen(0, message="at step 3 in data", waiting=False), seen(1)],
+            "no progress at step 3 in data",
+        ),
+        (
+            [failed(0, left=True, witness=True, message="left after step 3"), hung(1)],
+            "left after step 3",
+        ),
         (
             [hung(0, calls=calls("a"), where=ENGINE), hung(1, calls=calls("b"), where=USER)],
             f"collective 1 of group 0 is b on rank 1 and a on rank 0 ({USER})",
@@ -315,15 +439,18 @@ def test_blame_is_certain_only_of_what_cannot_go_on(evidence: Evidence, certaint
         ([hung(0, message="slow", waiting=False), hung(1, waiting=False)], "slow"),
         (
             [hung(0, message="slow"), hung(1)],
-            "slow; all ranks wait alike and no process has ended: check the network and the storage for a hang",
+            "slow; all ranks wait alike and no process has ended: check the network and the "
+            "storage for a hang",
         ),
         (
             [broken(0, message="closed"), hung(1)],
-            "closed; no rank stands out and no process has ended: check the network and the storage for a hang",
+            "closed; no rank stands out and no process has ended: check the network and the "
+            "storage for a hang",
         ),
         (
             [hung(0, message="slow"), hung(1, waiting=False, where="")],
-            "slow; no rank stands out and no process has ended: check the network and the storage for a hang",
+            "slow; no rank stands out and no process has ended: check the network and the "
+            "storage for a hang",
         ),
     ],
 )
@@ -343,7 +470,11 @@ NEWEST = f"restart {FROM_NEWEST}"
             "killed by node 1",
             "a new attempt on another machine, from the newest commit",
         ),
-        ([failed(0, gpu_fault="Xid 79")], "GPU fault", "a new attempt on another machine, from the newest commit"),
+        (
+            [failed(0, gpu_fault="Xid 79")],
+            "GPU fault",
+            "a new attempt on another machine, from the newest commit",
+        ),
         (
             [failed(0, killed_by="SIGKILL", memory_kill=True)],
             "killed for memory",
@@ -357,9 +488,14 @@ NEWEST = f"restart {FROM_NEWEST}"
         ([failed(0, killed_by="SIGKILL")], "killed by SIGKILL", NEWEST),
         ([hung(0, stopped=True)], "stopped", f"continue and end the stopped process, {NEWEST}"),
         (
-            [hung(0, calls=calls("a")), hung(1, calls=calls("a")), hung(2, calls=calls("b"), where=USER)],
+            [
+                hung(0, calls=calls("a")),
+                hung(1, calls=calls("a")),
+                hung(2, calls=calls("b"), where=USER),
+            ],
             "different collectives",
-            f"every rank must call the same collectives in the same order: correct the code at {USER}",
+            "every rank must call the same collectives in the same order: correct the code at "
+            f"{USER}",
         ),
         (
             [failed(0, left=True, witness=True), broken(1)],
@@ -371,7 +507,11 @@ NEWEST = f"restart {FROM_NEWEST}"
             "hang",
             f"end it and {NEWEST}; if it comes again: look at {USER_PLACE}, stacks are in the dump",
         ),
-        ([hung(0, where="")], "hang", f"end it and {NEWEST}; if it comes again: stacks are in the dump"),
+        (
+            [hung(0, where="")],
+            "hang",
+            f"end it and {NEWEST}; if it comes again: stacks are in the dump",
+        ),
         (
             [failed(0, error="ValueError")],
             "ValueError",
@@ -379,7 +519,9 @@ NEWEST = f"restart {FROM_NEWEST}"
         ),
     ],
 )
-def test_the_culprits_kind_decides_what_to_do_next(evidence: Evidence, kind: str, action: str) -> None:
+def test_the_culprits_kind_decides_what_to_do_next(
+    evidence: Evidence, kind: str, action: str
+) -> None:
     culprit = blame(evidence)
     assert (culprit.kind, culprit.next_action) == (kind, action)
 
@@ -438,7 +580,11 @@ def test_a_failure_without_place_or_calls_has_those_of_the_ranks_last_position()
         assert culprit.where == USER
     own = hung(0, where=EXCHANGE_PLACE, calls=calls("b"))
     culprit = blame([own, position, *differing])
-    assert (culprit.because, culprit.where, culprit.failure.calls) == (DIFFER, EXCHANGE_PLACE, calls("b"))
+    assert (culprit.because, culprit.where, culprit.failure.calls) == (
+        DIFFER,
+        EXCHANGE_PLACE,
+        calls("b"),
+    )
     assert blame([lost, *others]).because == NONE_STANDS_OUT
 
 
@@ -478,22 +624,37 @@ def test_a_lone_call_that_moves_does_not_last(changed: Evidence) -> None:
 )
 def test_ranks_that_may_go_on_are_no_lone_call(healthy: Evidence) -> None:
     lone = LoneCall()
-    assert [lone.lasts(healthy, seconds) for seconds in (100.0, 103.0, 200.0)] == [False, False, False]
+    assert [lone.lasts(healthy, seconds) for seconds in (100.0, 103.0, 200.0)] == [
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
     ("evidence", "rank"),
     [
         ([seen(0), seen(1, waiting=False, idle_seconds=1.0)], 1),
-        ([seen(0, waiting=False, calls=calls("g", state="started")), seen(1, waiting=False, idle_seconds=9.0)], 1),
+        (
+            [
+                seen(0, waiting=False, calls=calls("g", state="started")),
+                seen(1, waiting=False, idle_seconds=9.0),
+            ],
+            1,
+        ),
         ([seen(0), seen(1, waiting=False, idle_seconds=0.99)], None),
         ([seen(1, waiting=False, idle_seconds=9.0)], None),
         ([seen(0), seen(1, waiting=False, step=1), seen(2, waiting=False, idle_seconds=9.0)], None),
-        ([seen(0, calls=calls("a")), seen(1, calls=calls("b"), where=USER, idle_seconds=9.0)], None),
+        (
+            [seen(0, calls=calls("a")), seen(1, calls=calls("b"), where=USER, idle_seconds=9.0)],
+            None,
+        ),
         ([seen(0), failed(1, left=True, witness=True, idle_seconds=9.0)], None),
     ],
 )
-def test_a_stall_is_one_idle_rank_for_which_all_others_wait(evidence: Evidence, rank: int | None) -> None:
+def test_a_stall_is_one_idle_rank_for_which_all_others_wait(
+    evidence: Evidence, rank: int | None
+) -> None:
     culprit = detect_stall(evidence)
     assert (None if culprit is None else culprit.rank) == rank
 
@@ -521,7 +682,12 @@ ABORTED = broken(0, killed_by="SIGABRT")
         ([hung(0)], 1.5),
     ],
 )
-def test_evidence_settles_after_the_time_that_its_kind_takes(failures: Evidence, seconds: float) -> None:
+def test_evidence_settles_after_the_time_that_its_kind_takes(
+    failures: Evidence, seconds: float
+) -> None:
     assert settle_seconds(failures) == seconds
-    all_heard = 0.2 if seconds == 1.5 else seconds
+    if seconds == 1.5:
+        all_heard = 0.2
+    else:
+        all_heard = seconds
     assert settle_seconds(failures, all_heard=True) == all_heard

@@ -1,4 +1,6 @@
-"""Where an attempt runs on AWS Batch: by market, by what ended the one before, by queue, and within which walls."""
+"""Where an attempt runs on AWS Batch: by market, by what ended the one before, by queue, and within
+which walls.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ HOUR = 3600.0
 def test_spot_comes_first_and_fills_its_machine() -> None:
     config = batch_config()
     found = placed_now(config, JobLog(), 0.0)
-    assert (found.queue, found.market, found.nodes, found.instance_type) == ("spot-g5", "spot", 1, "g5.xlarge")
+    assert (found.queue, found.market, found.nodes, found.instance_type) == (
+        "spot-g5",
+        "spot",
+        1,
+        "g5.xlarge",
+    )
     kind = load_catalogue()["g5.xlarge"]
     assert (found.cpu, found.gpu) == (kind.vcpu, 1)
     assert 0.9 * kind.ram_gib * 1024 < found.memory_mib < 0.95 * kind.ram_gib * 1024
@@ -36,14 +43,17 @@ def test_spot_comes_first_and_fills_its_machine() -> None:
 
 def test_without_slack_it_is_on_demand_from_the_start() -> None:
     plan = planned(batch_config(), WALL)
-    tight = batch_config(f"cost.deadline_hours={plan.ranked[0].case.work_hours + 0.7:.3f}", "cluster.market=auto")
+    tight = batch_config(
+        f"cost.deadline_hours={plan.ranked[0].case.work_hours + 0.7:.3f}", "cluster.market=auto"
+    )
     found = placed_now(tight, JobLog(), 0.0)
     assert found.market == "on_demand" and found.queue == "on-demand-g5"
     assert "slack" in found.reason and found.start_by_utc is None
 
 
 def test_a_reclaim_goes_on_where_the_policy_says_and_at_the_last_safe_moment_on_demand() -> None:
-    config, log = batch_config(), JobLog()
+    config = batch_config()
+    log = JobLog()
     first = placed_now(config, log, 0.0)
     log.told("reclaimed", first, HOUR, started=120.0)
     again = placed_now(config, log, HOUR, share_done=0.05)
@@ -56,7 +66,8 @@ def test_a_reclaim_goes_on_where_the_policy_says_and_at_the_last_safe_moment_on_
 
 
 def test_a_bug_stays_where_it_is_even_when_slack_runs_out() -> None:
-    config, log = batch_config(), JobLog()
+    config = batch_config()
+    log = JobLog()
     first = placed_now(config, log, 0.0)
     log.told("user_code", first, HOUR, started=120.0)
     work = planned(config, WALL).ranked[0].case.work_hours
@@ -67,10 +78,13 @@ def test_a_bug_stays_where_it_is_even_when_slack_runs_out() -> None:
 
 
 def test_a_bug_whose_queue_is_gone_gets_nothing_dearer() -> None:
-    config, log = batch_config(), JobLog()
+    config = batch_config()
+    log = JobLog()
     first = placed_now(config, log, 0.0)
     log.told("user_code", first, HOUR, started=120.0)
-    closed = queues(queue("spot-g5", "spot", ["g5"], usable=False, problem="DISABLED"), BOTH["on-demand-g5"])
+    closed = queues(
+        queue("spot-g5", "spot", ["g5"], usable=False, problem="DISABLED"), BOTH["on-demand-g5"]
+    )
     with pytest.raises(PlacementError, match="fix the failure first") as refused:
         placed_now(config, log, HOUR, where=closed)
     assert refused.value.outcome is Outcome.NO_CAPACITY
@@ -80,10 +94,13 @@ def test_a_bug_whose_queue_is_gone_gets_nothing_dearer() -> None:
 
 def test_a_drain_after_a_reclaims_notice_is_no_bug() -> None:
     """Its container left with a code; the agents' events know better."""
-    config, log = batch_config(), JobLog()
+    config = batch_config()
+    log = JobLog()
     first = placed_now(config, log, 0.0)
     log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
-    log.events.append(event(NOTICE, HOUR - 60, generation=1, source="imds", action="terminate", does="leave"))
+    log.events.append(
+        event(NOTICE, HOUR - 60, generation=1, source="imds", action="terminate", does="leave")
+    )
     log.told("user_code", first, HOUR, started=120.0, job_id="job-1")
     assert read_attempts(log.events).attempts[0].cause == "reclaimed"
     assert "was reclaimed" in placed_now(config, log, HOUR).reason
@@ -91,20 +108,27 @@ def test_a_drain_after_a_reclaims_notice_is_no_bug() -> None:
 
 @pytest.mark.parametrize("told", ["user_code", "unknown"])
 @pytest.mark.parametrize(("user_code", "cause"), [(True, "user_code"), (False, "unknown")])
-def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str, told: Cause) -> None:
+def test_the_agents_know_whether_it_was_the_program(
+    user_code: bool, cause: str, told: Cause
+) -> None:
     """To Batch a store that is away looks like a bug: a container that left with a code."""
     log = JobLog()
     first = placed_now(batch_config(), log, 0.0)
     log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
-    log.events.append(event(GENERATION_ENDED, 900.0, generation=1, reason="rank_failed", user_code=user_code))
+    log.events.append(
+        event(GENERATION_ENDED, 900.0, generation=1, reason="rank_failed", user_code=user_code)
+    )
     log.told(told, first, HOUR, started=120.0, job_id="job-1")
     assert read_attempts(log.events).attempts[0].cause == cause
     log.events.append(event(NODE_STARTED, 950.0, generation=2, ranks=[0], batch_job_id="job-1"))
-    assert read_attempts(log.events).attempts[0].cause == told, "of what ended the last generation nobody told"
+    assert read_attempts(log.events).attempts[0].cause == told, (
+        "of what ended the last generation nobody told"
+    )
 
 
 def test_a_pool_that_never_starts_is_left_for_the_next_best() -> None:
-    config, log = batch_config("cluster.instance_types=[g5.xlarge,g6.xlarge]"), JobLog()
+    config = batch_config("cluster.instance_types=[g5.xlarge,g6.xlarge]")
+    log = JobLog()
     where = queues(queue("spot", "spot"), queue("on-demand", "on_demand"))
     tried = []
     for number in range(4):
@@ -112,11 +136,14 @@ def test_a_pool_that_never_starts_is_left_for_the_next_best() -> None:
         assert found.market == "spot"
         tried.append(found.instance_type)
         log.told("never_started", found, (number + 1) * 0.5 * HOUR, started=None)
-    assert tried[0] != tried[1] and tried[:2] == tried[2:], "in turn, the one refused longest ago first"
+    assert tried[0] != tried[1] and tried[:2] == tried[2:], (
+        "in turn, the one refused longest ago first"
+    )
 
 
 def test_on_demand_that_never_starts_is_left_for_another_queue() -> None:
-    config, log = batch_config("cluster.market=on_demand"), JobLog()
+    config = batch_config("cluster.market=on_demand")
+    log = JobLog()
     where = queues(queue("one", "on_demand"), queue("two", "on_demand"))
     first = placed_now(config, log, 0.0, where=where)
     log.told("never_started", first, 0.5 * HOUR, started=None)
@@ -125,7 +152,9 @@ def test_on_demand_that_never_starts_is_left_for_another_queue() -> None:
 
 
 def test_several_nodes_are_on_demand_and_need_a_queue_that_takes_them() -> None:
-    config = batch_config("cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000")
+    config = batch_config(
+        "cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000"
+    )
     plan = planned(config, WALL)
     assert any(one.market == "spot" for one in plan.ranked), "what Kubernetes can run, Batch cannot"
     found = placed_now(config, JobLog(), 0.0)
@@ -134,13 +163,18 @@ def test_several_nodes_are_on_demand_and_need_a_queue_that_takes_them() -> None:
     with pytest.raises(PlacementError) as refused:
         placed_now(config, JobLog(), 0.0, where=single)
     assert refused.value.outcome is Outcome.NO_CAPACITY
-    assert "no job of several nodes on Spot" in str(refused.value) and "one-node: takes no job" in str(refused.value)
+    assert "no job of several nodes on Spot" in str(
+        refused.value
+    ) and "one-node: takes no job" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (queue("off", "spot", usable=False, problem="queue off is DISABLED"), "off: queue off is DISABLED"),
+        (
+            queue("off", "spot", usable=False, problem="queue off is DISABLED"),
+            "off: queue off is DISABLED",
+        ),
         (queue("big", "spot", ["p5"]), "big: has p5"),
         (queue("tiny", "spot", fargate=True), "tiny: Fargate"),
         (queue("mixed", None), "mixed: None"),
@@ -156,7 +190,8 @@ def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
 def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
     """A GPU job would wait there for nothing, also where the configuration claims otherwise."""
     ranked = planned(batch_config(), WALL).ranked
-    chosen, named = queue("any", "spot", [choice]), queue("g5", "spot", ["g5"])
+    chosen = queue("any", "spot", [choice])
+    named = queue("g5", "spot", ["g5"])
     assert {offer.queue for offer in find_offers(ranked, queues(chosen, named))} == {"g5"}
     both = queue("both", "spot", [choice, "g5"])
     assert {offer.queue for offer in find_offers(ranked, queues(both))} == {"both"}
@@ -166,7 +201,11 @@ def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
         placed_now(batch_config(), JobLog(), 0.0, where=queues(chosen))
     assert refused.value.outcome is Outcome.NO_CAPACITY
     assert "is declared to have g5, but has" in declaration_conflict(chosen, declared(["g5"]))
-    assert declaration_conflict(chosen, declared(["m6i"])) == declaration_conflict(both, declared(["g5"])) == ""
+    assert (
+        declaration_conflict(chosen, declared(["m6i"]))
+        == declaration_conflict(both, declared(["g5"]))
+        == ""
+    )
 
 
 def declared(types: list[str]) -> QueueConfig:
@@ -185,25 +224,52 @@ def test_the_price_is_of_the_region_where_the_queues_are() -> None:
     """Also where only their ARNs tell it: the plan's cheapest pool may be one of elsewhere."""
     config = batch_config()
     plan = planned(config, WALL)
-    cheaper = tuple(replace(one, region="us-west-2", usd_per_hour=one.usd_per_hour / 2) for one in plan.ranked)
+    cheaper = tuple(
+        replace(one, region="us-west-2", usd_per_hour=one.usd_per_hour / 2) for one in plan.ranked
+    )
     wide = replace(plan, ranked=(*cheaper, *plan.ranked))
     for region in ("us-east-1", "us-west-2"):
-        where = queues(queue("spot-g5", "spot", ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5"))
-        found = choose_placement(config, plan=wide, history=read_attempts([]), queues=where, now_utc=WALL)
+        where = queues(
+            queue(
+                "spot-g5",
+                "spot",
+                ["g5"],
+                arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5",
+            )
+        )
+        found = choose_placement(
+            config, plan=wide, history=read_attempts([]), queues=where, now_utc=WALL
+        )
         assert (found.queue, found.region) == ("spot-g5", region)
 
 
 def test_queues_of_a_region_that_the_plan_does_not_price_get_no_other_regions_price() -> None:
     config = batch_config()
-    where = queues(queue("spot-g5", "spot", ["g5"], arn="arn:aws:batch:eu-west-1:123456789012:job-queue/spot-g5"))
-    with pytest.raises(PlacementError, match="no pool in eu-west-1, where the queues are") as refused:
-        choose_placement(config, plan=planned(config, WALL), history=read_attempts([]), queues=where, now_utc=WALL)
+    where = queues(
+        queue(
+            "spot-g5", "spot", ["g5"], arn="arn:aws:batch:eu-west-1:123456789012:job-queue/spot-g5"
+        )
+    )
+    with pytest.raises(
+        PlacementError, match="no pool in eu-west-1, where the queues are"
+    ) as refused:
+        choose_placement(
+            config,
+            plan=planned(config, WALL),
+            history=read_attempts([]),
+            queues=where,
+            now_utc=WALL,
+        )
     assert refused.value.outcome is Outcome.NO_CAPACITY
 
 
 @pytest.mark.parametrize(
     ("variables", "region"),
-    [({"AWS_DEFAULT_REGION": "eu-west-1"}, "eu-west-1"), ({"AWS_REGION": "us-west-2"}, "us-west-2"), ({}, None)],
+    [
+        ({"AWS_DEFAULT_REGION": "eu-west-1"}, "eu-west-1"),
+        ({"AWS_REGION": "us-west-2"}, "us-west-2"),
+        ({}, None),
+    ],
 )
 def test_the_queues_region_is_the_only_one_that_is_priced(
     variables: dict[str, str], region: str | None, monkeypatch: pytest.MonkeyPatch
@@ -223,25 +289,43 @@ def test_the_queues_region_is_the_only_one_that_is_priced(
 
 def environment(kind: str, most: int | None) -> ComputeEnvironment:
     known = {"managed": True, "usable": True, "problem": ""}
-    return ComputeEnvironment(name=f"of-{kind}", kind="SPOT", instance_types=(kind,), max_vcpus=most, **known)
+    return ComputeEnvironment(
+        name=f"of-{kind}", kind="SPOT", instance_types=(kind,), max_vcpus=most, **known
+    )
 
 
 def test_a_pool_beyond_every_environments_vcpus_would_wait_for_ever() -> None:
     """One environment runs the job, so another's vCPUs, of other machines, are none of its own."""
     small = queue("small", "spot", ["g5"], max_vcpus=2)
-    large = queue("small", "spot", ["g5", "p5"], compute_environments=(environment("g5", 2), environment("p5", 192)))
+    large = queue(
+        "small",
+        "spot",
+        ["g5", "p5"],
+        compute_environments=(environment("g5", 2), environment("p5", 192)),
+    )
     for state in (small, large):
-        with pytest.raises(PlacementError, match=r"small: may have 2 vCPUs .* and 1 × g5\.xlarge .* has 4") as refused:
+        with pytest.raises(
+            PlacementError, match=r"small: may have 2 vCPUs .* and 1 × g5\.xlarge .* has 4"
+        ) as refused:
             placed_now(batch_config(), JobLog(), 0.0, where=queues(state))
         assert refused.value.outcome is Outcome.NO_CAPACITY
-        other = queue("other", "spot", ["g5"], compute_environments=(environment("g5", 2), environment("g5", 4)))
-        assert placed_now(batch_config(), JobLog(), 0.0, where=queues(state, other)).queue == "other"
+        other = queue(
+            "other",
+            "spot",
+            ["g5"],
+            compute_environments=(environment("g5", 2), environment("g5", 4)),
+        )
+        assert (
+            placed_now(batch_config(), JobLog(), 0.0, where=queues(state, other)).queue == "other"
+        )
 
 
 def test_a_refused_plan_ends_with_its_own_outcome() -> None:
     config = batch_config("cost.budget_usd=0.01")
     with pytest.raises(PlacementError, match="budget_usd") as refused:
-        choose_placement(config, plan=planned(config, WALL), history=read_attempts([]), queues=BOTH, now_utc=WALL)
+        choose_placement(
+            config, plan=planned(config, WALL), history=read_attempts([]), queues=BOTH, now_utc=WALL
+        )
     assert refused.value.outcome is Outcome.BUDGET
     late = batch_config("cost.deadline_hours=20")
     with pytest.raises(PlacementError) as refused:
@@ -268,11 +352,14 @@ def test_a_budget_that_just_bears_on_demand_bears_spot_before_it() -> None:
     log.told("reclaimed", first, 4 * HOUR, started=60.0)
     spent = usual.expected_usd * 0.2
     last = placed_now(just, log, 4 * HOUR, share_done=0.09, spent_usd=spent)
-    assert last.market == "spot" and "no on-demand pool" in last.reason, "only Spot is cheap enough by now"
+    assert last.market == "spot" and "no on-demand pool" in last.reason, (
+        "only Spot is cheap enough by now"
+    )
 
 
 def test_without_a_deadline_it_waits_for_spot() -> None:
-    config, log = batch_config("cost.deadline_hours=null"), JobLog()
+    config = batch_config("cost.deadline_hours=null")
+    log = JobLog()
     for number in range(3):
         found = placed_now(config, log, number * 24 * HOUR)
         assert found.market == "spot"
@@ -283,10 +370,14 @@ def test_the_plan_follows_the_placement() -> None:
     config = batch_config("cluster.market=auto")
     plan = planned(config, WALL)
     where = queues(BOTH["on-demand-g5"])
-    found = choose_placement(config, plan=plan, history=read_attempts([]), queues=where, now_utc=WALL)
+    found = choose_placement(
+        config, plan=plan, history=read_attempts([]), queues=where, now_utc=WALL
+    )
     followed = with_placement(plan, found)
     assert plan.chosen.market == "spot" and followed.chosen.market == "on_demand"
     assert followed.terms().usd_per_rank_second == pytest.approx(found.usd_per_hour / 3600)
     assert set(followed.ranked) == set(plan.ranked)
     seconds = config.checkpoint.deadline_seconds
-    assert followed.reserve_usd == pytest.approx(found.gang_usd_per_hour * seconds / HOUR), "the save's, where it is"
+    assert followed.reserve_usd == pytest.approx(found.gang_usd_per_hour * seconds / HOUR), (
+        "the save's, where it is"
+    )

@@ -18,7 +18,13 @@ from torch import nn
 
 from ebbflow.infra.layout import commit_prefix, index_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint import Checkpointer, Generation, RetentionPolicy, open_generation, reachable_commits
+from ebbflow.training.checkpoint import (
+    Checkpointer,
+    Generation,
+    RetentionPolicy,
+    open_generation,
+    reachable_commits,
+)
 from ebbflow.training.checkpoint.commit import CommitWatch
 from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.retention import Retention
@@ -64,12 +70,19 @@ def job(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize(("cap", "seconds"), [(None, 1.0), (4000.0, 16000 / 2000)])
-def test_the_deadline_of_a_save_grows_with_its_bytes(job: Store, cap: float | None, seconds: float) -> None:
+def test_the_deadline_of_a_save_grows_with_its_bytes(
+    job: Store, cap: float | None, seconds: float
+) -> None:
     model = nn.Linear(4000, 1, bias=False)
     with Checkpointer(
-        job.uri, generation=open_generation(job, run="r", attempt=0), deadline_seconds=1.0, upload_bytes_per_second=cap
+        job.uri,
+        generation=open_generation(job, run="r", attempt=0),
+        deadline_seconds=1.0,
+        upload_bytes_per_second=cap,
     ) as checkpointer:
-        assert checkpointer._seconds_for(10 * 2**20 * 60) == (60.0 if cap is None else 10 * 2**20 * 60 / 2000)
+        assert checkpointer._seconds_for(10 * 2**20 * 60) == (
+            60.0 if cap is None else 10 * 2**20 * 60 / 2000
+        )
         checkpointer.save(1, model, None, {})
         flight = checkpointer._saves.last
         assert flight is not None and flight.size > 16000
@@ -97,7 +110,9 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
     assert (generation.number, generation.parent, generation.parent_step) == (2, commit.key, 3)
     model, optimizer = build(seed=7)
     with Checkpointer(job.uri, generation=generation) as checkpointer:
-        restored = checkpointer.restore([ref.key for ref in reachable_commits(job)], model, optimizer)
+        restored = checkpointer.restore(
+            [ref.key for ref in reachable_commits(job)], model, optimizer
+        )
         assert restored is not None and restored.step == 3 and restored.rng == "restored"
         assert restored.extra == {"cursor": 24, "money": 0.1 + 0.2}
         assert [train(model, optimizer) for _ in range(3)] == expected
@@ -111,12 +126,16 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
 def test_a_missing_rank_means_no_commit_and_an_error_that_names_it(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     gang = {"generation": generation, "world_size": 4, "deadline_seconds": 3.0}
-    with Checkpointer(job.uri, rank=0, **gang) as first, Checkpointer(job.uri, rank=2, **gang) as third:
+    with (
+        Checkpointer(job.uri, rank=0, **gang) as first,
+        Checkpointer(job.uri, rank=2, **gang) as third,
+    ):
         third.save(5, *build(), {})
         first.save(5, *build(), {})
         began = time.monotonic()
         with pytest.raises(
-            CheckpointError, match=r"step 5 .* within [23][.\d]* s: no index from rank 1, 3 \(2 of 4 ranks"
+            CheckpointError,
+            match=r"step 5 .* within [23][.\d]* s: no index from rank 1, 3 \(2 of 4 ranks",
         ):
             first.wait()
         assert time.monotonic() - began < 30
@@ -126,7 +145,10 @@ def test_a_missing_rank_means_no_commit_and_an_error_that_names_it(job: Store) -
 def test_losing_rank_0_cannot_block_a_commit(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     gang = {"generation": generation, "world_size": 2, "deadline_seconds": 10.0}
-    with Checkpointer(job.uri, rank=0, **gang) as first, Checkpointer(job.uri, rank=1, **gang) as second:
+    with (
+        Checkpointer(job.uri, rank=0, **gang) as first,
+        Checkpointer(job.uri, rank=1, **gang) as second,
+    ):
         first.save(5, *build(), {"cursor": 1})
         wait_until(lambda: job.head(index_key(generation.name, 5, 0)))
         os.kill(first.uploader_pid, signal.SIGKILL)
@@ -139,7 +161,10 @@ def test_losing_rank_0_cannot_block_a_commit(job: Store) -> None:
 def test_racing_committers_write_the_same_bytes(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     gang = {"generation": generation, "world_size": 2}
-    with Checkpointer(job.uri, rank=0, **gang) as first, Checkpointer(job.uri, rank=1, **gang) as second:
+    with (
+        Checkpointer(job.uri, rank=0, **gang) as first,
+        Checkpointer(job.uri, rank=1, **gang) as second,
+    ):
         first.save(5, *build(), {"cursor": 1})
         second.save(5, *build(), {"cursor": 1})
         commit = second.wait()
@@ -154,12 +179,17 @@ def test_racing_committers_write_the_same_bytes(job: Store) -> None:
     assert job.get(commit.key) == written
 
 
-def test_a_store_that_refuses_is_named_and_two_failures_end_the_gang(job: Store, capfd: pytest.CaptureFixture) -> None:
+def test_a_store_that_refuses_is_named_and_two_failures_end_the_gang(
+    job: Store, capfd: pytest.CaptureFixture
+) -> None:
     generation = open_generation(job, run="r", attempt=0)
     Path(job.uri, "data").write_text("a file where a folder has to be")
     events: list[str] = []
     with Checkpointer(
-        job.uri, generation=generation, deadline_seconds=0.5, emit=lambda name, **_: events.append(name)
+        job.uri,
+        generation=generation,
+        deadline_seconds=0.5,
+        emit=lambda name, **_: events.append(name),
     ) as checkpointer:
         state = build()
         checkpointer.save(1, *state, {})
@@ -176,7 +206,8 @@ def test_a_store_that_refuses_is_named_and_two_failures_end_the_gang(job: Store,
 def test_a_frozen_uploader_is_replaced_at_the_deadline(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     with Checkpointer(job.uri, generation=generation, deadline_seconds=0.5) as checkpointer:
-        state, frozen = build(), checkpointer.uploader_pid
+        state = build()
+        frozen = checkpointer.uploader_pid
         os.kill(frozen, signal.SIGSTOP)
         checkpointer.save(1, *state, {})
         with pytest.raises(CheckpointError, match=r"gave no answer within 0\.5 s"):
@@ -186,11 +217,15 @@ def test_a_frozen_uploader_is_replaced_at_the_deadline(job: Store) -> None:
         assert checkpointer.uploader_pid != frozen and not alive(frozen)
 
 
-def test_signals_to_the_group_do_not_stop_a_save_but_the_trainers_death_does(tmp_path: Path) -> None:
-    out, uri = tmp_path / "pid", str(tmp_path / "jobs" / "held")
+def test_signals_to_the_group_do_not_stop_a_save_but_the_trainers_death_does(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "pid"
+    uri = str(tmp_path / "jobs" / "held")
     script = str(ROOT / "tests" / "support" / "checkpoint_rank.py")
     trainer = subprocess.Popen(
-        [sys.executable, script, "hold", "4000000", uri, str(out)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, script, "hold", "4000000", uri, str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
         wait_until(lambda: out.exists() and out.read_text(), 30)
@@ -209,7 +244,9 @@ def test_signals_to_the_group_do_not_stop_a_save_but_the_trainers_death_does(tmp
 def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     state = build()
-    with Checkpointer(job.uri, generation=generation, retention=RetentionPolicy(keep_last=2)) as checkpointer:
+    with Checkpointer(
+        job.uri, generation=generation, retention=RetentionPolicy(keep_last=2)
+    ) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(step, *state, {})
             checkpointer.wait()
@@ -227,9 +264,12 @@ def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> 
 def test_the_torch_free_parts_load_no_torch() -> None:
     modules = ["lineage", "uploader", "commands", "retention", "reader", "commit", "rollback"]
     code = (
-        f"import sys, {', '.join('ebbflow.training.checkpoint.' + m for m in modules)}; print('torch' in sys.modules)"
+        f"import sys, {', '.join('ebbflow.training.checkpoint.' + m for m in modules)}; "
+        "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout.lower()) is False
 
 

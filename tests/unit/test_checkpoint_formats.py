@@ -1,4 +1,6 @@
-"""A commit goes out as DCP, safetensors or a torch file and comes back with every bit; so does what others wrote."""
+"""A commit goes out as DCP, safetensors or a torch file and comes back with every bit; so does what
+others wrote.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 6, dtype=torch.bfloat16))
     model.register_buffer("count", torch.tensor(seed, dtype=torch.int64))
     model.tied = model[0]
-    decayed, rest = [model[0].weight, model[2].weight], [model[0].bias, *model[1].parameters(), model[2].bias]
-    optimizer = torch.optim.AdamW([{"params": decayed, "lr": 0.1 + 0.2}, {"params": rest, "weight_decay": 0.0}])
+    decayed = [model[0].weight, model[2].weight]
+    rest = [model[0].bias, *model[1].parameters(), model[2].bias]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "lr": 0.1 + 0.2}, {"params": rest, "weight_decay": 0.0}]
+    )
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -39,14 +44,22 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, tuple]:
     tensors = {f"m.{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        states = optimizer.state[parameter] if optimizer else {}
+        if optimizer:
+            states = optimizer.state[parameter]
+        else:
+            states = {}
         tensors |= {f"o.{name}.{key}": tensor for key, tensor in states.items()}
     found = {}
     for name, tensor in tensors.items():
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         found[name] = (tensor.dtype, tuple(tensor.shape), raw)
-    groups = optimizer.param_groups if optimizer else []
-    found["settings"] = tuple((g["lr"], tuple(g["betas"]), g["weight_decay"], len(g["params"])) for g in groups)
+    if optimizer:
+        groups = optimizer.param_groups
+    else:
+        groups = []
+    found["settings"] = tuple(
+        (g["lr"], tuple(g["betas"]), g["weight_decay"], len(g["params"])) for g in groups
+    )
     return found
 
 
@@ -54,7 +67,9 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str,
 def job(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """One commit, of step 7."""
     store = Store.open(str(tmp_path_factory.mktemp("formats") / "jobs" / "job"))
-    with Checkpointer(store.uri, generation=open_generation(store, run="r", attempt=0)) as checkpointer:
+    with Checkpointer(
+        store.uri, generation=open_generation(store, run="r", attempt=0)
+    ) as checkpointer:
         checkpointer.save(7, *build(1), {"cursor": 56, "seed": 3})
         checkpointer.wait()
     return store
@@ -62,8 +77,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def restored(store: Store, *, optimizer: bool = True) -> tuple[dict[str, tuple], dict]:
     model, made = build(2)
-    with Checkpointer(store.uri, generation=open_generation(store, run="r", attempt=1)) as checkpointer:
-        found = checkpointer.restore([reachable_commits(store)[0].key], model, made if optimizer else None)
+    with Checkpointer(
+        store.uri, generation=open_generation(store, run="r", attempt=1)
+    ) as checkpointer:
+        found = checkpointer.restore(
+            [reachable_commits(store)[0].key], model, made if optimizer else None
+        )
     return bits(model, made if optimizer else None), {**found.extra, "step": found.step}
 
 
@@ -79,11 +98,18 @@ def test_out_and_in_again_changes_no_bit(job: Store, exported: Path, tmp_path: P
     assert checkpoints(["import", str(exported), new.uri]) == 0
     state, extra = restored(new)
     assert state == bits(*build(1)) == restored(job)[0]
-    assert (extra["step"], extra["cursor"], extra["seed"], extra["imported_from"]) == (7, 56, 3, exported.name)
+    assert (extra["step"], extra["cursor"], extra["seed"], extra["imported_from"]) == (
+        7,
+        56,
+        3,
+        exported.name,
+    )
     assert checkpoints(["verify", new.uri]) == 0
 
 
-def test_weights_alone_leave_the_optimizer_as_new(job: Store, exported: Path, tmp_path: Path) -> None:
+def test_weights_alone_leave_the_optimizer_as_new(
+    job: Store, exported: Path, tmp_path: Path
+) -> None:
     new = Store.open(str(tmp_path / "jobs" / "new"))
     assert checkpoints(["import", str(exported), new.uri, "--weights-only"]) == 0
     assert restored(new, optimizer=False)[0] == bits(build(1)[0], None)
@@ -101,7 +127,10 @@ def test_torch_itself_takes_what_was_exported(job: Store, tmp_path: Path) -> Non
         assert checkpoints(["export", job.uri, str(tmp_path / name)]) == 0
     model, optimizer = build(2)
     document = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert model.load_state_dict(document["model"], strict=False).missing_keys == ["tied.weight", "tied.bias"]
+    assert model.load_state_dict(document["model"], strict=False).missing_keys == [
+        "tied.weight",
+        "tied.bias",
+    ]
     optimizer.load_state_dict(document["optimizer"])
     assert bits(model, optimizer) == wanted and document["extra"]["cursor"] == 56
 
@@ -116,7 +145,9 @@ def test_torch_itself_takes_what_was_exported(job: Store, tmp_path: Path) -> Non
     state, moments = get_state_dict(other, others)
     found = {"model": state, "optimizer": moments}
     dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
-    set_state_dict(other, others, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    set_state_dict(
+        other, others, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+    )
     assert bits(other, others) == bits(model, optimizer)
 
 
@@ -141,7 +172,9 @@ def test_an_optimizer_without_names_is_matched_or_refused(
     model, optimizer = build(1)
     document = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for stored, group in zip(document["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+    for stored, group in zip(
+        document["optimizer"]["param_groups"], optimizer.param_groups, strict=True
+    ):
         if by_name:
             stored["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     torch.save(document, tmp_path / "theirs.pt")
@@ -160,7 +193,9 @@ def test_one_group_needs_no_names_though_there_are_buffers(tmp_path: Path) -> No
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "theirs.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "theirs.pt"
+    )
     content = read_file(tmp_path / "theirs.pt")
     for name, parameter in model.named_parameters():
         assert torch.equal(content.moments[name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
@@ -173,14 +208,18 @@ def test_a_full_disk_is_called_so(job: Store) -> None:
         write_file(content, Path("/dev/full"), "torch")
 
 
-def test_nothing_is_overwritten_and_no_started_job_is_imported_into(job: Store, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_no_started_job_is_imported_into(
+    job: Store, tmp_path: Path
+) -> None:
     (tmp_path / "here.pt").write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
         write_file(read_commit(job, reachable_commits(job)[0].key), tmp_path / "here.pt", "torch")
     assert (tmp_path / "here.pt").read_text() == "mine"
     assert checkpoints(["export", job.uri, str(tmp_path / "a.pt")]) == 0
     assert checkpoints(["import", str(tmp_path / "a.pt"), job.uri]) == 1
-    assert checkpoints(["import", str(tmp_path / "nowhere.pt"), str(tmp_path / "jobs" / "other")]) == 1
+    assert (
+        checkpoints(["import", str(tmp_path / "nowhere.pt"), str(tmp_path / "jobs" / "other")]) == 1
+    )
     (tmp_path / "text.pt").write_text("no checkpoint")
     with pytest.raises(CheckpointError, match=r"text\.pt: cannot be read as torch"):
         read_file(tmp_path / "text.pt")

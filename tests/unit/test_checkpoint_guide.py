@@ -1,4 +1,6 @@
-"""docs/checkpoints.md keeps its word: the package can be taken out, and its example runs with those files alone."""
+"""docs/checkpoints.md keeps its word: the package can be taken out, and its example runs with those
+files alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def imported(path: Path, *, at_import: bool) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_the_package_imports_torch_obstore_awscrt_and_the_ground_alone(path: Path) -> None:
     for at_import, libraries in ((True, LIBRARIES), (False, LIBRARIES | {"safetensors"})):
         for name in imported(path, at_import=at_import):
@@ -64,7 +68,9 @@ def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) ->
     said = []
     for _ in range(2):
         command = [sys.executable, "example.py"]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False
+        )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.strip())
     assert said == ["from step 0, committed step 10", "from step 10, committed step 20"]
@@ -73,8 +79,20 @@ def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) ->
 
 
 def test_every_command_of_the_guide_exists(capsys: pytest.CaptureFixture) -> None:
-    commands = set(re.findall(r"(?:ebbflow|python -m training) checkpoints (\w+)", GUIDE)) | {"unpin"}
-    assert commands == {"list", "show", "verify", "export", "import", "pin", "unpin", "prune", "sign"}
+    commands = set(re.findall(r"(?:ebbflow|python -m training) checkpoints (\w+)", GUIDE)) | {
+        "unpin"
+    }
+    assert commands == {
+        "list",
+        "show",
+        "verify",
+        "export",
+        "import",
+        "pin",
+        "unpin",
+        "prune",
+        "sign",
+    }
     for command in commands:
         with pytest.raises(SystemExit) as ended:
             checkpoints([command, "--help"])

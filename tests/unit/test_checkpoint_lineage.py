@@ -1,4 +1,6 @@
-"""Generation records and the chain that they form: each limit at its edge, and records that form no chain."""
+"""Generation records and the chain that they form: each limit at its edge, and records that form no
+chain.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,12 @@ def test_a_record_belongs_to_the_number_and_the_id_in_its_key(store: RecordingSt
         read_generation(store, 6, "aaaa")
 
 
-def test_an_amended_record_names_the_restored_parent_and_the_refused_one(store: RecordingStore) -> None:
+def test_an_amended_record_names_the_restored_parent_and_the_refused_one(
+    store: RecordingStore,
+) -> None:
     first = put_generation(store, 1)
-    older, newer = put_commit(store, first, 10), put_commit(store, first, 20)
+    older = put_commit(store, first, 10)
+    newer = put_commit(store, first, 20)
     opened = open_anew(store)
     before = read_record(store, opened)
     assert before["parent"] == newer.key
@@ -90,11 +95,19 @@ def test_an_amended_record_names_the_restored_parent_and_the_refused_one(store: 
     assert read_record(store, opened) == {**before, **changed}
 
 
-def test_a_new_record_has_exactly_these_fields(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_record_has_exactly_these_fields(
+    store: RecordingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "time", lambda: 1234.5)
     first = open_anew(store)
     fields = {"version": 1, "run": "run", "attempt": 2, "t_wall": 1234.5}
-    assert read_record(store, first) == {**fields, "generation": 1, "id": first.id, "parent": None, "parent_step": 0}
+    assert read_record(store, first) == {
+        **fields,
+        "generation": 1,
+        "id": first.id,
+        "parent": None,
+        "parent_step": 0,
+    }
     commit = put_commit(store, first, 10)
     second = open_anew(store)
     parent = {"parent": commit.key, "parent_step": 10}
@@ -121,7 +134,11 @@ def record_listings(store: RecordingStore) -> list[str]:
         (900, 0, ["generations/000000"]),
         (900, 900, ["generations/000400"]),
         (901, 900, ["generations/000400"]),
-        (899, 900, ["generations/000400", "generations/000000"]),  # it is behind: all records are listed
+        (
+            899,
+            900,
+            ["generations/000400", "generations/000000"],
+        ),  # it is behind: all records are listed
         (1, 900, ["generations/000400", "generations/000000"]),
         (1, 501, ["generations/000001", "generations/000000"]),
         (1, 500, ["generations/000000"]),  # one listing has shown all records
@@ -142,7 +159,9 @@ def test_a_store_without_records_has_the_newest_number_0(store: RecordingStore) 
     assert newest_generation_number(store, near=900) == 0
 
 
-def test_ids_of_an_older_number_are_listed_from_500_below_it_and_only_once(store: RecordingStore) -> None:
+def test_ids_of_an_older_number_are_listed_from_500_below_it_and_only_once(
+    store: RecordingStore,
+) -> None:
     for number in (100, 700, 1300):
         put_generation(store, number, generation_id=f"id{number}")
     records = GenerationRecords(store, near=1300)
@@ -152,7 +171,11 @@ def test_ids_of_an_older_number_are_listed_from_500_below_it_and_only_once(store
     assert records.ids(700) == records.ids(700) == ["id700"]
     assert records.ids(100) == ["id100"]
     assert records.ids(99) == []
-    assert record_listings(store) == ["generations/000200", "generations/000000", "generations/000000"]
+    assert record_listings(store) == [
+        "generations/000200",
+        "generations/000000",
+        "generations/000000",
+    ]
 
 
 def test_a_listing_for_one_number_ends_behind_that_number_and_keeps_no_half_of_the_next() -> None:
@@ -187,7 +210,9 @@ class Clock:
         self.seconds += self._step
 
 
-def unlisted_store(monkeypatch: pytest.MonkeyPatch, clock: Clock, listed_after: float) -> RecordingStore:
+def unlisted_store(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, listed_after: float
+) -> RecordingStore:
     """A store that lists generations only from the moment `listed_after` on."""
     store = RecordingStore()
     pages = store.pages
@@ -202,7 +227,9 @@ def unlisted_store(monkeypatch: pytest.MonkeyPatch, clock: Clock, listed_after: 
     return store
 
 
-def test_a_record_is_awaited_for_10_seconds_with_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_awaited_for_10_seconds_with_short_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(0.25)
     generation = Generation(7, "aaaa")
     store = unlisted_store(monkeypatch, clock, listed_after=5010.0)
@@ -213,11 +240,15 @@ def test_a_record_is_awaited_for_10_seconds_with_short_pauses(monkeypatch: pytes
     assert 0.25 < max(clock.slept) <= 0.5
 
 
-def test_a_record_that_is_not_listed_within_10_seconds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_not_listed_within_10_seconds_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(0.25)
     store = unlisted_store(monkeypatch, clock, listed_after=5010.1)
     put_generation(store, 7, generation_id="aaaa")
-    with pytest.raises(StoreUnavailable, match=r"000007-aaaa\.json was put and is not listed within 10 s"):
+    with pytest.raises(
+        StoreUnavailable, match=r"000007-aaaa\.json was put and is not listed within 10 s"
+    ):
         await_listed_ids(store, Generation(7, "aaaa"))
     assert (clock.seconds, len(clock.slept)) == (5010.0, 40)
 
@@ -233,7 +264,9 @@ def test_a_record_is_awaited_in_the_listing_from_its_own_number(store: Recording
 
 
 def three_generations(store: RecordingStore) -> dict[int, Generation]:
-    """Generation 1 saves at 10 and 20, generation 3 starts from 10 and saves at 30, generation 5 starts from 30."""
+    """Generation 1 saves at 10 and 20, generation 3 starts from 10 and saves at 30, generation 5
+    starts from 30.
+    """
     first = put_generation(store, 1)
     at_10 = put_commit(store, first, 10)
     put_commit(store, first, 20)
@@ -265,7 +298,9 @@ def test_a_commit_counts_up_to_the_step_where_the_next_generation_started(
     chain = LineageChain(store)
     assert chain.is_in_history(number, step) is is_reachable
     chain.back_to(1)
-    assert chain.is_in_history(number, step) is is_reachable, "what has been read already changes no answer"
+    assert chain.is_in_history(number, step) is is_reachable, (
+        "what has been read already changes no answer"
+    )
 
 
 def test_the_chain_reads_only_the_records_that_an_answer_needs(store: RecordingStore) -> None:
@@ -291,7 +326,9 @@ def test_the_limits_go_back_to_the_asked_generation_and_not_beyond(store: Record
 
 
 def test_a_limit_never_grows_towards_older_generations(store: RecordingStore) -> None:
-    """Generation 2 was rewound to a step below its own start, as records that were edited by hand may say."""
+    """Generation 2 was rewound to a step below its own start, as records that were edited by hand
+    may say.
+    """
     first = put_generation(store, 1)
     second = put_generation(store, 2, put_commit(store, first, 20))
     put_generation(store, 3, put_commit(store, second, 5))
@@ -340,14 +377,18 @@ def test_a_missing_ancestor_is_damage_as_soon_as_it_is_needed(store: RecordingSt
     store.delete(generation_key(3, generations[3].id))
     chain = LineageChain(store)
     assert chain.is_in_history(5, 40)
-    with pytest.raises(DamagedLineage, match="the record of generation 3 is missing from generations/"):
+    with pytest.raises(
+        DamagedLineage, match="the record of generation 3 is missing from generations/"
+    ):
         chain.is_in_history(3, 30)
 
 
 def test_an_ancestor_with_two_records_is_a_job_of_two_launchers(store: RecordingStore) -> None:
     three_generations(store)
     put_generation(store, 3, generation_id="bbbb")
-    with pytest.raises(TwoLaunchers, match=r"generation 3 has two records: \S+-aaaa\.json and \S+-bbbb\.json"):
+    with pytest.raises(
+        TwoLaunchers, match=r"generation 3 has two records: \S+-aaaa\.json and \S+-bbbb\.json"
+    ):
         LineageChain(store).is_in_history(3, 30)
 
 
@@ -371,16 +412,21 @@ def test_a_generation_that_starts_from_itself_or_a_later_one_is_an_error(
     put_commit(store, first, 10)
     put_generation(store, 5, put_commit(store, Generation(parent_generation, "aaaa"), 40))
     put_generation(store, 7, put_commit(store, Generation(5, "aaaa"), 50))
-    with pytest.raises(DamagedLineage, match=f"generation 5 names a parent of generation {parent_generation}"):
+    with pytest.raises(
+        DamagedLineage, match=f"generation 5 names a parent of generation {parent_generation}"
+    ):
         walk(store)
 
 
 @pytest.mark.parametrize("walk", ROUTES)
-def test_a_cycle_of_generations_is_an_error(store: RecordingStore, walk: Callable[[Store], object]) -> None:
+def test_a_cycle_of_generations_is_an_error(
+    store: RecordingStore, walk: Callable[[Store], object]
+) -> None:
     """Generation 3 starts from 2, 2 starts from 3, and 1 has a commit behind them."""
     first = put_generation(store, 1)
     put_commit(store, first, 10)
-    of_second, of_third = put_commit(store, Generation(2, "aaaa"), 20), put_commit(store, Generation(3, "aaaa"), 30)
+    of_second = put_commit(store, Generation(2, "aaaa"), 20)
+    of_third = put_commit(store, Generation(3, "aaaa"), 30)
     put_generation(store, 2, of_third)
     put_generation(store, 3, of_second)
     with pytest.raises(DamagedLineage, match="generation 2 names a parent of generation 3"):
@@ -399,7 +445,9 @@ def test_the_parent_of_the_generation_just_before_is_followed(store: RecordingSt
 
 def test_a_commit_key_is_parsed_into_its_parts(store: RecordingStore) -> None:
     commit = put_commit(store, Generation(12, "aaaa"), 345)
-    assert commit == CommitRef(commit.key, 345, 12, commit.key.rsplit("/", 1)[-1].removesuffix(".json"))
+    assert commit == CommitRef(
+        commit.key, 345, 12, commit.key.rsplit("/", 1)[-1].removesuffix(".json")
+    )
 
 
 def test_objects_that_are_no_commits_are_passed_over(store: RecordingStore) -> None:
@@ -446,7 +494,11 @@ def test_each_unreachable_commit_has_its_reason(store: RecordingStore) -> None:
     foreign = put_commit(store, Generation(4, "aaaa"), 1)
     newest = put_commit(store, generations[5], 70)
     traced = trace_lineage(store)
-    assert [(commit.ref.generation, commit.ref.step) for commit in traced if commit.unreachable_because is None] == [
+    assert [
+        (commit.ref.generation, commit.ref.step)
+        for commit in traced
+        if commit.unreachable_because is None
+    ] == [
         (5, 70),
         (3, 30),
         (1, 10),
@@ -472,7 +524,9 @@ def test_traced_commits_have_the_date_of_their_manifest(store: RecordingStore) -
 # Opening
 
 
-def test_a_generation_starts_from_the_newest_commit_under_the_next_number(store: RecordingStore) -> None:
+def test_a_generation_starts_from_the_newest_commit_under_the_next_number(
+    store: RecordingStore,
+) -> None:
     assert open_anew(store).number == 1
     first = put_generation(store, 8)
     commits = [put_commit(store, first, step) for step in (10, 20)]
@@ -480,7 +534,9 @@ def test_a_generation_starts_from_the_newest_commit_under_the_next_number(store:
     assert (opened.number, opened.parent, opened.parent_step) == (9, commits[1].key, 20)
 
 
-def test_a_start_lists_records_from_500_below_the_newest_commits_generation(store: RecordingStore) -> None:
+def test_a_start_lists_records_from_500_below_the_newest_commits_generation(
+    store: RecordingStore,
+) -> None:
     put_generation(store, 100)
     newest = put_generation(store, 900)
     put_commit(store, Generation(100, "aaaa"), 10)
@@ -488,7 +544,9 @@ def test_a_start_lists_records_from_500_below_the_newest_commits_generation(stor
     store.forget()
     assert open_anew(store).number == 901
     assert set(record_listings(store)) == {"generations/000400", "generations/000401"}
-    assert store.pages_read["commits"] == 2, "one for the newest generation, and one for the newest commit"
+    assert store.pages_read["commits"] == 2, (
+        "one for the newest generation, and one for the newest commit"
+    )
 
 
 def test_a_start_without_a_parent_ignores_the_commits(store: RecordingStore) -> None:
@@ -519,7 +577,9 @@ def test_a_launcher_that_sees_a_rival_withdraws_its_own_record(store: RecordingS
         put_generation(store, 1, generation_id="bbbb")
 
     store.before_put = open_as_well
-    with pytest.raises(TwoLaunchers, match=r"generation 1 was opened twice at once: .*000001-bbbb\.json"):
+    with pytest.raises(
+        TwoLaunchers, match=r"generation 1 was opened twice at once: .*000001-bbbb\.json"
+    ):
         open_anew(store)
     assert [meta.key for meta in store.list("generations")] == [generation_key(1, "bbbb")]
 
@@ -545,12 +605,16 @@ def test_a_start_from_a_commit_that_goes_meanwhile_withdraws_its_record(
 
 
 @pytest.mark.parametrize("key_of", [quarantine_key, tombstone_key])
-def test_a_quarantined_or_dying_commit_is_no_parent(store: RecordingStore, key_of: Callable[[str], str]) -> None:
+def test_a_quarantined_or_dying_commit_is_no_parent(
+    store: RecordingStore, key_of: Callable[[str], str]
+) -> None:
     first = put_generation(store, 1)
     commit = put_commit(store, first, 10)
     assert open_anew(store, parent=commit.key).parent == commit.key
     store.put(key_of(commit.sha256), b"")
-    with pytest.raises(CheckpointError, match=f"cannot be a parent: there is {key_of(commit.sha256)}"):
+    with pytest.raises(
+        CheckpointError, match=f"cannot be a parent: there is {key_of(commit.sha256)}"
+    ):
         open_anew(store, parent=commit.key)
 
 
@@ -573,7 +637,9 @@ def test_the_newest_permit_counts(store: RecordingStore, names: list[str], gener
     assert permitted_generation(store, FROM_SCRATCH) == generation
 
 
-@pytest.mark.parametrize(("permitted", "starts"), [(None, False), (1, False), (2, False), (3, True), (4, True)])
+@pytest.mark.parametrize(
+    ("permitted", "starts"), [(None, False), (1, False), (2, False), (3, True), (4, True)]
+)
 def test_a_start_from_scratch_needs_a_permit_for_the_newest_lost_commit(
     store: RecordingStore, permitted: int | None, starts: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -588,9 +654,14 @@ def test_a_start_from_scratch_needs_a_permit_for_the_newest_lost_commit(
     cause = "none of its 2 commits can be restored, the newest of step 20"
     if starts:
         assert open_anew(store).parent is None
-        assert capsys.readouterr().err == f"checkpoint: WARNING: {store.uri}: {cause}; begin anew, as permitted\n"
+        assert (
+            capsys.readouterr().err
+            == f"checkpoint: WARNING: {store.uri}: {cause}; begin anew, as permitted\n"
+        )
         return
-    with pytest.raises(NothingToRestore, match=f"{cause}; nothing was started; hint: .* --from-scratch"):
+    with pytest.raises(
+        NothingToRestore, match=f"{cause}; nothing was started; hint: .* --from-scratch"
+    ):
         open_anew(store)
     assert len(store.list("generations")) == 2
 
@@ -602,7 +673,9 @@ def test_only_commits_of_the_history_are_lost(store: RecordingStore) -> None:
     newest = put_commit(store, put_generation(store, 2, oldest), 20)
     for commit in (oldest, newest):
         store.put(quarantine_key(commit.sha256), b"")
-    with pytest.raises(NothingToRestore, match="none of its 2 commits can be restored, the newest of step 20"):
+    with pytest.raises(
+        NothingToRestore, match="none of its 2 commits can be restored, the newest of step 20"
+    ):
         open_anew(store)
 
 
@@ -630,7 +703,9 @@ def test_a_manifest_that_is_gone_is_passed_over_without_another_process(
     assert is_readable_commit(store, commit)
     store.delete(commit.key)
     assert not is_readable_commit(store, commit)
-    assert capsys.readouterr().err.startswith(f"checkpoint: WARNING: passed over as a parent: get {store.uri}/commits/")
+    assert capsys.readouterr().err.startswith(
+        f"checkpoint: WARNING: passed over as a parent: get {store.uri}/commits/"
+    )
 
 
 def test_a_damaged_manifest_is_passed_over_once_another_process_agrees(tmp_path: Path) -> None:
@@ -659,7 +734,9 @@ def test_unsigned_commits_are_passed_over_and_named_newest_first(
     assert reachable_commits(store) == [signed]
     refused = [commit for commit in trace_lineage(store) if commit.refused]
     assert [commit.ref for commit in refused] == [newest, unsigned, oldest]
-    assert all("is refused, because it is not signed" in commit.unreachable_because for commit in refused)
+    assert all(
+        "is refused, because it is not signed" in commit.unreachable_because for commit in refused
+    )
     assert open_anew(store).parent == signed.key
     lines = capsys.readouterr().err.splitlines()
     words = "checkpoint: WARNING: passed over as a parent: "
@@ -669,24 +746,33 @@ def test_unsigned_commits_are_passed_over_and_named_newest_first(
     ] == [True, True]
 
 
-def test_a_job_without_a_signed_commit_names_the_newest_refusal(store: RecordingStore, signing: None) -> None:
+def test_a_job_without_a_signed_commit_names_the_newest_refusal(
+    store: RecordingStore, signing: None
+) -> None:
     first = put_generation(store, 1)
     put_commit(store, first, 1)
     newest = put_commit(store, first, 2)
-    with pytest.raises(NothingToRestore, match=f"none of its 2 commits .* of step 2: .*{newest.key}: is refused"):
+    with pytest.raises(
+        NothingToRestore, match=f"none of its 2 commits .* of step 2: .*{newest.key}: is refused"
+    ):
         open_anew(store)
 
 
-def test_a_given_parent_needs_a_signature_where_commits_are_signed(store: RecordingStore, signing: None) -> None:
+def test_a_given_parent_needs_a_signature_where_commits_are_signed(
+    store: RecordingStore, signing: None
+) -> None:
     first = put_generation(store, 1)
-    signed, unsigned = put_commit(store, first, 1), put_commit(store, first, 2)
+    signed = put_commit(store, first, 1)
+    unsigned = put_commit(store, first, 2)
     sign(store, signed)
     with pytest.raises(RefusedCommit, match="is refused, because it is not signed"):
         open_anew(store, parent=unsigned.key)
     assert open_anew(store, parent=signed.key).parent == signed.key
 
 
-def test_a_quarantined_commit_is_called_quarantined_and_not_refused(store: RecordingStore, signing: None) -> None:
+def test_a_quarantined_commit_is_called_quarantined_and_not_refused(
+    store: RecordingStore, signing: None
+) -> None:
     commit = put_commit(store, put_generation(store, 1), 1)
     store.put(quarantine_key(commit.sha256), seal({}))
     (traced,) = trace_lineage(store)

@@ -30,15 +30,21 @@ from ebbflow.training.errors import CheckpointError, CorruptCommit, MisplacedCom
 SAVE = CheckpointId(job="job", generation="000012-ab", step=7, world_size=2)
 COMMON = {"extra": {"cursor": 3}, "optimizer": None, "parent": None}
 # Rows 0 and 1 of "weight" are rank 0's, row 2 is rank 1's. "bias" is rank 0's alone.
-WEIGHT_TOP = IndexEntry(name="weight", dtype="float32", shape=(3, 2), offsets=(0, 0), sizes=(2, 2), start=64, length=16)
-WEIGHT_END = IndexEntry(name="weight", dtype="float32", shape=(3, 2), offsets=(2, 0), sizes=(1, 2), start=0, length=8)
+WEIGHT_TOP = IndexEntry(
+    name="weight", dtype="float32", shape=(3, 2), offsets=(0, 0), sizes=(2, 2), start=64, length=16
+)
+WEIGHT_END = IndexEntry(
+    name="weight", dtype="float32", shape=(3, 2), offsets=(2, 0), sizes=(1, 2), start=0, length=8
+)
 BIAS = IndexEntry(name="bias", dtype="bfloat16", shape=(), offsets=(), sizes=(), start=0, length=2)
 
 
 def data_of(rank: int, size: int, **changes: Any) -> DataObject:
     key = data_key(SAVE.generation, SAVE.step, rank)
     chunks = tuple(f"{number:016x}" for number in range(-(-size // 32)))
-    return replace(DataObject(key=key, size=size, crc64nvme="c" * 16, chunk_bytes=32, chunks=chunks), **changes)
+    return replace(
+        DataObject(key=key, size=size, crc64nvme="c" * 16, chunk_bytes=32, chunks=chunks), **changes
+    )
 
 
 FIRST = RankIndex(save=SAVE, rank=0, data=data_of(0, 80), items=(BIAS, WEIGHT_TOP), common=COMMON)
@@ -130,7 +136,15 @@ def test_a_manifest_without_common_data_has_an_empty_dictionary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int8", 1), ("bool", 1)]
+    ("dtype", "size"),
+    [
+        ("float64", 8),
+        ("float32", 4),
+        ("bfloat16", 2),
+        ("float8_e4m3fn", 1),
+        ("int8", 1),
+        ("bool", 1),
+    ],
 )
 def test_the_bytes_of_a_dtype_are_in_its_name(dtype: str, size: int) -> None:
     assert dtype_bytes(dtype) == size
@@ -173,7 +187,9 @@ def test_a_manifest_with_another_hash_than_in_its_key_is_corrupt() -> None:
 
 
 @pytest.mark.parametrize("place", [{"step": 8}, {"generation": 13}])
-def test_a_manifest_under_the_key_of_another_step_or_generation_is_misplaced(place: dict[str, int]) -> None:
+def test_a_manifest_under_the_key_of_another_step_or_generation_is_misplaced(
+    place: dict[str, int],
+) -> None:
     raw = manifest_of().to_bytes()
     with pytest.raises(MisplacedCommit, match="its manifest is of step 7 of generation 000012-ab"):
         Manifest.from_bytes(raw, key_of(raw, **place))
@@ -223,7 +239,9 @@ def test_the_message_of_a_corrupt_manifest_is_cut_at_500_characters() -> None:
         ({"save": replace(SAVE, world_size=3)}, "2 data objects, 2 indexes, 3 ranks"),
     ],
 )
-def test_each_count_of_a_manifest_is_the_number_of_ranks(changes: dict[str, Any], problem: str) -> None:
+def test_each_count_of_a_manifest_is_the_number_of_ranks(
+    changes: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(CorruptCommit, match=problem):
         parse(as_json(replace(manifest_of(), **changes)))
 
@@ -245,7 +263,9 @@ def test_each_count_of_a_manifest_is_the_number_of_ranks(changes: dict[str, Any]
         ({"sha256": ("1", "2", "3", "4")}, "4 SHA-256 for 3 chunks"),
     ],
 )
-def test_the_counts_of_a_data_object_agree_with_its_size(changes: dict[str, Any], problem: str | None) -> None:
+def test_the_counts_of_a_data_object_agree_with_its_size(
+    changes: dict[str, Any], problem: str | None
+) -> None:
     manifest = manifest_of()
     changed = replace(manifest, data=(replace(FIRST.data, **changes), SECOND.data))
     if problem is None:
@@ -255,7 +275,9 @@ def test_the_counts_of_a_data_object_agree_with_its_size(changes: dict[str, Any]
         parse(as_json(changed))
 
 
-WHOLE_PIECE = TensorPiece(rank=0, offsets=(0,), sizes=(20,), start=0, length=80)  # exactly the object of rank 0
+WHOLE_PIECE = TensorPiece(
+    rank=0, offsets=(0,), sizes=(20,), start=0, length=80
+)  # exactly the object of rank 0
 
 
 @pytest.mark.parametrize(
@@ -287,7 +309,10 @@ def test_a_piece_is_inside_its_object_and_has_the_bytes_of_its_shape(
 
 
 def test_pieces_in_a_data_object_start_at_multiples_of_64_bytes() -> None:
-    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in (("a", 1), ("b", 64), ("c", 65), ("d", 1))}
+    tensors = {
+        name: torch.zeros(size, dtype=torch.uint8)
+        for name, size in (("a", 1), ("b", 64), ("c", 65), ("d", 1))
+    }
     layout = lay_out(1, [TensorShard.of_whole(name, tensor) for name, tensor in tensors.items()])
     assert [item.start for item in layout.items] == [0, 64, 128, 256]
 
@@ -295,12 +320,17 @@ def test_pieces_in_a_data_object_start_at_multiples_of_64_bytes() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
-        (FIRST, replace(SECOND, save=replace(SAVE, step=6)), "the index of rank 1 is of rank 1 of .*step=6"),
+        (
+            FIRST,
+            replace(SECOND, save=replace(SAVE, step=6)),
+            "the index of rank 1 is of rank 1 of .*step=6",
+        ),
         (FIRST, replace(SECOND, rank=0), "the index of rank 1 is of rank 0 of "),
         (
             FIRST,
             replace(SECOND, data=FIRST.data),
-            "the index of rank 1 names the data object 'data/000012-ab/000000000007/00000.bin', not .*/00001.bin",
+            "the index of rank 1 names the data object 'data/000012-ab/000000000007/00000.bin', "
+            "not .*/00001.bin",
         ),
         (
             FIRST,
@@ -312,7 +342,11 @@ def test_pieces_in_a_data_object_start_at_multiples_of_64_bytes() -> None:
             replace(SECOND, items=(replace(WEIGHT_END, shape=(2, 3)),)),
             r"weight is float32 \(2, 3\) on rank 1, else \('float32', \(3, 2\)\)",
         ),
-        (FIRST, replace(SECOND, items=()), r"weight: its pieces hold 4 elements, its shape \[3, 2\] 6"),
+        (
+            FIRST,
+            replace(SECOND, items=()),
+            r"weight: its pieces hold 4 elements, its shape \[3, 2\] 6",
+        ),
         (
             FIRST,
             replace(SECOND, items=(replace(WEIGHT_END, offsets=(1, 0), sizes=(2, 2)),)),
@@ -320,14 +354,20 @@ def test_pieces_in_a_data_object_start_at_multiples_of_64_bytes() -> None:
         ),
     ],
 )
-def test_indexes_that_contradict_each_other_make_no_manifest(first: RankIndex, second: RankIndex, problem: str) -> None:
+def test_indexes_that_contradict_each_other_make_no_manifest(
+    first: RankIndex, second: RankIndex, problem: str
+) -> None:
     with pytest.raises(CheckpointError, match=problem):
         manifest_of(first, second)
 
 
 def test_pieces_are_sorted_by_position_and_of_equal_ones_the_first_ranks_is_taken() -> None:
-    top, end = replace(WEIGHT_TOP, start=0), replace(WEIGHT_END, start=16)
+    top = replace(WEIGHT_TOP, start=0)
+    end = replace(WEIGHT_END, start=16)
     first = replace(FIRST, items=(end, top))
     second = replace(SECOND, items=(replace(WEIGHT_TOP, start=32), replace(WEIGHT_END, start=48)))
     pieces = manifest_of(first, second).tensors["weight"].pieces
-    assert [(piece.rank, piece.offsets, piece.start) for piece in pieces] == [(0, (0, 0), 0), (0, (2, 0), 16)]
+    assert [(piece.rank, piece.offsets, piece.start) for piece in pieces] == [
+        (0, (0, 0), 0),
+        (0, (2, 0), 16),
+    ]

@@ -1,4 +1,6 @@
-"""Reading: whole chunks, each once, verified, into the memory where the bytes belong; against any layout of wishes."""
+"""Reading: whole chunks, each once, verified, into the memory where the bytes belong; against any
+layout of wishes.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ from ebbflow.training.checkpoint.verified_io import crc_text, sha256_text
 from ebbflow.training.errors import CorruptCommit
 from tests.support.commits import put_manifest
 
-SIZE, CHUNK = 1000, 64
+SIZE = 1000
+CHUNK = 64
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, DataObject,
     raw = random.Random(1).randbytes(SIZE)
     store.put("object", raw)
     sums = tuple(crc_text(raw[start : start + CHUNK]) for start in range(0, SIZE, CHUNK))
-    return store, DataObject(key="object", size=SIZE, crc64nvme="", chunk_bytes=CHUNK, chunks=sums), raw
+    return (
+        store,
+        DataObject(key="object", size=SIZE, crc64nvme="", chunk_bytes=CHUNK, chunks=sums),
+        raw,
+    )
 
 
 class Remote(Store):
@@ -106,19 +113,29 @@ def test_any_ranges_overlapping_or_not_come_as_they_are(
     ranges = [(start, min(length, SIZE - start)) for start, length in wishes]
     targets = [bytearray(b"\xee" * length) for _, length in ranges]
     reader = VerifiedReader(Remote(store) if remote else store, [data], parallel=2)
-    reader.read(WantedRange(0, start, memoryview(target)) for (start, _), target in zip(ranges, targets, strict=True))
+    reader.read(
+        WantedRange(0, start, memoryview(target))
+        for (start, _), target in zip(ranges, targets, strict=True)
+    )
     for (start, length), target in zip(ranges, targets, strict=True):
         assert bytes(target) == raw[start : start + length]
     needed = {
-        number for start, length in ranges for number in range(start // CHUNK, -(-(start + length) // CHUNK)) if length
+        number
+        for start, length in ranges
+        for number in range(start // CHUNK, -(-(start + length) // CHUNK))
+        if length
     }
-    assert reader.figures.bytes == sum(min(CHUNK, SIZE - number * CHUNK) for number in needed), "each chunk once"
+    assert reader.figures.bytes == sum(min(CHUNK, SIZE - number * CHUNK) for number in needed), (
+        "each chunk once"
+    )
 
 
 def test_more_pieces_than_one_read_takes(stored: tuple[Store, DataObject, bytes]) -> None:
     store, data, raw = stored
     target = bytearray(SIZE)
-    VerifiedReader(store, [data]).read(WantedRange(0, at, memoryview(target)[at : at + 1]) for at in range(SIZE))
+    VerifiedReader(store, [data]).read(
+        WantedRange(0, at, memoryview(target)[at : at + 1]) for at in range(SIZE)
+    )
     assert bytes(target) == raw
     pieces = [memoryview(bytearray(1)) for _ in range(SIZE)]
     blocks = list(read_blocks(store, "object", 0, pieces, block_bytes=37))
@@ -140,7 +157,8 @@ def test_a_store_in_trouble_is_asked_again_but_not_for_ever(
     stored: tuple[Store, DataObject, bytes], monkeypatch: pytest.MonkeyPatch, faults: int
 ) -> None:
     store, data, raw = stored
-    remote, target = Remote(store), bytearray(CHUNK)
+    remote = Remote(store)
+    target = bytearray(CHUNK)
     get_range = remote.get_range
 
     def fails_first(key: str, start: int, length: int) -> bytes:
@@ -168,7 +186,10 @@ def test_a_restore_says_where_its_time_went_and_reads_each_byte_once(tmp_path: P
         key = checkpointer.wait().key
         restored = checkpointer.restore([key], nn.Linear(300, 300), None)
     split = restored.split
-    assert sum(vars(split).values()) == pytest.approx(restored.seconds) and min(vars(split).values()) >= 0
+    assert (
+        sum(vars(split).values()) == pytest.approx(restored.seconds)
+        and min(vars(split).values()) >= 0
+    )
     reader = CommitReader(job, key)
     assert restored.bytes_read == reader.manifest.size
     weight = torch.empty_like(model.weight)
@@ -181,13 +202,16 @@ class Temporary(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive, self.most = list[weakref.ref[torch.Tensor]](), 0
+        self.alive = list[weakref.ref[torch.Tensor]]()
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})
         if func is torch.ops.aten.empty.memory_format:
             self.alive = [one for one in self.alive if one() is not None] + [weakref.ref(found)]
-            self.most = max(self.most, sum(one.nbytes for ref in self.alive if (one := ref()) is not None))
+            self.most = max(
+                self.most, sum(one.nbytes for ref in self.alive if (one := ref()) is not None)
+            )
         return found
 
 
@@ -198,27 +222,44 @@ def test_tensors_that_are_read_by_way_of_the_host_are_read_in_groups(tmp_path: P
     with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as checkpointer:
         checkpointer.save(1, model, None, {})
         key = checkpointer.wait().key
-    size, progress = 100 * 100 * 4, list[int]()
+    size = 100 * 100 * 4
+    progress = list[int]()
     targets = {f"model.{name}": torch.zeros(100, 100).t() for name in model.state_dict()}
     reader = CommitReader(job, key, group_bytes=3 * size, progress=lambda: progress.append(0))
     with Temporary() as temporary:
         reader.read_into(targets)
-    assert all(torch.equal(targets[f"model.{name}"], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(targets[f"model.{name}"], value) for name, value in model.state_dict().items()
+    )
     assert len(progress) == 3 and temporary.most <= 3 * size
 
 
 # Chunks and their destinations
 
 
-def planned(wanted: list[tuple[int, int, int]], *sizes: int) -> list[tuple[int, int, int, int, list[tuple[int, int]]]]:
+def planned(
+    wanted: list[tuple[int, int, int]], *sizes: int
+) -> list[tuple[int, int, int, int, list[tuple[int, int]]]]:
     """Plan ranges (object, start, length) of objects in chunks of 64 bytes.
 
-    Returns (object, number, start, length, [(offset in the chunk, length) of each part]) for each chunk.
+    Returns (object, number, start, length, [(offset in the chunk, length) of each part]) for each
+    chunk.
     """
-    objects = [DataObject(key=f"object {size}", size=size, crc64nvme="", chunk_bytes=64, chunks=()) for size in sizes]
-    ranges = [WantedRange(place, start, memoryview(bytearray(length))) for place, start, length in wanted]
+    objects = [
+        DataObject(key=f"object {size}", size=size, crc64nvme="", chunk_bytes=64, chunks=())
+        for size in sizes
+    ]
+    ranges = [
+        WantedRange(place, start, memoryview(bytearray(length))) for place, start, length in wanted
+    ]
     return [
-        (chunk.object, chunk.number, chunk.start, chunk.length, [(part.at, len(part.view)) for part in chunk.parts])
+        (
+            chunk.object,
+            chunk.number,
+            chunk.start,
+            chunk.length,
+            [(part.at, len(part.view)) for part in chunk.parts],
+        )
         for chunk in plan_chunks(ranges, objects)
     ]
 
@@ -247,7 +288,8 @@ def planned(wanted: list[tuple[int, int, int]], *sizes: int) -> list[tuple[int, 
     ],
 )
 def test_each_chunk_is_planned_once_with_the_parts_that_are_wanted_of_it(
-    wanted: list[tuple[int, int, int]], chunks: list[tuple[int, int, int, int, list[tuple[int, int]]]]
+    wanted: list[tuple[int, int, int]],
+    chunks: list[tuple[int, int, int, int, list[tuple[int, int]]]],
 ) -> None:
     assert planned(wanted, 150, 20) == chunks
 
@@ -268,7 +310,10 @@ def test_a_range_outside_its_object_is_damage(start: int, length: int) -> None:
         ([(0, 10), (20, 10), (30, 5)], True),
         ([(0, 1), (0, 1)], False),
         ([(at, 1) for at in range(512)], True),
-        ([(at, 1) for at in range(513)], False),  # above this, one copy is cheaper than many buffers
+        (
+            [(at, 1) for at in range(513)],
+            False,
+        ),  # above this, one copy is cheaper than many buffers
     ],
 )
 def test_one_scattered_read_fills_up_to_512_parts_that_do_not_overlap(
@@ -290,10 +335,14 @@ def test_one_scattered_read_fills_up_to_512_parts_that_do_not_overlap(
         ([(5, 10), (20, 4)], [5, 10, 5, 4, 40]),
     ],
 )
-def test_the_buffers_of_a_chunk_cover_it_without_empty_ones(ranges: list[tuple[int, int]], lengths: list[int]) -> None:
+def test_the_buffers_of_a_chunk_cover_it_without_empty_ones(
+    ranges: list[tuple[int, int]], lengths: list[int]
+) -> None:
     data = DataObject(key="object", size=64, crc64nvme="", chunk_bytes=64, chunks=())
     targets = {start: memoryview(bytearray(length)) for start, length in ranges}
-    (chunk,) = plan_chunks([WantedRange(0, start, target) for start, target in targets.items()], [data])
+    (chunk,) = plan_chunks(
+        [WantedRange(0, start, target) for start, target in targets.items()], [data]
+    )
     gap = memoryview(bytearray(64))
     buffers = chunk.buffers(gap)
     assert [len(buffer) for buffer in buffers] == lengths
@@ -302,13 +351,17 @@ def test_the_buffers_of_a_chunk_cover_it_without_empty_ones(ranges: list[tuple[i
     for buffer in buffers:
         buffer[:] = raw[at : at + len(buffer)]
         at += len(buffer)
-    assert all(bytes(target) == raw[start : start + len(target)] for start, target in targets.items())
+    assert all(
+        bytes(target) == raw[start : start + len(target)] for start, target in targets.items()
+    )
 
 
 # Reading
 
 
-def put_object(store: Store, key: str, raw: bytes, *, chunk_bytes: int = CHUNK, signed: bool = False) -> DataObject:
+def put_object(
+    store: Store, key: str, raw: bytes, *, chunk_bytes: int = CHUNK, signed: bool = False
+) -> DataObject:
     store.put(key, raw)
     chunks = [raw[start : start + chunk_bytes] for start in range(0, len(raw), chunk_bytes)]
     return DataObject(
@@ -327,7 +380,9 @@ def folder(tmp_path: Path) -> Store:
 
 
 def seen(store: Store, *, remote: bool) -> Store:
-    return Remote(store) if remote else store
+    if remote:
+        return Remote(store)
+    return store
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -336,21 +391,32 @@ def test_a_read_fills_several_objects_and_counts_the_bytes_of_whole_chunks(
     folder: Store, remote: bool, signed: bool
 ) -> None:
     raws = [random.Random(seed).randbytes(size) for seed, size in ((1, 150), (2, 20))]
-    objects = [put_object(folder, f"object {number}", raw, signed=signed) for number, raw in enumerate(raws)]
+    objects = [
+        put_object(folder, f"object {number}", raw, signed=signed)
+        for number, raw in enumerate(raws)
+    ]
     reader = VerifiedReader(seen(folder, remote=remote), objects)
     targets = [bytearray(90), bytearray(5)]
-    reader.read([WantedRange(0, 60, memoryview(targets[0])), WantedRange(1, 5, memoryview(targets[1]))])
+    reader.read(
+        [WantedRange(0, 60, memoryview(targets[0])), WantedRange(1, 5, memoryview(targets[1]))]
+    )
     assert [bytes(target) for target in targets] == [raws[0][60:150], raws[1][5:10]]
     assert reader.figures.bytes == 150 + 20
     assert list(reader.problems()) == []
     assert reader.figures.bytes == 2 * (150 + 20)
 
 
-def test_overlapping_ranges_of_chunks_of_any_length_are_copied_out_of_scratch_memory(folder: Store) -> None:
+def test_overlapping_ranges_of_chunks_of_any_length_are_copied_out_of_scratch_memory(
+    folder: Store,
+) -> None:
     raws = [random.Random(size).randbytes(size) for size in (10, 64, 30)]
     objects = [put_object(folder, f"object {len(raw)}", raw) for raw in raws]
     targets = [[bytearray(len(raw)), bytearray(len(raw))] for raw in raws]
-    wanted = [WantedRange(number, 0, memoryview(target)) for number, pair in enumerate(targets) for target in pair]
+    wanted = [
+        WantedRange(number, 0, memoryview(target))
+        for number, pair in enumerate(targets)
+        for target in pair
+    ]
     VerifiedReader(folder, objects, parallel=1).read(wanted)
     assert [[bytes(target) for target in pair] for pair in targets] == [[raw, raw] for raw in raws]
 
@@ -361,7 +427,9 @@ def test_a_reader_of_nothing_reads_nothing(folder: Store) -> None:
     assert list(reader.problems()) == []
 
 
-@pytest.mark.parametrize(("remote", "given", "expected"), [(False, None, 2), (True, None, 8), (True, 3, 3)])
+@pytest.mark.parametrize(
+    ("remote", "given", "expected"), [(False, None, 2), (True, None, 8), (True, 3, 3)]
+)
 def test_chunks_are_read_by_so_many_threads(
     folder: Store, monkeypatch: pytest.MonkeyPatch, remote: bool, given: int | None, expected: int
 ) -> None:
@@ -371,7 +439,9 @@ def test_chunks_are_read_by_so_many_threads(
     most: list[int] = []
 
     def meet() -> None:
-        """Wait until as many reads as expected have begun, then a little for one more, which must not come."""
+        """Wait until as many reads as expected have begun, then a little for one more, which must
+        not come.
+        """
         with meeting:
             names.append(threading.current_thread().name)
             meeting.notify_all()
@@ -396,7 +466,9 @@ def test_chunks_are_read_by_so_many_threads(
             return preadv(*arguments)
 
         monkeypatch.setattr(os, "preadv", preadv_together)
-    VerifiedReader(store, [data], parallel=given).read([WantedRange(0, 0, memoryview(bytearray(data.size)))])
+    VerifiedReader(store, [data], parallel=given).read(
+        [WantedRange(0, 0, memoryview(bytearray(data.size)))]
+    )
     assert most[0] == expected
     assert remote is False or all(name.startswith("read") for name in names)
 
@@ -442,18 +514,28 @@ def test_a_verification_whose_result_is_no_longer_awaited_stops(folder: Store) -
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_all_damaged_chunks_are_named_and_each_chunk_is_read(folder: Store, remote: bool) -> None:
-    objects = [put_object(folder, f"object {number}", random.Random(number).randbytes(150)) for number in range(3)]
+    objects = [
+        put_object(folder, f"object {number}", random.Random(number).randbytes(150))
+        for number in range(3)
+    ]
     for number, at in ((0, 70), (2, 149)):
         raw = bytearray(folder.get(f"object {number}"))
         raw[at] ^= 1
         folder.put(f"object {number}", raw)
     store = seen(folder, remote=remote)
     found = list(VerifiedReader(store, objects).problems())
-    assert [(error.object_key, error.chunk) for error in found] == [("object 0", 1), ("object 2", 2)]
-    assert re.fullmatch(r"object 0: chunk 1 has CRC64NVME \w{16}, saved was \w{16} \(fetched twice\)", str(found[0]))
+    assert [(error.object_key, error.chunk) for error in found] == [
+        ("object 0", 1),
+        ("object 2", 2),
+    ]
+    assert re.fullmatch(
+        r"object 0: chunk 1 has CRC64NVME \w{16}, saved was \w{16} \(fetched twice\)", str(found[0])
+    )
     if isinstance(store, Remote):
         once = [(start, min(64, 150 - start)) for start in (0, 64, 128)]
-        assert sorted(store.asked) == sorted([*once * 3, (64, 64), (128, 22)]), "damaged ones are read twice"
+        assert sorted(store.asked) == sorted([*once * 3, (64, 64), (128, 22)]), (
+            "damaged ones are read twice"
+        )
 
 
 def test_a_verification_ends_with_the_error_of_a_store_that_cannot_be_read(folder: Store) -> None:
@@ -554,7 +636,8 @@ class Troubled(Remote):
 
     def __init__(self, store: Store, error: Exception, times: int) -> None:
         super().__init__(store)
-        self._error, self._times = error, times
+        self._error = error
+        self._times = times
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         data = super().get_range(key, start, length)
@@ -569,7 +652,9 @@ FINAL = [StoreTimeout, StoreForbidden, StoreFull, StoreMisconfigured, ValueError
 
 @pytest.mark.parametrize("kind", [*RETRIED, *FINAL])
 def test_each_kind_of_error_is_retried_or_is_final(folder: Store, kind: type[Exception]) -> None:
-    """After a timeout the abandoned read may still write into the destination, so only another process may retry."""
+    """After a timeout the abandoned read may still write into the destination, so only another
+    process may retry.
+    """
     data = put_object(folder, "object", bytes(10))
     store = Troubled(folder, kind("trouble"), times=1)
     wanted = [WantedRange(0, 0, memoryview(bytearray(10)))]
@@ -585,7 +670,8 @@ def test_a_local_read_that_hangs_ends_at_the_limit_of_a_request_and_is_not_retri
     folder: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = put_object(folder, "object", bytes(10))
-    over, reads = threading.Event(), list[int]()
+    over = threading.Event()
+    reads = list[int]()
 
     def hang(*_: Any) -> int:
         reads.append(1)
@@ -594,13 +680,17 @@ def test_a_local_read_that_hangs_ends_at_the_limit_of_a_request_and_is_not_retri
 
     monkeypatch.setattr(os, "preadv", hang)
     impatient = Store.open(folder.uri, request_timeout_seconds=0.2)
-    with pytest.raises(StoreTimeout, match=r"get \S+/object: no answer from the file system within 0\.2 s"):
+    with pytest.raises(
+        StoreTimeout, match=r"get \S+/object: no answer from the file system within 0\.2 s"
+    ):
         VerifiedReader(impatient, [data]).read([WantedRange(0, 0, memoryview(bytearray(10)))])
     over.set()
     assert len(reads) == 1
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable("503"), StoreForbidden("403"), StoreError("truncated")])
+@pytest.mark.parametrize(
+    "error", [StoreUnavailable("503"), StoreForbidden("403"), StoreError("truncated")]
+)
 @pytest.mark.parametrize(
     ("stored", "problem"),
     [
@@ -637,7 +727,9 @@ def test_an_error_of_the_program_about_a_missing_object_is_not_called_damage(fol
         VerifiedReader(store, [data]).read([WantedRange(0, 0, memoryview(bytearray(10)))])
 
 
-def test_an_error_of_a_store_that_also_hides_its_objects_is_not_called_damage(folder: Store) -> None:
+def test_an_error_of_a_store_that_also_hides_its_objects_is_not_called_damage(
+    folder: Store,
+) -> None:
     data = put_object(folder, "object", bytes(10))
     store = Troubled(folder, StoreForbidden("403"), times=9)
 
@@ -649,12 +741,15 @@ def test_an_error_of_a_store_that_also_hides_its_objects_is_not_called_damage(fo
         VerifiedReader(store, [data]).read([WantedRange(0, 0, memoryview(bytearray(10)))])
 
 
-@pytest.mark.parametrize(("seconds_per_try", "tries"), [(20.0, 4), (50.0, 3), (59.8, 3), (60.2, 2), (121.0, 1)])
+@pytest.mark.parametrize(
+    ("seconds_per_try", "tries"), [(20.0, 4), (50.0, 3), (59.8, 3), (60.2, 2), (121.0, 1)]
+)
 def test_the_tries_of_a_chunk_end_after_four_or_after_120_seconds(
     folder: Store, monkeypatch: pytest.MonkeyPatch, seconds_per_try: float, tries: int
 ) -> None:
     data = put_object(folder, "object", bytes(10))
-    clock, pauses = [5000.0], list[tuple[float, float]]()
+    clock = [5000.0]
+    pauses = list[tuple[float, float]]()
     store = Remote(folder)
 
     def fail(key: str, start: int, length: int) -> bytes:
@@ -684,14 +779,20 @@ def ticks(monkeypatch: pytest.MonkeyPatch, *moments: float) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: next(left))
 
 
-def test_the_figures_of_a_remote_read_split_its_time(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_a_remote_read_split_its_time(
+    folder: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = put_object(folder, "object", bytes(10))
     reader = VerifiedReader(Remote(folder), [data])
     ticks(monkeypatch, 100.0, 101.0, 103.0, 107.0, 200.0, 208.0, 224.0, 256.0)
     for _ in range(2):
         reader.read([WantedRange(0, 0, memoryview(bytearray(10)))])
     figures = reader.figures
-    assert (figures.download_seconds, figures.verify_seconds, figures.place_seconds) == (1 + 8, 2 + 16, 4 + 32)
+    assert (figures.download_seconds, figures.verify_seconds, figures.place_seconds) == (
+        1 + 8,
+        2 + 16,
+        4 + 32,
+    )
     assert figures.bytes == 20
     assert "lock" not in repr(figures)
 
@@ -721,10 +822,20 @@ def test_the_figures_of_a_local_read_split_its_time_by_blocks_of_512_kib(
 
 def test_new_figures_are_zero() -> None:
     figures = ReadFigures()
-    assert (figures.bytes, figures.download_seconds, figures.verify_seconds, figures.place_seconds) == (0, 0, 0, 0)
+    assert (
+        figures.bytes,
+        figures.download_seconds,
+        figures.verify_seconds,
+        figures.place_seconds,
+    ) == (0, 0, 0, 0)
     figures.add(1, 2.0, 4.0, 8.0)
     figures.add(16, 32.0, 64.0, 128.0)
-    assert (figures.bytes, figures.download_seconds, figures.verify_seconds, figures.place_seconds) == (17, 34, 68, 136)
+    assert (
+        figures.bytes,
+        figures.download_seconds,
+        figures.verify_seconds,
+        figures.place_seconds,
+    ) == (17, 34, 68, 136)
 
 
 # Another process
@@ -739,7 +850,8 @@ class Answer:
         self.options: dict[str, Any] = {}
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        self.command, self.options = command, options
+        self.command = command
+        self.options = options
         if isinstance(self.printed, Exception):
             raise self.printed
         return subprocess.CompletedProcess(command, 0, stdout=self.printed)
@@ -747,7 +859,12 @@ class Answer:
 
 @pytest.mark.parametrize(
     ("part", "words"),
-    [((), []), (("data/x",), ["data/x"]), (("data/x", 0), ["data/x", "0"]), (("data/x", 3), ["data/x", "3"])],
+    [
+        ((), []),
+        (("data/x",), ["data/x"]),
+        (("data/x", 0), ["data/x", "0"]),
+        (("data/x", 3), ["data/x", "3"]),
+    ],
 )
 def test_another_process_is_given_the_part_to_read(
     monkeypatch: pytest.MonkeyPatch, part: tuple[Any, ...], words: list[str]
@@ -768,9 +885,18 @@ def test_another_process_is_given_the_part_to_read(
     ("printed", "words"),
     [
         ("", "no second process could read it again: JSONDecodeError"),
-        (OSError(12, "Cannot allocate memory"), r"no second process could read it again: OSError\(12"),
-        (subprocess.TimeoutExpired("python", 120.0), "no second process could read it again: TimeoutExpired"),
-        ('{"error": "the store is away"}', "a second process could not read it again: the store is away"),
+        (
+            OSError(12, "Cannot allocate memory"),
+            r"no second process could read it again: OSError\(12",
+        ),
+        (
+            subprocess.TimeoutExpired("python", 120.0),
+            "no second process could read it again: TimeoutExpired",
+        ),
+        (
+            '{"error": "the store is away"}',
+            "a second process could not read it again: the store is away",
+        ),
     ],
 )
 def test_a_process_without_a_result_leaves_the_question_open(
@@ -791,17 +917,25 @@ def test_the_message_about_a_process_without_a_result_is_cut_at_500_characters(
 
 
 def commit_of(store: Store, *raws: bytes, **changes: Any) -> tuple[CommitRef, Manifest]:
-    """A commit of step 7: one object in chunks of 64 bytes for each rank, and a tensor of all bytes of rank 0."""
+    """A commit of step 7: one object in chunks of 64 bytes for each rank, and a tensor of all bytes
+    of rank 0.
+    """
     save = CheckpointId(job="job", generation="000001-aaaa", step=7, world_size=len(raws))
-    objects = [put_object(store, data_key(save.generation, 7, rank), raw) for rank, raw in enumerate(raws)]
+    objects = [
+        put_object(store, data_key(save.generation, 7, rank), raw) for rank, raw in enumerate(raws)
+    ]
     piece = TensorPiece(rank=0, offsets=(0,), sizes=(len(raws[0]),), start=0, length=len(raws[0]))
     tensor = TensorEntry(dtype="uint8", shape=piece.sizes, pieces=(piece,))
     indexes = []
     for rank, data in enumerate(objects):
-        index = RankIndex(save=save, rank=rank, data=data, items=(), common={} if rank == 0 else None).to_bytes()
+        index = RankIndex(
+            save=save, rank=rank, data=data, items=(), common={} if rank == 0 else None
+        ).to_bytes()
         store.put(index_key(save.generation, 7, rank), index)
         indexes.append(sha256_text(index))
-    manifest = Manifest(save=save, data=tuple(objects), indexes=tuple(indexes), tensors={"weight": tensor})
+    manifest = Manifest(
+        save=save, data=tuple(objects), indexes=tuple(indexes), tensors={"weight": tensor}
+    )
     manifest = replace(manifest, **changes)
     return put_manifest(store, manifest), manifest
 
@@ -841,7 +975,12 @@ def test_the_program_prints_the_problem_of_the_part_that_it_is_asked_about(
     key = manifest.data[0].key
     folder.put(key, bytes(99) + b"?")
     FakeLibrary.calls.clear()
-    assert read_again([str(os.getppid()), folder.uri, ref.key, *(word.format(data=key) for word in words)]) == 0
+    assert (
+        read_again(
+            [str(os.getppid()), folder.uri, ref.key, *(word.format(data=key) for word in words)]
+        )
+        == 0
+    )
     answer = json.loads(capsys.readouterr().out)
     assert list(answer) == ["problem"]
     assert problem in answer["problem"]
@@ -861,7 +1000,8 @@ def test_the_program_prints_an_error_if_it_cannot_answer(
         raw = manifest.to_bytes().replace(b'"version":1', b'"version":2')
         ref = replace(ref, key=commit_key(7, 1, sha256_text(raw)))
         folder.put(ref.key, raw)
-        uri, words = folder.uri, "this program reads version 1"
+        uri = folder.uri
+        words = "this program reads version 1"
     assert read_again([str(os.getppid()), uri, ref.key]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert list(answer) == ["error"]
@@ -886,7 +1026,10 @@ def test_a_problem_of_the_manifest_comes_before_one_of_its_objects(folder: Store
     piece = replace(manifest.tensors["weight"].pieces[0], start=1)
     tensors = {"weight": replace(manifest.tensors["weight"], pieces=(piece,))}
     torn = put_manifest(folder, replace(manifest, tensors=tensors))
-    assert find_problem(folder, torn.key, "elsewhere") == f"{torn.key}: weight: bytes 1 to 101 of an object of 100"
+    assert (
+        find_problem(folder, torn.key, "elsewhere")
+        == f"{torn.key}: weight: bytes 1 to 101 of an object of 100"
+    )
 
 
 def test_a_sound_commit_has_no_problems(folder: Store) -> None:
@@ -896,7 +1039,8 @@ def test_a_sound_commit_has_no_problems(folder: Store) -> None:
 
 def test_each_object_of_a_commit_has_its_own_line_of_problems(folder: Store) -> None:
     ref, manifest = commit_of(folder, bytes(100), bytes(64), bytes(10), bytes(20))
-    data, indexes = "data/000001-aaaa/000000000007", "index/000001-aaaa/000000000007"
+    data = "data/000001-aaaa/000000000007"
+    indexes = "index/000001-aaaa/000000000007"
     folder.put(f"{data}/00000.bin", bytes(99) + b"?")
     folder.delete(f"{data}/00001.bin")
     folder.put(f"{data}/00002.bin", bytes(11))
@@ -908,7 +1052,8 @@ def test_each_object_of_a_commit_has_its_own_line_of_problems(folder: Store) -> 
     problems = verify_commit(folder, ref.key)
     assert [re.sub(r"\b[0-9a-f]{16}\b", "SUM", problem) for problem in problems] == [
         f"{indexes}/00000.json: there is no such object",
-        f"{indexes}/00001.json: SHA-256 {sha256_text(b'{}')}, the manifest says {manifest.indexes[1]}",
+        f"{indexes}/00001.json: SHA-256 {sha256_text(b'{}')}, the manifest says "
+        f"{manifest.indexes[1]}",
         f"{indexes}/00002.json.old: is no part of this commit",
         f"{data}/00001.bin: no such object, 64 bytes were saved",
         f"{data}/00002.bin: 11 bytes, 10 bytes were saved",
@@ -926,7 +1071,9 @@ def test_a_commit_without_a_readable_manifest_has_this_one_problem(folder: Store
     piece = replace(manifest.tensors["weight"].pieces[0], length=99)
     tensors = {"weight": replace(manifest.tensors["weight"], pieces=(piece,))}
     torn = put_manifest(folder, replace(manifest, tensors=tensors))
-    assert verify_commit(folder, torn.key) == [f"{torn.key}: weight: a piece of [100] uint8 cannot have 99 bytes"]
+    assert verify_commit(folder, torn.key) == [
+        f"{torn.key}: weight: a piece of [100] uint8 cannot have 99 bytes"
+    ]
 
 
 def test_a_commit_that_names_the_object_of_another_rank_is_no_sound_one(folder: Store) -> None:
@@ -941,7 +1088,10 @@ def test_a_commit_that_names_the_object_of_another_rank_is_no_sound_one(folder: 
 def put_index(store: Store, generation: str, step: int, rank: int, *, world_size: int = 2) -> None:
     save = CheckpointId(job="job", generation=generation, step=step, world_size=world_size)
     data = DataObject(key="data", size=0, crc64nvme="", chunk_bytes=64, chunks=())
-    store.put(index_key(generation, step, rank), RankIndex(save=save, rank=rank, data=data, items=()).to_bytes())
+    store.put(
+        index_key(generation, step, rank),
+        RankIndex(save=save, rank=rank, data=data, items=()).to_bytes(),
+    )
 
 
 def test_finished_saves_without_a_commit_are_found_and_no_others(folder: Store) -> None:
@@ -955,7 +1105,12 @@ def test_finished_saves_without_a_commit_are_found_and_no_others(folder: Store) 
     put_index(folder, name, 2, 1)  # the index of rank 0 is missing
     folder.put(index_key(name, 4, 0), b"")  # unreadable
     folder.put(index_key(name, 4, 1), b"")
-    for stray in ("index/000000-a/notes/00000.json", "index/notes/000000000001/00000.json", "index/0", "index/1/2/3/4"):
+    for stray in (
+        "index/000000-a/notes/00000.json",
+        "index/notes/000000000001/00000.json",
+        "index/0",
+        "index/1/2/3/4",
+    ):
         folder.put(stray, b"")
     folder.put("commits/notes.txt", b"")
     commit_of(folder, bytes(1), bytes(1))  # of step 7 of generation 1

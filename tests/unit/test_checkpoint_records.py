@@ -1,4 +1,6 @@
-"""The records of checkpoints that pass from one part to another: nobody changes one, or mixes up its fields."""
+"""The records of checkpoints that pass from one part to another: nobody changes one, or mixes up
+its fields.
+"""
 
 from __future__ import annotations
 
@@ -66,5 +68,7 @@ def test_a_record_of_a_checkpoint_is_made_by_names_only(name: str) -> None:
 )
 def test_the_defaults_of_a_record_are_these(kind: type, defaults: dict[str, object]) -> None:
     fields = dataclasses.fields(kind)
-    found = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    found = {
+        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
+    }
     assert found == defaults

@@ -1,4 +1,6 @@
-"""Restoring: what each error of each rank comes to, who reads again, and which commits are passed over."""
+"""Restoring: what each error of each rank comes to, who reads again, and which commits are passed
+over.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from ebbflow.infra.errors import (
 from ebbflow.infra.layout import commit_key, data_key, index_key, quarantine_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CommitRef, Generation, reachable_commits
-from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, RankIndex, TensorEntry, merge_indexes
+from ebbflow.training.checkpoint.manifest import (
+    CheckpointId,
+    DataObject,
+    RankIndex,
+    TensorEntry,
+    merge_indexes,
+)
 from ebbflow.training.checkpoint.restore import (
     RestoreResult,
     RestoreSeconds,
@@ -34,7 +42,13 @@ from ebbflow.training.checkpoint.restore import (
     restore_newest,
 )
 from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
-from ebbflow.training.checkpoint.state import SHARED_PREFIX, capture_rng, named_state, optimizer_settings, rng_name
+from ebbflow.training.checkpoint.state import (
+    SHARED_PREFIX,
+    capture_rng,
+    named_state,
+    optimizer_settings,
+    rng_name,
+)
 from ebbflow.training.checkpoint.verified_io import crc_text, sha256_text, unseal
 from ebbflow.training.errors import (
     CheckpointError,
@@ -59,13 +73,17 @@ def model_of(value: float) -> nn.Module:
 
 
 def value_of(model: nn.Module) -> float:
-    values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+    values = set()
+    for parameter in model.parameters():
+        values.update(parameter.flatten().tolist())
     assert len(values) == 1
     return values.pop()
 
 
 def put_state(store: Store, generation: Generation, step: int, **common: Any) -> CommitRef:
-    """Commit a model whose weights equal the step, as one rank saves it, with further tensors of two kinds."""
+    """Commit a model whose weights equal the step, as one rank saves it, with further tensors of
+    two kinds.
+    """
     model = model_of(step)
     optimizer = torch.optim.SGD(model.parameters(), lr=step / 8)
     own = {rng_name(0, "position"): torch.tensor([step])}
@@ -77,7 +95,9 @@ def put_state(store: Store, generation: Generation, step: int, **common: Any) ->
         raw[item.start : item.start + item.length] = tensor.numpy().tobytes()
     key = data_key(generation.name, step, 0)
     store.put(key, bytes(raw))
-    data = DataObject(key=key, size=len(raw), crc64nvme="", chunk_bytes=2**24, chunks=(crc_text(bytes(raw)),))
+    data = DataObject(
+        key=key, size=len(raw), crc64nvme="", chunk_bytes=2**24, chunks=(crc_text(bytes(raw)),)
+    )
     save = CheckpointId(job="job", generation=generation.name, step=step, world_size=1)
     settings = optimizer_settings(model, optimizer)
     common = {"extra": {"cursor": step}, "optimizer": settings, "parent": None, **common}
@@ -113,7 +133,9 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class View(Store):
-    """How one rank sees a store: some manifests cannot be read, or bytes of data objects are flipped."""
+    """How one rank sees a store: some manifests cannot be read, or bytes of data objects are
+    flipped.
+    """
 
     def __init__(self, store: Store, *, flips: str = "") -> None:
         self.__dict__.update(store.__dict__)
@@ -127,7 +149,9 @@ class View(Store):
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         data = super().get_range(key, start, length)
-        return bytes([data[0] ^ 1]) + data[1:] if self._flips and self._flips in key else data
+        if self._flips and self._flips in key:
+            return bytes([data[0] ^ 1]) + data[1:]
+        return data
 
 
 def failing(job: Job, *errors: Exception, times: int = 1) -> View:
@@ -137,11 +161,19 @@ def failing(job: Job, *errors: Exception, times: int = 1) -> View:
     return view
 
 
-def restore(store: Store, candidates: list[str], **options: Any) -> tuple[RestoreResult | None, float]:
+def restore(
+    store: Store, candidates: list[str], **options: Any
+) -> tuple[RestoreResult | None, float]:
     """Restore as the only rank. Returns the result and the value of the weights."""
     model = model_of(-1)
     found = restore_newest(
-        store, candidates, model, None, options.pop("rank", 0), options.pop("world_size", 1), **options
+        store,
+        candidates,
+        model,
+        None,
+        options.pop("rank", 0),
+        options.pop("world_size", 1),
+        **options,
     )
     return found, value_of(model)
 
@@ -165,7 +197,12 @@ def test_the_first_candidate_is_restored_with_all_that_is_stored_beside_the_weig
     found = restore_newest(job.store, [newest.key, *job.candidates], model, optimizer, 0, 1)
     assert found is not None
     assert (value_of(model), optimizer.param_groups[0]["lr"]) == (4.0, 0.5)
-    assert (found.step, found.extra, found.key, found.world_size) == (4, {"cursor": 4}, newest.key, 1)
+    assert (found.step, found.extra, found.key, found.world_size) == (
+        4,
+        {"cursor": 4},
+        newest.key,
+        1,
+    )
     assert found.bytes_read == job.store.head(data_key(job.generation.name, 4, 0)).size
     assert (found.rng, found.rejected) == ("restored", [])
     assert (random.random(), torch.rand(1).item()) == drawn
@@ -182,7 +219,9 @@ def test_shared_tensors_are_read_into_the_given_places_and_others_are_skipped(jo
 
     def place(name: str, entry: TensorEntry) -> Tensor | None:
         asked[name] = entry.shape
-        return target if name == f"{SHARED_PREFIX}a" else None
+        if name == f"{SHARED_PREFIX}a":
+            return target
+        return None
 
     found, _ = restore(job.store, job.candidates, place=place)
     assert asked == {f"{SHARED_PREFIX}a": (2,), f"{SHARED_PREFIX}b": (1,)}
@@ -190,11 +229,22 @@ def test_shared_tensors_are_read_into_the_given_places_and_others_are_skipped(jo
     assert target.tolist() == [1.0, 2.0]
 
 
-def test_at_another_world_size_the_random_states_come_from_the_commit_and_the_rank(job: Job) -> None:
+def test_at_another_world_size_the_random_states_come_from_the_commit_and_the_rank(
+    job: Job,
+) -> None:
     draws = []
-    for rank, candidates in ((0, job.candidates), (1, job.candidates), (0, job.candidates[1:]), (0, job.candidates)):
+    for rank, candidates in (
+        (0, job.candidates),
+        (1, job.candidates),
+        (0, job.candidates[1:]),
+        (0, job.candidates),
+    ):
         found, _ = restore(job.store, candidates, rank=rank, world_size=2)
-        assert (found.rng, found.world_size, found.further.own) == ("reseeded from the commit", 1, {})
+        assert (found.rng, found.world_size, found.further.own) == (
+            "reseeded from the commit",
+            1,
+            {},
+        )
         draws.append(torch.rand(1).item())
     assert len(set(draws[:3])) == 3
     assert draws[3] == draws[0]
@@ -233,7 +283,9 @@ def test_an_error_about_the_newest_commit_ends_the_restore_and_rejects_nothing(
     assert type(raised.value) is kind
     assert str(raised.value).startswith(job.candidates[0])
     assert sleeps == [0.5, 1.0, 2.0, 4.0][: tries - 1]
-    assert stages == [f"reading {job.candidates[0]}, try {number}" for number in range(1, tries + 1)]
+    assert stages == [
+        f"reading {job.candidates[0]}, try {number}" for number in range(1, tries + 1)
+    ]
     assert job.quarantined() == []
 
 
@@ -268,7 +320,11 @@ REJECTING = {
 
 @pytest.mark.parametrize("case", list(REJECTING))
 def test_a_rejected_commit_is_reported_and_the_one_before_it_restored(
-    job: Job, sleeps: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
+    job: Job,
+    sleeps: list[float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
 ) -> None:
     error, standing, is_quarantined = REJECTING[case]
     monkeypatch.setattr(time, "time", lambda: 1234.5)
@@ -290,7 +346,10 @@ def test_a_rejected_commit_is_reported_and_the_one_before_it_restored(
     if is_quarantined:
         record = unseal(job.store.get(where), where)
         assert record == {"version": 1, "key": key, "reason": reason, "t_wall": 1234.5}
-    note = f"to be quarantined in {where}; " if is_quarantined else ""
+    if is_quarantined:
+        note = f"to be quarantined in {where}; "
+    else:
+        note = ""
     assert capsys.readouterr().err.splitlines() == [
         f"checkpoint: ERROR: {job.store.uri}/{key} is {standing} and will not be used: {reason}",
         f"checkpoint: {note}going back to the commit before it",
@@ -300,7 +359,9 @@ def test_a_rejected_commit_is_reported_and_the_one_before_it_restored(
 
 
 @pytest.mark.parametrize("in_the_way", ["damage", "error", "no extra", ""])
-def test_a_rejected_commit_has_its_extra_data_if_they_are_readable(job: Job, in_the_way: str) -> None:
+def test_a_rejected_commit_has_its_extra_data_if_they_are_readable(
+    job: Job, in_the_way: str
+) -> None:
     view = View(job.store, flips="/000000000003/")
     first = job.candidates[0]
     if in_the_way == "no extra":
@@ -336,7 +397,10 @@ def test_a_quarantine_that_cannot_be_written_does_not_stop_the_restore(
     found, _ = restore(view, job.candidates, read_again=torn)
     where = quarantine_key(job.refs[0].sha256)
     assert found.step == 2
-    assert f"checkpoint: WARNING: {where} could not be written: put {where}: 403\n" in capsys.readouterr().err
+    assert (
+        f"checkpoint: WARNING: {where} could not be written: put {where}: 403\n"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("problem", ["it is torn", ""])
@@ -353,34 +417,52 @@ def test_by_default_a_new_process_on_node_0_reads_again(
     if problem:
         assert restore(view, job.candidates)[1] == 2.0
     else:
-        with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly .*a second reader \(a new process\) finds"):
+        with pytest.raises(
+            UnreliableReader,
+            match=r"node 0 reads wrongly .*a second reader \(a new process\) finds",
+        ):
             restore(view, job.candidates)
-    assert commands == [[job.store.uri, job.candidates[0], data_key(job.generation.name, 3, 0), "0"]]
+    assert commands == [
+        [job.store.uri, job.candidates[0], data_key(job.generation.name, 3, 0), "0"]
+    ]
 
 
-def test_all_lost_steps_are_counted_from_the_newest_commit(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_lost_steps_are_counted_from_the_newest_commit(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.store.put(job.candidates[0], b"{}")
     job.store.put(job.candidates[1], b"{}")
     found, value = restore(job.store, job.candidates, read_again=torn)
     assert (value, [rejected.step for rejected in found.rejected]) == (1.0, [3, 2])
-    assert capsys.readouterr().err.endswith("checkpoint: 2 committed steps are lost: from 3 back to 1\n")
+    assert capsys.readouterr().err.endswith(
+        "checkpoint: 2 committed steps are lost: from 3 back to 1\n"
+    )
 
 
 @pytest.mark.parametrize("error", [CorruptCommit("torn"), MisplacedCommit("of another step")])
-def test_a_job_whose_commits_are_all_rejected_has_nothing_to_restore(job: Job, error: Exception) -> None:
+def test_a_job_whose_commits_are_all_rejected_has_nothing_to_restore(
+    job: Job, error: Exception
+) -> None:
     """Misplaced manifests are not quarantined and are still listed."""
     view = View(job.store)
     for key in job.candidates:
         view.errors[key] = [error] * 2
-    with pytest.raises(NothingToRestore, match=f"none of 3 commits verifies: {job.candidates[0]}: .*; hint: "):
+    with pytest.raises(
+        NothingToRestore, match=f"none of 3 commits verifies: {job.candidates[0]}: .*; hint: "
+    ):
         restore(view, job.candidates, read_again=torn)
 
 
-def test_a_job_with_older_commits_than_the_rejected_candidates_goes_on_with_those_next_time(job: Job) -> None:
+def test_a_job_with_older_commits_than_the_rejected_candidates_goes_on_with_those_next_time(
+    job: Job,
+) -> None:
     view = View(job.store)
     for key in job.candidates[:2]:
         view.errors[key] = [CorruptCommit("torn")] * 2
-    words = f"none of 2 commits verifies; there are older ones: {job.candidates[0]}: torn.*{job.candidates[1]}: torn"
+    words = (
+        f"none of 2 commits verifies; there are older ones: {job.candidates[0]}: "
+        f"torn.*{job.candidates[1]}: torn"
+    )
     with pytest.raises(CheckpointError, match=words) as error:
         restore(view, job.candidates[:2], read_again=torn)
     assert not isinstance(error.value, NothingToRestore)
@@ -390,8 +472,12 @@ def test_a_job_with_older_commits_than_the_rejected_candidates_goes_on_with_thos
 # Durations
 
 
-def test_the_seconds_of_a_restore_are_divided_by_activity(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first try takes 2 s of a failed read, 16 s of agreeing and a pause of 0.5 s; the second one succeeds."""
+def test_the_seconds_of_a_restore_are_divided_by_activity(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try takes 2 s of a failed read, 16 s of agreeing and a pause of 0.5 s; the second
+    one succeeds.
+    """
     clock = [1000.0]
 
     def pass_time(seconds: float) -> None:
@@ -409,9 +495,13 @@ def test_the_seconds_of_a_restore_are_divided_by_activity(job: Job, monkeypatch:
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", pass_time)
     monkeypatch.setattr(time, "perf_counter", lambda: next(thread_seconds))
-    found, _ = restore(view, job.candidates, progress=lambda: pass_time(14.0), meet=lambda stage: pass_time(16.0))
+    found, _ = restore(
+        view, job.candidates, progress=lambda: pass_time(14.0), meet=lambda stage: pass_time(16.0)
+    )
     assert found.seconds == 50.5
-    assert found.split == RestoreSeconds(list=2 + 16 + 0.5 + 2, download=2.0, verify=4.0, load=8.0, agree=16.0)
+    assert found.split == RestoreSeconds(
+        list=2 + 16 + 0.5 + 2, download=2.0, verify=4.0, load=8.0, agree=16.0
+    )
 
 
 def test_a_restore_without_measured_reads_counts_its_reading_as_loading(
@@ -443,7 +533,9 @@ class Ranks:
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
         monkeypatch.setattr(dist, "all_gather", self._all_gather)
-        monkeypatch.setattr(time, "sleep", lambda seconds: self.slept[self._local.rank].append(seconds))
+        monkeypatch.setattr(
+            time, "sleep", lambda seconds: self.slept[self._local.rank].append(seconds)
+        )
 
     def _all_gather(self, gathered: list[Tensor], mine: Tensor) -> None:
         assert (mine.numel(), mine.dtype, mine.device.type) == (4096, torch.uint8, "cpu")
@@ -454,11 +546,18 @@ class Ranks:
         self._meeting.wait()
 
     def restore(
-        self, stores: list[Store], candidates: list[str], nodes: list[int], read_again: Callable[..., str]
+        self,
+        stores: list[Store],
+        candidates: list[str],
+        nodes: list[int],
+        read_again: Callable[..., str],
     ) -> list[RestoreResult | Exception]:
-        """Restore on each rank with its own view of the store. Returns each rank's result or exception.
+        """Restore on each rank with its own view of the store.
 
-        `read_again` is called with the rank that reads again, the commit's key, the object's key and the chunk.
+        Returns each rank's result or exception.
+
+        `read_again` is called with the rank that reads again, the commit's key, the object's key
+        and the chunk.
         """
         found: dict[int, RestoreResult | Exception] = {}
 
@@ -478,7 +577,10 @@ class Ranks:
             except Exception as error:
                 found[rank] = error
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self._world_size)]
+        threads = [
+            threading.Thread(target=work, args=(rank,), daemon=True)
+            for rank in range(self._world_size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -519,7 +621,12 @@ ONE_REFUSES = "rank 1 on here refuses what the others accept: another key there?
         (["sound", "away"], CheckpointError, f"{NOT_THE_COMMIT}: rank 1: 503", 5),
         (["away", "refused"], CheckpointError, f"{NOT_THE_COMMIT}: rank 0: 503", 5),
         (["corrupt", "away"], CheckpointError, f"{NOT_THE_COMMIT}: rank 1: 503", 5),
-        (["sound", "refused"], CheckpointError, f"{NOT_THE_COMMIT}: {ONE_REFUSES} fix: give all nodes", 1),
+        (
+            ["sound", "refused"],
+            CheckpointError,
+            f"{NOT_THE_COMMIT}: {ONE_REFUSES} fix: give all nodes",
+            1,
+        ),
         (["mismatch", "refused"], CheckpointError, f"{NOT_THE_COMMIT}: {ONE_REFUSES}", 1),
         (["sound", "mismatch"], CommitMismatch, "rank 1: another model", 1),
         (["corrupt", "mismatch"], CommitMismatch, "rank 1: another model", 1),
@@ -527,7 +634,12 @@ ONE_REFUSES = "rank 1 on here refuses what the others accept: another key there?
     ],
 )
 def test_the_worst_verdict_of_any_rank_is_that_of_all(
-    job: Job, monkeypatch: pytest.MonkeyPatch, kinds: list[str], error: type[Exception], words: str, tries: int
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: list[str],
+    error: type[Exception],
+    words: str,
+    tries: int,
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     ranks = Ranks(monkeypatch, len(kinds))
@@ -539,15 +651,21 @@ def test_the_worst_verdict_of_any_rank_is_that_of_all(
     assert job.quarantined() == []
 
 
-@pytest.mark.parametrize("kinds", [["refused", "refused"], ["refused", "corrupt"], ["misplaced", "refused"]])
+@pytest.mark.parametrize(
+    "kinds", [["refused", "refused"], ["refused", "corrupt"], ["misplaced", "refused"]]
+)
 def test_a_commit_that_no_rank_accepts_is_passed_over_as_refused_and_not_as_damaged(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kinds: list[str]
 ) -> None:
-    found = Ranks(monkeypatch, 2).restore([view_of(job, kind) for kind in kinds], job.candidates, [0, 1], never)
+    found = Ranks(monkeypatch, 2).restore(
+        [view_of(job, kind) for kind in kinds], job.candidates, [0, 1], never
+    )
     assert [(result.step, result.rejected[0].reason) for result in found] == [
         (2, f"rank {kinds.index('refused')}: not signed")
     ] * 2
-    assert capfd.readouterr().err.count("is refused and will not be used") == 1, "rank 0 alone reports it"
+    assert capfd.readouterr().err.count("is refused and will not be used") == 1, (
+        "rank 0 alone reports it"
+    )
     assert job.quarantined() == []
 
 
@@ -556,7 +674,11 @@ def test_a_commit_that_no_rank_accepts_is_passed_over_as_refused_and_not_as_dama
     [
         (1, "rank 1 on HOST refuses what"),
         (2, "rank 1 on HOST, rank 2 on HOST refuse what"),
-        (5, "rank 1 on HOST, rank 2 on HOST, rank 3 on HOST, rank 4 on HOST, rank 5 on HOST refuse what"),
+        (
+            5,
+            "rank 1 on HOST, rank 2 on HOST, rank 3 on HOST, rank 4 on HOST, rank 5 on HOST "
+            "refuse what",
+        ),
         (6, "rank 4 on HOST, rank 5 on HOST and 1 more refuse what"),
     ],
 )
@@ -600,7 +722,9 @@ def test_damage_that_a_second_node_confirms_is_quarantined(
         assert reason.startswith(f"rank 0: {data}: chunk 0 has CRC64NVME")
         assert reason.endswith("; a second reader (rank 1 on node 1) agrees")
     assert job.quarantined() == [quarantine_key(job.refs[0].sha256)]
-    assert capfd.readouterr().err.count("1 committed steps are lost") == 1, "rank 0 alone reports it"
+    assert capfd.readouterr().err.count("1 committed steps are lost") == 1, (
+        "rank 0 alone reports it"
+    )
 
 
 def test_damage_that_a_second_node_does_not_find_is_the_first_readers(
@@ -614,19 +738,26 @@ def test_damage_that_a_second_node_does_not_find_is_the_first_readers(
     data = data_key(job.generation.name, 3, 0)
     for result in found:
         assert type(result) is UnreliableReader
-        assert str(result).startswith(f"node 8 reads wrongly (rank 1): {data}: chunk 0 has CRC64NVME")
-        assert f"; a second reader (rank 0 on node 7) finds {data} as saved, so the commit is sound; fix: " in str(
-            result
+        assert str(result).startswith(
+            f"node 8 reads wrongly (rank 1): {data}: chunk 0 has CRC64NVME"
+        )
+        assert (
+            f"; a second reader (rank 0 on node 7) finds {data} as saved, so the commit is "
+            "sound; fix: " in str(result)
         )
     assert ranks.slept == {0: [20.0], 1: [], 2: [20.0]}
     assert job.quarantined() == []
 
 
-def test_all_ranks_that_read_wrongly_are_suspects(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_that_read_wrongly_are_suspects(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readers = SecondReaders(rank_0="", rank_2="")
     ranks = Ranks(monkeypatch, 4)
     kinds = ["sound", "misplaced", "sound", "corrupt"]
-    found = ranks.restore([view_of(job, kind) for kind in kinds], job.candidates, [2, 1, 2, 8], readers)
+    found = ranks.restore(
+        [view_of(job, kind) for kind in kinds], job.candidates, [2, 1, 2, 8], readers
+    )
     assert sorted(readers.calls, key=lambda call: call[0]) == [
         (0, job.candidates[0], "", None),
         (2, job.candidates[0], data_key(job.generation.name, 3, 0), 0),
@@ -659,22 +790,39 @@ def test_on_one_node_a_new_process_reads_again(job: Job, monkeypatch: pytest.Mon
     ],
 )
 def test_one_second_reader_that_finds_damage_suffices_and_all_must_find_none(
-    job: Job, monkeypatch: pytest.MonkeyPatch, first: str | Exception, second: str | Exception, outcome: str
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str | Exception,
+    second: str | Exception,
+    outcome: str,
 ) -> None:
     """Ranks 0 and 1 doubt the commit; rank 2 reads again for rank 0, and rank 3 for rank 1."""
     readers = SecondReaders(rank_2=first, rank_3=second)
     ranks = Ranks(monkeypatch, 4)
     kinds = ["misplaced", "corrupt", "sound", "sound"]
-    found = ranks.restore([view_of(job, kind) for kind in kinds], job.candidates, [0, 1, 2, 2], readers)
+    found = ranks.restore(
+        [view_of(job, kind) for kind in kinds], job.candidates, [0, 1, 2, 2], readers
+    )
     if outcome == "rejected":
         (rejected,) = found[0].rejected
-        confirmed = 0 if first == "it is torn" else 1
+        if first == "it is torn":
+            confirmed = 0
+        else:
+            confirmed = 1
         assert rejected.reason.startswith(f"rank {confirmed}: ")
-        assert rejected.reason.endswith(f"; a second reader (rank {confirmed + 2} on node 2) agrees")
+        assert rejected.reason.endswith(
+            f"; a second reader (rank {confirmed + 2} on node 2) agrees"
+        )
         assert len(job.quarantined()) == confirmed, "a misplaced manifest is not quarantined"
     elif outcome == "away":
-        reader = 2 if isinstance(first, Exception) else 3
-        reason = first if isinstance(first, Exception) else second
+        if isinstance(first, Exception):
+            reader = 2
+        else:
+            reader = 3
+        if isinstance(first, Exception):
+            reason = first
+        else:
+            reason = second
         assert f"{NOT_THE_COMMIT}: rank {reader}: {reason}" in str(found[0])
         assert ranks.slept[0] == [0.5, 1.0, 2.0, 4.0]
     else:
@@ -700,10 +848,14 @@ def test_one_second_reader_that_finds_damage_suffices_and_all_must_find_none(
 def test_second_readers_are_ranks_of_other_nodes_without_doubts_if_there_are_any(
     nodes: list[int], doubting: list[int], expected: list[tuple[int, int]]
 ) -> None:
-    assert assign_second_readers(nodes, [rank in doubting for rank in range(len(nodes))]) == expected
+    assert (
+        assign_second_readers(nodes, [rank in doubting for rank in range(len(nodes))]) == expected
+    )
 
 
-def test_rows_are_exchanged_on_the_device_of_the_backend(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_exchanged_on_the_device_of_the_backend(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device without memory stands for the GPU, whose rows cannot be read back here."""
     device = torch.device
     devices: list[str] = []
@@ -721,10 +873,16 @@ def test_rows_are_exchanged_on_the_device_of_the_backend(job: Job, monkeypatch: 
     assert devices == ["meta"] * 3
 
 
-@pytest.mark.parametrize("missing", ["torch was built without it", "it is not initialised", "there is one rank"])
-def test_a_rank_without_a_process_group_decides_alone(job: Job, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+@pytest.mark.parametrize(
+    "missing", ["torch was built without it", "it is not initialised", "there is one rank"]
+)
+def test_a_rank_without_a_process_group_decides_alone(
+    job: Job, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     monkeypatch.setattr(dist, "is_available", lambda: missing != "torch was built without it")
     monkeypatch.setattr(dist, "is_initialized", lambda: missing != "it is not initialised")
     monkeypatch.setattr(dist, "all_gather", lambda *_: pytest.fail("a collective was called"))
-    found, _ = restore(job.store, job.candidates, world_size=1 if missing == "there is one rank" else 2)
+    found, _ = restore(
+        job.store, job.candidates, world_size=1 if missing == "there is one rank" else 2
+    )
     assert found.step == 3

@@ -1,4 +1,6 @@
-"""What a policy keeps, drops and deletes: each rule alone, each limit at its edge, each record of another process."""
+"""What a policy keeps, drops and deletes: each rule alone, each limit at its edge, each record of
+another process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ from ebbflow.infra.layout import (
 )
 from ebbflow.infra.signing_key import NAME_VARIABLE
 from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.training.checkpoint.lineage import CommitRef, Generation, reachable_commits, trace_lineage
+from ebbflow.training.checkpoint.lineage import (
+    CommitRef,
+    Generation,
+    reachable_commits,
+    trace_lineage,
+)
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.retention import (
     Retention,
@@ -87,7 +94,9 @@ DEFAULT_POLICY = RetentionPolicy(keep_last=3, orphan_seconds=DAY)
         ({"orphan_hours": 2.0, "deadline_seconds": 3601.0}, {"orphan_seconds": 7202.0}),
     ],
 )
-def test_each_setting_of_a_job_is_its_own_rule_of_the_policy(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_each_setting_of_a_job_is_its_own_rule_of_the_policy(
+    settings: dict[str, Any], changes: dict[str, Any]
+) -> None:
     policy = retention_policy(CheckpointConfig.model_validate(settings))
     assert policy == replace(DEFAULT_POLICY, **changes)
 
@@ -106,7 +115,9 @@ METRICS = {60: 3.0, 50: 2.0, 40: None, 30: 1.0, 20: 5.0, 10: 4.0}
         ("max", 9, [10, 20, 30, 50, 60]),  # a commit without the metric is never the best
     ],
 )
-def test_the_best_commits_by_the_metric_are_kept_in_both_modes(mode: str, keep_best: int, kept: list[int]) -> None:
+def test_the_best_commits_by_the_metric_are_kept_in_both_modes(
+    mode: str, keep_best: int, kept: list[int]
+) -> None:
     commits = [whole(step, metric=metric) for step, metric in METRICS.items()]
     assert kept_steps(commits, keep_last=1, keep_best=keep_best, best_mode=mode) == kept
 
@@ -118,11 +129,18 @@ def test_of_equally_good_commits_the_newer_one_is_kept(mode: str) -> None:
 
 
 @given(st.lists(st.floats(-5, 5) | st.none(), min_size=1, max_size=8), st.integers(0, 9))
-def test_the_highest_values_are_the_lowest_of_the_negated_ones(metrics: list[float | None], keep_best: int) -> None:
+def test_the_highest_values_are_the_lowest_of_the_negated_ones(
+    metrics: list[float | None], keep_best: int
+) -> None:
     commits = [whole(len(metrics) - number, metric=metric) for number, metric in enumerate(metrics)]
-    negated = [replace(commit, metric=None if commit.metric is None else -commit.metric) for commit in commits]
+    negated = [
+        replace(commit, metric=None if commit.metric is None else -commit.metric)
+        for commit in commits
+    ]
     policy = {"keep_last": 1, "keep_best": keep_best}
-    assert kept_steps(commits, **policy, best_mode="max") == kept_steps(negated, **policy, best_mode="min")
+    assert kept_steps(commits, **policy, best_mode="max") == kept_steps(
+        negated, **policy, best_mode="min"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,20 +155,29 @@ def test_the_highest_values_are_the_lowest_of_the_negated_ones(metrics: list[flo
         ([4, 3, 2, 1], 0, [4]),
     ],
 )
-def test_the_first_commit_at_or_after_each_multiple_is_kept(steps: list[int], every: int, kept: list[int]) -> None:
+def test_the_first_commit_at_or_after_each_multiple_is_kept(
+    steps: list[int], every: int, kept: list[int]
+) -> None:
     assert kept_steps([whole(step) for step in steps], keep_last=1, keep_every_steps=every) == kept
 
 
 def test_of_two_commits_of_one_step_the_newer_generations_is_kept() -> None:
     newer, older = (WholeCommit(sha256=name, step=30, size=1) for name in ("newer", "older"))
-    assert set(choose_commits([whole(40), newer, older], RetentionPolicy(keep_last=1, keep_every_steps=30))) == {
+    assert set(
+        choose_commits([whole(40), newer, older], RetentionPolicy(keep_last=1, keep_every_steps=30))
+    ) == {
         "40",
         "newer",
     }
 
 
 def test_a_kept_commit_has_each_of_its_reasons() -> None:
-    commits = [whole(40, metric=4.0), whole(30, metric=1.0), whole(20, pinned=True, metric=2.0), whole(10)]
+    commits = [
+        whole(40, metric=4.0),
+        whole(30, metric=1.0),
+        whole(20, pinned=True, metric=2.0),
+        whole(10),
+    ]
     policy = RetentionPolicy(keep_last=2, keep_every_steps=20, keep_best=1)
     assert choose_commits(commits, policy) == {
         "20": "pinned, every 20 steps",
@@ -159,7 +186,8 @@ def test_a_kept_commit_has_each_of_its_reasons() -> None:
     }
 
 
-# Kept without a cap: 80, 75, 70 (last), 5, 30, 20, 10 (best, in this order), 25, 50, 75 (every 25), 5 (pinned).
+# Kept without a cap: 80, 75, 70 (last), 5, 30, 20, 10 (best, in this order), 25, 50, 75 (every 25),
+# 5 (pinned).
 CAPPED = [
     whole(80),
     whole(75),
@@ -191,7 +219,9 @@ CAPPED = [
         (0, [10, 20, 25, 30, 50, 70, 75]),
     ],
 )
-def test_a_cap_drops_the_least_valuable_first_and_no_more_than_needed(cap: int, dropped: list[int]) -> None:
+def test_a_cap_drops_the_least_valuable_first_and_no_more_than_needed(
+    cap: int, dropped: list[int]
+) -> None:
     policy = {"keep_last": 3, "keep_every_steps": 25, "keep_best": 4, "max_total_bytes": cap}
     kept = kept_steps(CAPPED, **policy)
     assert sorted({commit.step for commit in CAPPED} - set(kept)) == dropped
@@ -219,7 +249,9 @@ def test_a_cap_counts_only_commits_that_are_kept() -> None:
         ({}, None),
     ],
 )
-def test_a_metric_counts_if_it_is_a_finite_number_of_the_same_step(extra: dict[str, Any], value: float | None) -> None:
+def test_a_metric_counts_if_it_is_a_finite_number_of_the_same_step(
+    extra: dict[str, Any], value: float | None
+) -> None:
     found = metric_at_step(extra, 7, "loss")
     assert found == value
     assert found is None or type(found) is float
@@ -267,9 +299,12 @@ def objects_of(generation: Generation, step: int) -> set[str]:
     return {data_key(generation.name, step, 0), index_key(generation.name, step, 0)}
 
 
-def test_a_deletion_takes_the_manifest_first_and_then_everything_of_the_commit(store: RecordingStore) -> None:
+def test_a_deletion_takes_the_manifest_first_and_then_everything_of_the_commit(
+    store: RecordingStore,
+) -> None:
     generation = put_generation(store, 1)
-    gone, kept = put_whole_commit(store, generation, 1), put_whole_commit(store, generation, 2)
+    gone = put_whole_commit(store, generation, 1)
+    kept = put_whole_commit(store, generation, 2)
     store.put(signature_key(gone.sha256), b"")
     store.forget()
     assert delete_commit(store, gone, generation.name, newest=1) is True
@@ -277,12 +312,19 @@ def test_a_deletion_takes_the_manifest_first_and_then_everything_of_the_commit(s
     assert set(store.deleted) == {gone.key} | objects_of(generation, 1)
     assert keys(store, "commits", "data", "index") == {kept.key} | objects_of(generation, 2)
     key = tombstone_key(gone.sha256)
-    assert unseal(store.get(key), key) == {"version": 1, "key": gone.key, "generation": generation.name, "step": 1}
+    assert unseal(store.get(key), key) == {
+        "version": 1,
+        "key": gone.key,
+        "generation": generation.name,
+        "step": 1,
+    }
     assert store.tags[key] == TOMBSTONE_TAGS
     assert keys(store, "signatures") == {signature_key(gone.sha256)}, "this process does not sign"
 
 
-def test_a_deletion_takes_the_signature_where_commits_are_signed(store: RecordingStore, signing: None) -> None:
+def test_a_deletion_takes_the_signature_where_commits_are_signed(
+    store: RecordingStore, signing: None
+) -> None:
     generation = put_generation(store, 1)
     gone = put_whole_commit(store, generation, 1)
     store.put(signature_key(gone.sha256), b"")
@@ -310,12 +352,16 @@ def test_a_pinned_commit_is_not_deleted(store: RecordingStore) -> None:
 
 
 @pytest.mark.parametrize(("newest", "is_superseded"), [(899, True), (900, False), (901, False)])
-def test_only_the_newest_generation_deletes(store: RecordingStore, newest: int, is_superseded: bool) -> None:
+def test_only_the_newest_generation_deletes(
+    store: RecordingStore, newest: int, is_superseded: bool
+) -> None:
     generation = put_generation(store, 900)
     commit = put_whole_commit(store, generation, 1)
     store.forget()
     if is_superseded:
-        with pytest.raises(GenerationSuperseded, match="generation 900 was opened while generation 899 was running"):
+        with pytest.raises(
+            GenerationSuperseded, match="generation 900 was opened while generation 899 was running"
+        ):
             delete_commit(store, commit, generation.name, newest=newest)
         assert keys(store, "commits") == {commit.key}
         assert keys(store, "tombstones") == set()
@@ -364,7 +410,9 @@ def test_a_tombstone_is_written_without_tags_where_tags_are_forbidden(
 
 def put_tombstone(store: Store, ref: CommitRef, generation: Generation) -> str:
     key = tombstone_key(ref.sha256)
-    store.put(key, seal({"version": 1, "key": ref.key, "generation": generation.name, "step": ref.step}))
+    store.put(
+        key, seal({"version": 1, "key": ref.key, "generation": generation.name, "step": ref.step})
+    )
     return key
 
 
@@ -377,7 +425,9 @@ def three_tombstones(store: Store) -> tuple[Generation, list[CommitRef]]:
     return generation, sorted(commits, key=lambda commit: commit.sha256)
 
 
-def test_every_interrupted_deletion_is_finished_with_all_that_belongs_to_it(store: RecordingStore) -> None:
+def test_every_interrupted_deletion_is_finished_with_all_that_belongs_to_it(
+    store: RecordingStore,
+) -> None:
     _, commits = three_tombstones(store)
     for commit in commits:
         store.put(quarantine_key(commit.sha256), b"")
@@ -402,7 +452,9 @@ def test_an_unreadable_tombstone_does_not_hold_up_the_others(store: RecordingSto
     assert keys(store, "commits") == {commits[0].key}
 
 
-def test_a_tombstone_that_another_process_removes_does_not_hold_up_the_others(store: RecordingStore) -> None:
+def test_a_tombstone_that_another_process_removes_does_not_hold_up_the_others(
+    store: RecordingStore,
+) -> None:
     _, commits = three_tombstones(store)
 
     def remove_first(key: str) -> None:
@@ -414,7 +466,9 @@ def test_a_tombstone_that_another_process_removes_does_not_hold_up_the_others(st
     assert keys(store, "commits") == {commits[0].key}
 
 
-def test_a_pin_stops_an_interrupted_deletion_while_the_manifest_is_there(store: RecordingStore) -> None:
+def test_a_pin_stops_an_interrupted_deletion_while_the_manifest_is_there(
+    store: RecordingStore,
+) -> None:
     generation, commits = three_tombstones(store)
     pinned, halfway, _ = commits
     store.put(pin_key(pinned.sha256), b"")
@@ -430,7 +484,10 @@ def test_a_pin_stops_an_interrupted_deletion_while_the_manifest_is_there(store: 
 
 
 class FixedClock:
-    """A clock of the store that stands at `seconds`. It records the dates that it is given as a replacement."""
+    """A clock of the store that stands at `seconds`.
+
+    It records the dates that it is given as a replacement.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -446,7 +503,9 @@ def orphans(store: Store, *, now: float = 2000.0, older_than_seconds: float = 10
     return {meta.key for meta in found}
 
 
-def test_every_kind_of_object_without_a_commit_is_an_orphan_and_nothing_else(store: RecordingStore) -> None:
+def test_every_kind_of_object_without_a_commit_is_an_orphan_and_nothing_else(
+    store: RecordingStore,
+) -> None:
     generation = put_generation(store, 1)
     commit = put_whole_commit(store, generation, 1)
     store.put(signature_key(commit.sha256), b"")
@@ -473,7 +532,9 @@ def test_every_kind_of_object_without_a_commit_is_an_orphan_and_nothing_else(sto
 
 
 @pytest.mark.parametrize(("age", "is_orphan"), [(99.0, False), (100.0, False), (101.0, True)])
-def test_an_orphan_is_older_than_the_limit(store: RecordingStore, age: float, is_orphan: bool) -> None:
+def test_an_orphan_is_older_than_the_limit(
+    store: RecordingStore, age: float, is_orphan: bool
+) -> None:
     key = secret_key("run", 0)
     store.put(key, b"")
     assert orphans(store, now=store.now + age) == ({key} if is_orphan else set())
@@ -546,18 +607,24 @@ def test_orphans_are_deleted_by_eight_threads(store: RecordingStore) -> None:
 # Enforcing
 
 
-def commits_of(store: Store, generation: Generation, *numbers: int, **options: Any) -> list[CommitRef]:
+def commits_of(
+    store: Store, generation: Generation, *numbers: int, **options: Any
+) -> list[CommitRef]:
     return [put_whole_commit(store, generation, number, **options) for number in numbers]
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
-def test_the_best_of_more_commits_than_are_kept_survives_a_run(store: RecordingStore, mode: str, best: int) -> None:
+def test_the_best_of_more_commits_than_are_kept_survives_a_run(
+    store: RecordingStore, mode: str, best: int
+) -> None:
     generation = put_generation(store, 1)
     for step, accuracy in {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.3, 5: 0.4}.items():
         metrics = {"step": step, "accuracy": accuracy, "held_out_loss": -step}
         put_whole_commit(store, generation, step, extra={"metrics": metrics})
     policy = RetentionPolicy(keep_last=1, keep_best=1, best_metric="accuracy", best_mode=mode)
-    assert run(Retention(policy), store, generation) == [step for step in (1, 2, 3, 4) if step != best]
+    assert run(Retention(policy), store, generation) == [
+        step for step in (1, 2, 3, 4) if step != best
+    ]
     assert steps(store) == [5, best]
 
 
@@ -582,8 +649,12 @@ def test_nothing_is_chosen_while_no_commit_is_whole(store: RecordingStore) -> No
     assert retention.choose_commits(RecordingStore()).keep == {}
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "unreadable manifest", "missing manifest"])
-def test_a_torn_commit_goes_once_enough_whole_ones_are_newer(store: RecordingStore, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["missing", "shorter", "unreadable manifest", "missing manifest"]
+)
+def test_a_torn_commit_goes_once_enough_whole_ones_are_newer(
+    store: RecordingStore, damage: str
+) -> None:
     generation = put_generation(store, 1)
     refs = {ref.step: ref for ref in commits_of(store, generation, 1, 2, 3, 4, 5, 6)}
     for step in (2, 4, 6):
@@ -603,18 +674,25 @@ def test_a_torn_commit_goes_once_enough_whole_ones_are_newer(store: RecordingSto
         store.before_get = remove
     choice = Retention(RetentionPolicy(keep_last=2)).choose_commits(store)
     assert [ref.step for ref in choice.keep] == [5, 3]
-    name = generation.name if damage in ("missing", "shorter") else None
+    if damage in ("missing", "shorter"):
+        name = generation.name
+    else:
+        name = None
     assert choice.delete == {refs[1]: generation.name, refs[2]: name}
     assert Retention(RetentionPolicy(keep_last=9)).choose_commits(store).delete == {}
 
 
 def test_a_torn_commit_stays_until_as_many_are_newer_as_there_can_be(store: RecordingStore) -> None:
-    """Two whole commits are all there are, though three are to be kept: what is older than both may go."""
+    """Two whole commits are all there are, though three are to be kept: what is older than both may
+    go.
+    """
     generation = put_generation(store, 1)
     refs = commits_of(store, generation, 1, 2, 3, 4)
     for step in (1, 3):
         store.delete(data_key(generation.name, step, 0))
-    assert Retention(RetentionPolicy(keep_last=3)).choose_commits(store).delete == {refs[0]: generation.name}
+    assert Retention(RetentionPolicy(keep_last=3)).choose_commits(store).delete == {
+        refs[0]: generation.name
+    }
 
 
 def test_pinned_torn_commits_stay_and_keep_no_other_unreadable_one(store: RecordingStore) -> None:
@@ -628,7 +706,9 @@ def test_pinned_torn_commits_stay_and_keep_no_other_unreadable_one(store: Record
 
 
 @pytest.mark.parametrize("pinned", [0, 1])
-def test_two_records_of_one_save_share_its_pin_and_its_place(store: RecordingStore, pinned: int) -> None:
+def test_two_records_of_one_save_share_its_pin_and_its_place(
+    store: RecordingStore, pinned: int
+) -> None:
     generation = put_generation(store, 1)
     (oldest,) = commits_of(store, generation, 1)
     twins = [put_whole_commit(store, generation, 2, extra={"number": number}) for number in (1, 2)]
@@ -674,11 +754,15 @@ def test_a_full_store_is_cleared_though_no_tombstone_fits(store: RecordingStore)
         raise StoreFull(f"put {key}: no room")
 
     store.before_put = refuse
-    deleted = Retention(RetentionPolicy()).make_room(store, save_of(generation), deadline_seconds=1.0)
+    deleted = Retention(RetentionPolicy()).make_room(
+        store, save_of(generation), deadline_seconds=1.0
+    )
     assert [ref.step for ref in deleted] == [1, 2]
 
 
-def test_pruning_deletes_what_the_policy_does_not_keep_and_nothing_more(store: RecordingStore) -> None:
+def test_pruning_deletes_what_the_policy_does_not_keep_and_nothing_more(
+    store: RecordingStore,
+) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1, 2, 3, 4, 5)
     assert [ref.step for ref in Retention(RetentionPolicy(keep_last=3)).prune(store)] == [1, 2]
@@ -695,7 +779,12 @@ def test_commits_are_deleted_oldest_first(store: RecordingStore) -> None:
     commits_of(store, Generation(3, "aaaa"), 11, 12)
     store.now += 2 * DAY
     choice = Retention(RetentionPolicy(keep_last=1, orphan_seconds=DAY)).choose_commits(store)
-    assert list(choice.delete) == [*refs, late, other_late, *[ref for ref in choice.delete if ref.step == 11]]
+    assert list(choice.delete) == [
+        *refs,
+        late,
+        other_late,
+        *[ref for ref in choice.delete if ref.step == 11],
+    ]
 
 
 def test_stale_commits_go_but_not_the_data_that_a_kept_commit_shares(store: RecordingStore) -> None:
@@ -764,22 +853,31 @@ def test_manifests_are_read_once_and_forgotten_with_their_commits(store: Recordi
     assert [key for key in store.got if key.startswith("commits/")] == []
     assert run(retention, store, generation) == [first]
     gc.collect()
-    known = [found for found in gc.get_objects() if isinstance(found, Manifest) and found.save.step >= first]
+    known = [
+        found
+        for found in gc.get_objects()
+        if isinstance(found, Manifest) and found.save.step >= first
+    ]
     assert sorted(manifest.save.step for manifest in known) == [first + 1, first + 2]
 
 
 def test_a_superseded_generation_runs_no_retention(store: RecordingStore) -> None:
-    old, new = put_generation(store, 899), put_generation(store, 900)
+    old = put_generation(store, 899)
+    new = put_generation(store, 900)
     commits_of(store, new, 1, 2, 3, 4)
     store.forget()
-    with pytest.raises(GenerationSuperseded, match="generation 900 was opened while generation 899 was running"):
+    with pytest.raises(
+        GenerationSuperseded, match="generation 900 was opened while generation 899 was running"
+    ):
         run(Retention(RetentionPolicy(keep_last=1)), store, old)
     assert store.deleted == store.put_keys == []
     assert store.listings == [("generations", "generations/000399")]
     assert run(Retention(RetentionPolicy(keep_last=1)), store, new) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("seconds", "deleted"), [(10.0, [1, 2, 3]), (29.5, [1, 2]), (30.0, [1]), (30.5, [1])])
+@pytest.mark.parametrize(
+    ("seconds", "deleted"), [(10.0, [1, 2, 3]), (29.5, [1, 2]), (30.0, [1]), (30.5, [1])]
+)
 @pytest.mark.parametrize("full", [False, True])
 def test_retention_ends_30_seconds_after_it_began(
     store: RecordingStore, clock: list[float], full: bool, seconds: float, deleted: list[int]
@@ -803,13 +901,21 @@ def test_retention_ends_30_seconds_after_it_began(
 def test_retention_ends_after_one_deletion_where_other_work_waits(store: RecordingStore) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1, 2, 3)
-    assert run(Retention(RetentionPolicy(keep_last=1)), store, generation, interrupted=lambda: True) == [1]
+    assert run(
+        Retention(RetentionPolicy(keep_last=1)), store, generation, interrupted=lambda: True
+    ) == [1]
     assert steps(store) == [3, 2]
 
 
 @pytest.mark.parametrize(
     ("orphan_seconds", "deadline_seconds", "limit"),
-    [(DAY, 400.0, 800.0), (DAY, 300.0, 600.0), (DAY, 299.0, 600.0), (700.0, 400.0, 700.0), (300.0, 100.0, 300.0)],
+    [
+        (DAY, 400.0, 800.0),
+        (DAY, 300.0, 600.0),
+        (DAY, 299.0, 600.0),
+        (700.0, 400.0, 700.0),
+        (300.0, 100.0, 300.0),
+    ],
 )
 @pytest.mark.parametrize("is_older", [False, True])
 def test_a_full_store_loses_orphans_that_no_running_save_can_own(
@@ -859,7 +965,9 @@ def test_orphans_are_swept_at_the_first_run_and_then_four_times_per_limit(
     assert store.head(orphan) is None, "prune sweeps at once"
 
 
-def test_an_interrupted_run_leaves_the_sweep_to_the_next_run(store: RecordingStore, clock: list[float]) -> None:
+def test_an_interrupted_run_leaves_the_sweep_to_the_next_run(
+    store: RecordingStore, clock: list[float]
+) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1)
     orphan = secret_key("run", 0)
@@ -887,7 +995,9 @@ def test_a_sweep_stops_when_other_work_arrives(store: RecordingStore) -> None:
     assert store.head(orphan) is not None
 
 
-@pytest.mark.parametrize(("orphan_seconds", "age", "found"), [(50.0, 51.0, True), (50.0, 50.0, False)])
+@pytest.mark.parametrize(
+    ("orphan_seconds", "age", "found"), [(50.0, 51.0, True), (50.0, 50.0, False)]
+)
 def test_the_listed_orphans_are_those_of_the_policys_limit(
     store: RecordingStore, clock: list[float], orphan_seconds: float, age: float, found: bool
 ) -> None:
@@ -906,11 +1016,14 @@ class Hidden(RecordingStore):
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         for page in super().pages(prefix, after=after):
-            yield [meta for meta in page if not (self.hides and meta.key.startswith("generations/"))]
+            yield [
+                meta for meta in page if not (self.hides and meta.key.startswith("generations/"))
+            ]
 
 
 def test_nothing_is_deleted_while_the_generations_record_is_not_listed(clock: list[float]) -> None:
-    store, warnings = Hidden(), list[str]()
+    store = Hidden()
+    warnings = list[str]()
     generation = put_generation(store, 1)
     commits_of(store, generation, 1, 2)
     retention = Retention(RetentionPolicy(keep_last=1), warnings.append)
@@ -923,7 +1036,9 @@ def test_nothing_is_deleted_while_the_generations_record_is_not_listed(clock: li
     assert warnings == [], "the record was there all the time"
 
 
-def test_a_missing_record_is_put_back_after_a_minute_each_time(store: RecordingStore, clock: list[float]) -> None:
+def test_a_missing_record_is_put_back_after_a_minute_each_time(
+    store: RecordingStore, clock: list[float]
+) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1)
     key = generation_key(1, generation.id)
@@ -945,7 +1060,9 @@ def test_a_missing_record_is_put_back_after_a_minute_each_time(store: RecordingS
     assert f"{key} was deleted while the job is running and has been put back" in warnings[0]
 
 
-def test_a_record_that_came_back_is_missed_for_a_full_minute_again(store: RecordingStore, clock: list[float]) -> None:
+def test_a_record_that_came_back_is_missed_for_a_full_minute_again(
+    store: RecordingStore, clock: list[float]
+) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1)
     key = generation_key(1, generation.id)
@@ -966,20 +1083,27 @@ def test_a_record_that_came_back_is_missed_for_a_full_minute_again(store: Record
     assert store.get(key) == record
 
 
-def test_a_missing_record_that_was_never_read_is_damage(store: RecordingStore, clock: list[float]) -> None:
+def test_a_missing_record_that_was_never_read_is_damage(
+    store: RecordingStore, clock: list[float]
+) -> None:
     generation = Generation(1, "aaaa")
     retention = Retention(RetentionPolicy())
     assert run(retention, store, generation) == []
     clock[0] += 60.0
-    with pytest.raises(DamagedLineage, match=r"000001-aaaa\.json was deleted while the job is running"):
+    with pytest.raises(
+        DamagedLineage, match=r"000001-aaaa\.json was deleted while the job is running"
+    ):
         run(retention, store, generation)
 
 
-def test_the_record_is_read_once_and_may_vanish_between_listing_and_reading(store: RecordingStore) -> None:
+def test_the_record_is_read_once_and_may_vanish_between_listing_and_reading(
+    store: RecordingStore,
+) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1)
     key = generation_key(1, generation.id)
-    record, reads = store.get(key), list[str]()
+    record = store.get(key)
+    reads = list[str]()
 
     def vanish(name: str) -> None:
         if name == key:

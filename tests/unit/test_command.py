@@ -26,14 +26,20 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 100 for line in listed.splitlines())
 
 
-@pytest.mark.parametrize(("word", "hint"), [("reprot", "did you mean report?"), ("frobnicate", "ebbflow --help")])
-def test_an_unknown_command_is_one_line_with_the_fix(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "hint"), [("reprot", "did you mean report?"), ("frobnicate", "ebbflow --help")]
+)
+def test_an_unknown_command_is_one_line_with_the_fix(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([word]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1 and repr(word) in said and hint in said
 
 
-def test_every_command_of_the_rooms_is_listed_under_its_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_of_the_rooms_is_listed_under_its_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for room in (infra, cost):
         with pytest.raises(SystemExit):
             room.main(["--help"])
@@ -44,15 +50,22 @@ def test_every_command_of_the_rooms_is_listed_under_its_room(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_completion_script_knows_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_completion_script_knows_the_commands(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
     if shutil.which(shell):
-        assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).returncode == 0
+        assert (
+            subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).returncode
+            == 0
+        )
     assert main(["completion", "tcsh"]) == 2
 
 
 def test_the_version_is_written_in_one_place() -> None:
     assert "version = attr: ebbflow.__version__" in (ROOT / "setup.cfg").read_text()
-    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text().replace("[", "").replace("]", "")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text().replace("[", "").replace(
+        "]", ""
+    )

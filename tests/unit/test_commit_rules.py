@@ -1,4 +1,6 @@
-"""Who commits a save, when, and from which indexes; in a store in memory, by a clock that only pauses move."""
+"""Who commits a save, when, and from which indexes; in a store in memory, by a clock that only
+pauses move.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import pytest
 from obstore.store import MemoryStore
 
 from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
-from ebbflow.infra.layout import commit_key, commit_prefix, data_key, index_key, parse_commit_key, signature_key
+from ebbflow.infra.layout import (
+    commit_key,
+    commit_prefix,
+    data_key,
+    index_key,
+    parse_commit_key,
+    signature_key,
+)
 from ebbflow.infra.signing_key import NAME_VARIABLE
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.commit import (
@@ -23,7 +32,13 @@ from ebbflow.training.checkpoint.commit import (
     commit_as_backup,
     find_commit,
 )
-from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Manifest, RankIndex, merge_indexes
+from ebbflow.training.checkpoint.manifest import (
+    CheckpointId,
+    DataObject,
+    Manifest,
+    RankIndex,
+    merge_indexes,
+)
 from ebbflow.training.checkpoint.signing import signed_index_bytes
 from ebbflow.training.checkpoint.verified_io import Deadline, sha256_text
 from ebbflow.training.errors import CheckpointError
@@ -69,8 +84,12 @@ def save_of(world_size: int, step: int = 5) -> CheckpointId:
 
 def index_of(save: CheckpointId, rank: int, size: int = 1) -> RankIndex:
     key = data_key(save.generation, save.step, rank)
-    data = DataObject(key=key, size=size, crc64nvme="0" * 16, chunk_bytes=1, chunks=("0" * 16,) * size)
-    return RankIndex(save=save, rank=rank, data=data, items=(), common={"extra": {}} if rank == 0 else None)
+    data = DataObject(
+        key=key, size=size, crc64nvme="0" * 16, chunk_bytes=1, chunks=("0" * 16,) * size
+    )
+    return RankIndex(
+        save=save, rank=rank, data=data, items=(), common={"extra": {}} if rank == 0 else None
+    )
 
 
 def put_index(store: Store, save: CheckpointId, *ranks: int) -> None:
@@ -89,7 +108,9 @@ def put_commit(store: Store, save: CheckpointId, size: int = 1) -> str:
 
 
 def commits_of(store: Store, save: CheckpointId) -> list[str]:
-    return [meta.key for meta in Store.list(store, commit_prefix(save.step, save.generation_number))]
+    return [
+        meta.key for meta in Store.list(store, commit_prefix(save.step, save.generation_number))
+    ]
 
 
 @pytest.fixture
@@ -104,7 +125,10 @@ def signing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """The process's clock, which only pauses move. A pause is as long as its upper limit, or `pause_seconds`."""
+    """The process's clock, which only pauses move.
+
+    A pause is as long as its upper limit, or `pause_seconds`.
+    """
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -118,7 +142,9 @@ class Clock:
 
     def draw(self, least: float, most: float) -> float:
         self.upper_limits.append(most)
-        return most if self.pause_seconds is None else self.pause_seconds
+        if self.pause_seconds is None:
+            return most
+        return self.pause_seconds
 
 
 @pytest.fixture
@@ -141,7 +167,11 @@ def test_a_save_is_committed_once_every_rank_has_its_index(store: RecordingStore
     put_index(store, save, 1)
     assert watch.all_there()
     attempt = watch.look()
-    assert attempt.commit is not None and (attempt.size, attempt.missing_ranks, attempt.cause) == (1 + 2 + 3, [], "")
+    assert attempt.commit is not None and (attempt.size, attempt.missing_ranks, attempt.cause) == (
+        1 + 2 + 3,
+        [],
+        "",
+    )
     assert commits_of(store, save) == [attempt.commit.key]
     assert Manifest.from_bytes(store.get(attempt.commit.key), attempt.commit.key).save == save
     assert (attempt.commit.step, attempt.commit.generation) == (5, 1)
@@ -183,13 +213,19 @@ def test_only_indexes_that_a_listing_lacks_are_looked_up_by_name(store: Recordin
     save = save_of(12)
     put_index(store, save, *range(9))
     assert CommitWatch(store, save).look().missing_ranks == [9, 10, 11]
-    assert store.asked("head ") == [f"head {index_key(save.generation, 5, rank)}" for rank in (9, 10, 11)]
+    assert store.asked("head ") == [
+        f"head {index_key(save.generation, 5, rank)}" for rank in (9, 10, 11)
+    ]
 
 
-def test_sixteen_indexes_are_read_at_once(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_indexes_are_read_at_once(
+    store: RecordingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = save_of(40)
     put_index(store, save, *range(40))
-    get, counted, sixteen = store.get, threading.Lock(), threading.Event()
+    get = store.get
+    counted = threading.Lock()
+    sixteen = threading.Event()
     active = most = 0
 
     def get_slowly(key: str) -> bytes:
@@ -210,7 +246,9 @@ def test_sixteen_indexes_are_read_at_once(store: RecordingStore, monkeypatch: py
     assert most == 16
 
 
-def test_indexes_that_are_damaged_count_as_missing_and_three_are_named(store: RecordingStore) -> None:
+def test_indexes_that_are_damaged_count_as_missing_and_three_are_named(
+    store: RecordingStore,
+) -> None:
     save = save_of(5)
     put_index(store, save, 0)
     for rank in range(1, 5):
@@ -218,7 +256,10 @@ def test_indexes_that_are_damaged_count_as_missing_and_three_are_named(store: Re
     watch = CommitWatch(store, save)
     attempt = watch.look()
     assert (attempt.commit, attempt.missing_ranks) == (None, [1, 2, 3, 4])
-    named = [f"{store.uri}/{index_key(save.generation, 5, rank)}: not a sealed JSON document" for rank in (1, 2, 3)]
+    named = [
+        f"{store.uri}/{index_key(save.generation, 5, rank)}: not a sealed JSON document"
+        for rank in (1, 2, 3)
+    ]
     assert [cause.partition(": JSON")[0] for cause in attempt.cause.split("; ")] == named
     put_index(store, save, 1, 2, 3, 4)
     assert watch.look().commit is not None, "a damaged index is not remembered"
@@ -262,12 +303,18 @@ def first_in_a_listing(store: Store, save: CheckpointId) -> str:
 
 
 @pytest.mark.parametrize("hindrance", ["damaged", "deleted", "of another save"])
-def test_a_commit_is_found_behind_one_that_does_not_count(store: RecordingStore, hindrance: str) -> None:
+def test_a_commit_is_found_behind_one_that_does_not_count(
+    store: RecordingStore, hindrance: str
+) -> None:
     save = save_of(1)
     key = put_commit(store, save)
     other = f"{commit_prefix(5, 1)}{'0' * 64}.json"
     if hindrance == "of another save":
-        other = next(each for each in (put_commit(store, save_of(2), size) for size in range(1, 99)) if each < key)
+        other = next(
+            each
+            for each in (put_commit(store, save_of(2), size) for size in range(1, 99))
+            if each < key
+        )
     else:
         store.put(other, b"{}")
     get = store.get
@@ -301,7 +348,9 @@ def test_a_commit_is_not_found_unless_its_signature_is_valid(store: RecordingSto
 
 @pytest.mark.usefixtures("signing")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_commit_is_found_behind_one_whose_signature_is_refused(store: RecordingStore, seed: int) -> None:
+def test_a_commit_is_found_behind_one_whose_signature_is_refused(
+    store: RecordingStore, seed: int
+) -> None:
     save = save_of(1, step=seed)
     forged = first_in_a_listing(store, save)
     put_index(store, save, 0)
@@ -318,25 +367,35 @@ def test_the_wait_for_a_commit_looks_for_one_by_another_rank_at_every_fourth_try
     clock.pause_seconds = 0.25
     save = save_of(2)
     put_index(store, save, 0)
-    foreign, indexes = f"list {commit_prefix(5, 1)}", "list index/000001-x/000000000005/"
+    foreign = f"list {commit_prefix(5, 1)}"
+    indexes = "list index/000001-x/000000000005/"
     for foreign_first, tries in ((False, [3, 7]), (True, [0, 4])):
         store.requests.clear()
-        with pytest.raises(CheckpointError, match=r"no index from rank 1 \(1 of 2 ranks are durable\)$"):
+        with pytest.raises(
+            CheckpointError, match=r"no index from rank 1 \(1 of 2 ranks are durable\)$"
+        ):
             await_commit(store, save, Deadline(2.0), foreign_first=foreign_first)
         expected: list[str] = []
         for number in range(8):
-            expected += [foreign, indexes] if number in tries else [indexes]
+            if number in tries:
+                expected += [foreign, indexes]
+            else:
+                expected += [indexes]
         assert store.asked("list ") == expected
     assert clock.pauses == [0.25] * 14, "a pause that ends at the deadline is not made"
 
 
-def test_the_pauses_of_the_wait_for_a_commit_grow_to_half_a_second(store: RecordingStore, clock: Clock) -> None:
+def test_the_pauses_of_the_wait_for_a_commit_grow_to_half_a_second(
+    store: RecordingStore, clock: Clock
+) -> None:
     with pytest.raises(CheckpointError):
         await_commit(store, save_of(1), Deadline(3.0))
     assert clock.upper_limits[:8] == pytest.approx([0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5])
 
 
-def test_the_wait_for_a_commit_ends_with_one_by_another_rank(store: RecordingStore, clock: Clock) -> None:
+def test_the_wait_for_a_commit_ends_with_one_by_another_rank(
+    store: RecordingStore, clock: Clock
+) -> None:
     save = save_of(2)
     key = put_commit(store, save)
     attempt = await_commit(store, save, Deadline(60.0))
@@ -347,7 +406,9 @@ def test_the_wait_for_a_commit_ends_with_one_by_another_rank(store: RecordingSto
     assert clock.pauses == []
 
 
-def test_the_wait_for_a_commit_lasts_until_it_is_listed_and_makes_it_once(store: RecordingStore, clock: Clock) -> None:
+def test_the_wait_for_a_commit_lasts_until_it_is_listed_and_makes_it_once(
+    store: RecordingStore, clock: Clock
+) -> None:
     save = save_of(1)
     put_index(store, save, 0)
     store.hidden = lambda key: key.startswith("commits/") and len(clock.pauses) < 6
@@ -358,15 +419,17 @@ def test_the_wait_for_a_commit_lasts_until_it_is_listed_and_makes_it_once(store:
     assert len(store.asked(f"list {commit_prefix(5, 1)} limit 1")) == 7
 
 
-def test_a_commit_that_is_never_listed_is_an_error_that_names_it(store: RecordingStore, clock: Clock) -> None:
+def test_a_commit_that_is_never_listed_is_an_error_that_names_it(
+    store: RecordingStore, clock: Clock
+) -> None:
     save = save_of(1)
     put_index(store, save, 0)
     store.hidden = lambda key: key.startswith("commits/")
     with pytest.raises(CheckpointError) as failed:
         await_commit(store, save, Deadline(2.0))
     assert str(failed.value) == (
-        f"save of step 5 of 000001-x: {commits_of(store, save)[0]} was put and is not listed within 2 s; a start from "
-        "now may miss it"
+        f"save of step 5 of 000001-x: {commits_of(store, save)[0]} was put and is not listed "
+        "within 2 s; a start from now may miss it"
     )
 
 
@@ -381,24 +444,36 @@ def test_the_wait_for_a_commit_outlives_errors_of_the_store_and_tells_the_last(
         await_commit(store, save, Deadline(4.0))
     assert str(away.value).startswith(f"{start}the store did not answer (")
     assert str(away.value).endswith("; last error: list index/000001-x/000000000005/ failed")
-    store.failing = lambda request: request.startswith("list index/") and len(store.asked(request)) < 5
+    store.failing = lambda request: (
+        request.startswith("list index/") and len(store.asked(request)) < 5
+    )
     with pytest.raises(CheckpointError) as missing:
         await_commit(store, save, Deadline(4.0))
-    assert str(missing.value) == f"{start}no index from rank 1 (1 of 2 ranks are durable)", "an error that has passed"
+    assert str(missing.value) == f"{start}no index from rank 1 (1 of 2 ranks are durable)", (
+        "an error that has passed"
+    )
     put_index(store, save, 1)
     store.requests.clear()
-    store.failing = lambda request: request.startswith("list index/") and len(store.asked(request)) < 5
+    store.failing = lambda request: (
+        request.startswith("list index/") and len(store.asked(request)) < 5
+    )
     assert await_commit(store, save, Deadline(4.0)).commit is not None
 
 
-def test_a_save_that_is_not_committed_tells_why_an_index_is_unusable(store: RecordingStore, clock: Clock) -> None:
+def test_a_save_that_is_not_committed_tells_why_an_index_is_unusable(
+    store: RecordingStore, clock: Clock
+) -> None:
     save = save_of(1)
     store.put(index_key(save.generation, 5, 0), b"[]")
-    with pytest.raises(CheckpointError, match=r"no index from rank 0 \(0 of 1 ranks are durable\); s3://\S+: not a"):
+    with pytest.raises(
+        CheckpointError, match=r"no index from rank 0 \(0 of 1 ranks are durable\); s3://\S+: not a"
+    ):
         await_commit(store, save, Deadline(2.0))
 
 
-@pytest.mark.parametrize(("world_size", "ending"), [(20, "18, 19 (0 of 20"), (21, "18, 19 … (0 of 21")])
+@pytest.mark.parametrize(
+    ("world_size", "ending"), [(20, "18, 19 (0 of 20"), (21, "18, 19 … (0 of 21")]
+)
 def test_twenty_ranks_without_an_index_are_named(
     store: RecordingStore, clock: Clock, world_size: int, ending: str
 ) -> None:
@@ -408,7 +483,9 @@ def test_twenty_ranks_without_an_index_are_named(
     assert clock.pauses == []
 
 
-def test_the_wait_for_a_commit_ends_when_it_is_given_up(store: RecordingStore, clock: Clock) -> None:
+def test_the_wait_for_a_commit_ends_when_it_is_given_up(
+    store: RecordingStore, clock: Clock
+) -> None:
     answers = [False, False, True]
     with pytest.raises(CheckpointError, match="no index from rank 0"):
         await_commit(store, save_of(1), Deadline(60.0), given_up=lambda: answers.pop(0))
@@ -416,7 +493,10 @@ def test_the_wait_for_a_commit_ends_when_it_is_given_up(store: RecordingStore, c
 
 
 class Waits:
-    """The waits of a rank above 0, by the clock. Wait number `interrupted_at` ends with other work."""
+    """The waits of a rank above 0, by the clock.
+
+    Wait number `interrupted_at` ends with other work.
+    """
 
     def __init__(self, clock: Clock, interrupted_at: int = 10**6) -> None:
         self._clock = clock
@@ -448,11 +528,15 @@ def test_a_rank_above_0_looks_rarely_and_later_the_higher_it_is(
     waited = Waits(clock)
     commit_as_backup(store, save_of(2), rank, Deadline(deadline_seconds), waited)
     assert waited.seconds == waits
-    assert len(store.asked(f"list {commit_prefix(5, 1)} limit 1")) == len(waits), "one request at each look"
+    assert len(store.asked(f"list {commit_prefix(5, 1)} limit 1")) == len(waits), (
+        "one request at each look"
+    )
     assert commits_of(store, save_of(2)) == []
 
 
-def test_a_rank_above_0_looks_no_more_once_there_is_a_commit(store: RecordingStore, clock: Clock) -> None:
+def test_a_rank_above_0_looks_no_more_once_there_is_a_commit(
+    store: RecordingStore, clock: Clock
+) -> None:
     save = save_of(2)
     put_index(store, save, 0, 1)
     put_commit(store, save)

@@ -1,4 +1,6 @@
-"""Reading a configuration: what is accepted, where values come from, and that nothing crashes the loader."""
+"""Reading a configuration: what is accepted, where values come from, and that nothing crashes the
+loader.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_conf
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "ebbflow/configs" / "laptop.yaml"
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedConfig:
@@ -29,14 +33,19 @@ def test_the_default_job_is_valid_and_commits_at_least_three_times(tmp_path: Pat
     loaded = load_config(LAPTOP, project_root=ROOT, cwd=tmp_path)
     config = loaded.config
     assert config.training.max_steps // config.checkpoint.interval_steps >= 3
-    assert (config.cluster.nodes, config.cluster.processes_per_node, config.parallel.mode) == (2, 1, "fsdp2")
+    assert (config.cluster.nodes, config.cluster.processes_per_node, config.parallel.mode) == (
+        2,
+        1,
+        "fsdp2",
+    )
     assert config.store == str(ROOT / "runs")
     assert loaded.path == LAPTOP
     assert not violations(config)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# only a comment\n", "---\n", "model:\ntraining:\n  scheduler:\n", "\ufeffmodel:\n"]
+    "text",
+    ["", "# only a comment\n", "---\n", "model:\ntraining:\n  scheduler:\n", "\ufeffmodel:\n"],
 )
 def test_what_is_left_out_has_its_default(tmp_path: Path, text: str) -> None:
     config = load(tmp_path, text).config
@@ -45,7 +54,15 @@ def test_what_is_left_out_has_its_default(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [("1e-3", 1e-3), ("1E+0", 1.0), (".5", 0.5), ("3", 3.0), ("1_0.5", 10.5), ("0x10", 16.0), ("0o17", 15.0)],
+    [
+        ("1e-3", 1e-3),
+        ("1E+0", 1.0),
+        (".5", 0.5),
+        ("3", 3.0),
+        ("1_0.5", 10.5),
+        ("0x10", 16.0),
+        ("0o17", 15.0),
+    ],
 )
 def test_a_number_is_what_it_looks_like(tmp_path: Path, written: str, read: float) -> None:
     for loaded in (
@@ -56,20 +73,35 @@ def test_a_number_is_what_it_looks_like(tmp_path: Path, written: str, read: floa
         assert isinstance(loaded.config.training.learning_rate, float)
 
 
-@pytest.mark.parametrize(("written", "read"), [("yes", True), ("On", True), ("no", False), ("FALSE", False)])
-def test_the_booleans_of_yaml_1_1_are_booleans_where_one_is_expected(tmp_path: Path, written: str, read: bool) -> None:
-    assert load(tmp_path, f"fsdp: {{use_mixed_precision: {written}}}").config.fsdp.use_mixed_precision is read
+@pytest.mark.parametrize(
+    ("written", "read"), [("yes", True), ("On", True), ("no", False), ("FALSE", False)]
+)
+def test_the_booleans_of_yaml_1_1_are_booleans_where_one_is_expected(
+    tmp_path: Path, written: str, read: bool
+) -> None:
+    assert (
+        load(tmp_path, f"fsdp: {{use_mixed_precision: {written}}}").config.fsdp.use_mixed_precision
+        is read
+    )
     # … and names where a name is: a folder called "no" is no boolean.
-    assert load(tmp_path, f"data: {{path: {written}x}}").config.data.path == str(tmp_path / "project" / f"{written}x")
-    with pytest.raises(ConfigError, match="remove the quotes") if written == "FALSE" else pytest.raises(ConfigError):
+    assert load(tmp_path, f"data: {{path: {written}x}}").config.data.path == str(
+        tmp_path / "project" / f"{written}x"
+    )
+    with (
+        pytest.raises(ConfigError, match="remove the quotes")
+        if written == "FALSE"
+        else pytest.raises(ConfigError)
+    ):
         load(tmp_path, f"fsdp: {{use_mixed_precision: '{written}'}}")
 
 
-@pytest.mark.parametrize("given_path", ["configs/labtop.yaml", "configs", "nul\0name.yaml", "missing/dir/x.yaml"])
+@pytest.mark.parametrize(
+    "given_path", ["configs/labtop.yaml", "configs", "nul\0name.yaml", "missing/dir/x.yaml"]
+)
 def test_a_file_that_cannot_be_read_names_those_that_can(tmp_path: Path, given_path: str) -> None:
     project = tmp_path / "project"
-    (project / "ebbflow/configs").mkdir(parents=True)
-    (project / "ebbflow/configs" / "laptop.yaml").write_text("")
+    (project / "configs").mkdir(parents=True)
+    (project / "configs" / "laptop.yaml").write_text("")
     with pytest.raises(ConfigError) as caught:
         load_config(given_path, ["model.num_heads=x"], project_root=project, cwd=project)
     first, second = caught.value.problems  # the override is checked all the same
@@ -109,7 +141,21 @@ VALUES = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=20),
-    st.sampled_from(["auto", "1e-3", "yes", "012", "1:30", "9" * 5000, "*", "${x}", "2024-01-01", ".nan", "a: b"]),
+    st.sampled_from(
+        [
+            "auto",
+            "1e-3",
+            "yes",
+            "012",
+            "1:30",
+            "9" * 5000,
+            "*",
+            "${x}",
+            "2024-01-01",
+            ".nan",
+            "a: b",
+        ]
+    ),
     st.lists(st.text(max_size=5), max_size=3),
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
 )
@@ -122,7 +168,10 @@ def mutated_jobs(draw: st.DrawFn) -> Any:
     for _ in range(draw(st.integers(1, 4))):
         section = job
         while True:
-            key = draw(st.sampled_from(sorted(section, key=str))) if section else None
+            if section:
+                key = draw(st.sampled_from(sorted(section, key=str)))
+            else:
+                key = None
             if not (key and isinstance(section[key], dict) and draw(st.booleans())):
                 break
             section = section[key]
@@ -162,7 +211,9 @@ def check_loader(folder: Path, text: str) -> None:
 
 @FUZZ
 @given(job=mutated_jobs(), flow_style=st.sampled_from([None, True, False]))
-def test_no_mutation_of_a_valid_file_crashes_the_loader(tmp_path: Path, job: Any, flow_style: bool | None) -> None:
+def test_no_mutation_of_a_valid_file_crashes_the_loader(
+    tmp_path: Path, job: Any, flow_style: bool | None
+) -> None:
     check_loader(tmp_path, yaml.safe_dump(job, default_flow_style=flow_style, allow_unicode=True))
 
 
@@ -173,7 +224,10 @@ def test_no_slip_of_the_keyboard_crashes_the_loader(tmp_path: Path, data: st.Dat
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text)))
         typed = data.draw(
-            st.one_of(st.sampled_from(list("\t\n:-[]{}&*!|>'\"%@`#?, \r\x85\u2028\0")), st.text(max_size=4))
+            st.one_of(
+                st.sampled_from(list("\t\n:-[]{}&*!|>'\"%@`#?, \r\x85\u2028\0")),
+                st.text(max_size=4),
+            )
         )
         text = text[:at] + typed + text[at + data.draw(st.integers(0, 3)) :]
     try:

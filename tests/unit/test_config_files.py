@@ -1,4 +1,6 @@
-"""What is shipped in configs/: every file loads, plans and agrees with the schema that editors check it by."""
+"""What is shipped in configs/: every file loads, plans and agrees with the schema that editors
+check it by.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def described(node: dict[str, Any], path: str = "") -> list[str]:
     """The dotted keys of a schema that say nothing about themselves."""
     silent = []
     for name, field in node.get("properties", {}).items():
-        silent += [] if field.get("description") else [path + name]
+        if field.get("description"):
+            silent += []
+        else:
+            silent += [path + name]
         silent += described(field, f"{path}{name}.")
     return silent
 
@@ -40,11 +45,15 @@ def test_a_shipped_configuration_loads_and_plans(path: Path) -> None:
 
 
 def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_run() -> None:
-    config = load_config(ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml", project_root=ROOT, environment={}).config
+    config = load_config(
+        ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml", project_root=ROOT, environment={}
+    ).config
     assert round(causal_lm_shape(config.model).parameters / 1e6) == 124
     plan = make_plan(config, now_utc=time.time())
     assert (plan.chosen.market, plan.chosen.nodes) == ("spot", 1)
-    assert any(one.ranks > 1 for one in plan.ranked), "the cheapest may be a machine with a single GPU"
+    assert any(one.ranks > 1 for one in plan.ranked), (
+        "the cheapest may be a machine with a single GPU"
+    )
     tokens = config.training.max_steps * config.training.batch_size * config.model.sequence_length
     assert 18 <= tokens / 124.5e6 <= 22  # what its comment says of tokens
 
@@ -62,7 +71,11 @@ def test_the_schema_is_current_and_describes_every_key() -> None:
     [
         ("", True),
         ("model:\ntraining: {scheduler: }", True),
-        ("cluster: {nodes: auto}\ncost: {budget_usd: null}\nworkload_options: {width: 3, fast: true}", True),
+        (
+            "cluster: {nodes: auto}\ncost: {budget_usd: null}\nworkload_options: {width: 3, "
+            "fast: true}",
+            True,
+        ),
         ("model: {hiden_size: 64}", False),
         ("training: {max_steps: many}", False),
         ("training: {learning_rate: 0}", False),
@@ -72,7 +85,8 @@ def test_the_schema_is_current_and_describes_every_key() -> None:
         ("workload_options: {a: {b: 1}}", False),
         ("workload_options: {a.b: 1}", False),
         (
-            "batch: {queues: [{name: a, market: spot, instance_types: [g5]}], tags: {team: x}}\ncluster: {nodes: 1}",
+            "batch: {queues: [{name: a, market: spot, instance_types: [g5]}], tags: {team: "
+            "x}}\ncluster: {nodes: 1}",
             True,
         ),
         ("batch: {queues: [{name: a}]}", False),
@@ -84,10 +98,16 @@ def test_the_schema_is_current_and_describes_every_key() -> None:
         ("cluster: {backend: k8s}", False),
     ],
 )
-def test_the_schema_and_the_loader_agree_on_keys_types_and_ranges(tmp_path: Path, text: str, good: bool) -> None:
-    (tmp_path / "job.yaml").write_text(text if "options" not in text else f"{text}\nworkload: mine:Own")
+def test_the_schema_and_the_loader_agree_on_keys_types_and_ranges(
+    tmp_path: Path, text: str, good: bool
+) -> None:
+    (tmp_path / "job.yaml").write_text(
+        text if "options" not in text else f"{text}\nworkload: mine:Own"
+    )
     document = yaml.safe_load((tmp_path / "job.yaml").read_text()) or {}
-    assert jsonschema.Draft7Validator(json_schema()).is_valid(json.loads(json.dumps(document))) is good
+    assert (
+        jsonschema.Draft7Validator(json_schema()).is_valid(json.loads(json.dumps(document))) is good
+    )
     try:
         load_config(tmp_path / "job.yaml", project_root=tmp_path, environment={})
     except ConfigError as error:

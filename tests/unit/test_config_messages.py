@@ -1,4 +1,6 @@
-"""What a user gets wrong in a configuration is told at once: where it stands, the arithmetic, the fix."""
+"""What a user gets wrong in a configuration is told at once: where it stands, the arithmetic, the
+fix.
+"""
 
 from __future__ import annotations
 

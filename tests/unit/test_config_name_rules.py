@@ -1,4 +1,6 @@
-"""Rules about names: each refusal with its keys, message and hint, and what is accepted just beside it."""
+"""Rules about names: each refusal with its keys, message and hint, and what is accepted just beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,29 @@ BREACHES = {
     "a key in the configuration": (
         "checkpoint: {signing_key_env: secret-key}",
         "checkpoint.signing_key_env",
-        "checkpoint.signing_key_env must be the name of an environment variable in upper case, and not the key",
+        "checkpoint.signing_key_env must be the name of an environment variable in upper case, "
+        "and not the key",
         "such as JOB_SIGNING_KEY, and set that variable to the key",
     ),
     "a webhook in the configuration": (
         "notifications: {webhook_env: 'https://hooks.example.com/T0'}",
         "notifications.webhook_env",
-        "notifications.webhook_env must be the name of an environment variable in upper case, and not its value",
+        "notifications.webhook_env must be the name of an environment variable in upper case, "
+        "and not its value",
         "such as SLACK_WEBHOOK_URL or SMTP_PASSWORD",
     ),
     "a password of a mail server in the configuration": (
         "notifications: {smtp_password_env: hunter2}",
         "notifications.smtp_password_env",
-        "notifications.smtp_password_env must be the name of an environment variable in upper case, and not its value",
+        "notifications.smtp_password_env must be the name of an environment variable in upper "
+        "case, and not its value",
         "such as SLACK_WEBHOOK_URL or SMTP_PASSWORD",
     ),
     "a tracker's key in the configuration": (
         "trackers: [{type: wandb, key_env: abc}]",
         "trackers",
-        "trackers: key_env must be the name of an environment variable in upper case, and not the key",
+        "trackers: key_env must be the name of an environment variable in upper case, and not "
+        "the key",
         "such as WANDB_API_KEY, and set that variable to the key",
     ),
     "a tracker's password in its url": (
@@ -202,20 +208,24 @@ BREACHES = {
     "a script on any number of nodes": (
         "{script: train.py, cluster: {nodes: auto}}",
         "script cluster.nodes cluster.processes_per_node",
-        "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends on them",
+        "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends "
+        "on them",
         "such as 1",
     ),
     "a script on any number of ranks": (
         "{script: train.py, cluster: {processes_per_node: auto}}",
         "script cluster.nodes cluster.processes_per_node",
-        "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends on them",
+        "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends "
+        "on them",
         "such as 1",
     ),
     "options without a workload": (
         "workload_options: {width: 1, name: x}",
         "workload_options workload",
-        "workload_options (width, name) have no effect: without workload the built-in language model is trained",
-        "set workload to package.module:Class, or remove the options; the built-in model's are in model",
+        "workload_options (width, name) have no effect: without workload the built-in language "
+        "model is trained",
+        "set workload to package.module:Class, or remove the options; the built-in model's are "
+        "in model",
     ),
     "no region": (
         "cost: {regions: []}",
@@ -244,7 +254,8 @@ BREACHES = {
     "a zone outside the regions": (
         "cost: {regions: [us-east-1, eu-west-1], zones: [use1-az1, usw2-az1]}",
         "cost.zones cost.regions",
-        "cost.zones: usw2-az1 is in none of cost.regions, whose zones are use1-az… (us-east-1), euw1-az… (eu-west-1)",
+        "cost.zones: usw2-az1 is in none of cost.regions, whose zones are use1-az… (us-east-1), "
+        "euw1-az… (eu-west-1)",
         "add its region to cost.regions, or remove the zone",
     ),
     "a zone twice": (
@@ -257,7 +268,8 @@ BREACHES = {
         "cost: {zones: [us-east-1a]}",
         "cost.zones cost.regions",
         "cost.zones must be zone ids, not 'us-east-1a'",
-        "us-east-1a is another zone in each account; aws ec2 describe-availability-zones shows its id",
+        "us-east-1a is another zone in each account; aws ec2 describe-availability-zones shows "
+        "its id",
     ),
     "a zone that is none": (
         "cost: {zones: [one]}",
@@ -316,13 +328,15 @@ BREACHES = {
     "an address with a user": (
         "metrics: {push_url: 'https://me@host'}",
         "metrics.push_url",
-        "metrics.push_url must not hold a user or password: the configuration is written into the store",
+        "metrics.push_url must not hold a user or password: the configuration is written into "
+        "the store",
         "let a proxy add them, and write https://host",
     ),
     "an address with a password": (
         "metrics: {push_url: 'http://:pw@host'}",
         "metrics.push_url",
-        "metrics.push_url must not hold a user or password: the configuration is written into the store",
+        "metrics.push_url must not hold a user or password: the configuration is written into "
+        "the store",
         "let a proxy add them, and write http://host",
     ),
     "an address with a query": (
@@ -392,38 +406,43 @@ BREACHES = {
         "such as us-west-2",
     ),
     "an instance type that is none": (
-        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, instance_types: [g5, G5, P4]}]}}",
+        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, instance_types: [g5, G5, "
+        "P4]}]}}",
         "batch.queues",
         "batch.queues: a: 'G5' is no instance type nor the beginning of one",
         "such as g5 or g5.12xlarge; leave instance_types out for any",
     ),
     "a queue twice": (
-        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot}, {name: b, market: spot}, {name: "
-        "a, market: on_demand}]}}",
+        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot}, {name: b, market: "
+        "spot}, {name: a, market: on_demand}]}}",
         "batch.queues",
         "batch.queues names a 2 times",
         "keep one of them",
     ),
     "a queue of another region than one without": (
-        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, region: us-west-2}, {name: b, "
-        "market: spot}]}, cost: {store_region: us-west-1}}",
+        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, region: us-west-2}, "
+        "{name: b, market: spot}]}, cost: {store_region: us-west-1}}",
         "batch.queues batch.region cost.store_region",
         "batch.queues has queues in other regions (us-west-2), and no batch.region is set",
-        "set batch.region to the region of the light queue, and cost.store_region to that of the bucket",
+        "set batch.region to the region of the light queue, and cost.store_region to that of the "
+        "bucket",
     ),
     "queues of several regions": (
-        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, region: us-west-2}, {name: b, "
-        "market: spot, region: us-west-1}]}}",
+        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, region: us-west-2}, "
+        "{name: b, market: spot, region: us-west-1}]}}",
         "batch.queues batch.region cost.store_region",
-        "batch.queues has queues in other regions (us-west-2, us-west-1), and no batch.region is set",
-        "set batch.region to the region of the light queue, and cost.store_region to that of the bucket",
+        "batch.queues has queues in other regions (us-west-2, us-west-1), and no batch.region is "
+        "set",
+        "set batch.region to the region of the light queue, and cost.store_region to that of the "
+        "bucket",
     ),
     "an ARN of another region": (
-        "{cluster: {nodes: 1}, batch: {queues: [{name: 'arn:aws:batch:us-west-2:123456789012:job-queue/x', "
-        "market: spot}], region: us-east-1}}",
+        "{cluster: {nodes: 1}, batch: {queues: [{name: "
+        "'arn:aws:batch:us-west-2:123456789012:job-queue/x', market: spot}], region: us-east-1}}",
         "batch.queues batch.region cost.store_region",
         "batch.queues has queues in other regions (us-west-2), and no cost.store_region is set",
-        "set batch.region to the region of the light queue, and cost.store_region to that of the bucket",
+        "set batch.region to the region of the light queue, and cost.store_region to that of the "
+        "bucket",
     ),
     "a reservation of a family": (
         "cost: {reservations: [{id: cr-1, instance_type: p5, region: us-west-2}]}",
@@ -444,25 +463,29 @@ BREACHES = {
         "such as us-west-2",
     ),
     "a reservation in a zone of another region": (
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: use1-az1}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: "
+        "use1-az1}]}",
         "cost.reservations batch.queues",
         "cost.reservations: cr-1: zone 'use1-az1' is no zone id of us-west-2",
         "such as usw2-az1; aws ec2 describe-availability-zones lists them",
     ),
     "a reservation in no zone": (
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: us-west-2a}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: "
+        "us-west-2a}]}",
         "cost.reservations batch.queues",
         "cost.reservations: cr-1: zone 'us-west-2a' is no zone id of us-west-2",
         "such as usw2-az1; aws ec2 describe-availability-zones lists them",
     ),
     "a reservation that starts at no time": (
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, start: '2026-12-01T11:30Z'}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, start: "
+        "'2026-12-01T11:30Z'}]}",
         "cost.reservations batch.queues",
         "cost.reservations: cr-1: start '2026-12-01T11:30Z' is no time in UTC",
         "such as 2026-12-01T11:30:00Z",
     ),
     "a reservation that ends at no time in UTC": (
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, end: 20261201T113000+0200}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, end: "
+        "20261201T113000+0200}]}",
         "cost.reservations batch.queues",
         "cost.reservations: cr-1: end '20261201T113000+0200' is no time in UTC",
         "such as 2026-12-01T11:30:00Z",
@@ -478,12 +501,13 @@ BREACHES = {
         "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, start: "
         "'2026-12-01T11:30:00Z', end: '2026-12-01T11:30:00Z'}]}",
         "cost.reservations batch.queues",
-        "cost.reservations: cr-1 ends at 2026-12-01T11:30:00Z, before its start at 2026-12-01T11:30:00Z",
+        "cost.reservations: cr-1 ends at 2026-12-01T11:30:00Z, before its start at "
+        "2026-12-01T11:30:00Z",
         "correct one of them",
     ),
     "a reservation twice": (
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2}, {id: cr-1, "
-        "instance_type: p5.2xlarge, region: us-west-2}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2}, {id: "
+        "cr-1, instance_type: p5.2xlarge, region: us-west-2}]}",
         "cost.reservations batch.queues",
         "cost.reservations names cr-1 2 times",
         "keep one of them",
@@ -495,16 +519,16 @@ BREACHES = {
         "there are: none",
     ),
     "a queue of an unknown reservation": (
-        "{batch: {queues: [{name: a, market: on_demand, multi_node: true, reservation: cr-1}]}, cost: "
-        "{reservations: [{id: cr-2, instance_type: p5.48xlarge, region: us-west-2}, {id: cr-3, "
-        "instance_type: p5.48xlarge, region: us-west-2}]}}",
+        "{batch: {queues: [{name: a, market: on_demand, multi_node: true, reservation: cr-1}]}, "
+        "cost: {reservations: [{id: cr-2, instance_type: p5.48xlarge, region: us-west-2}, {id: "
+        "cr-3, instance_type: p5.48xlarge, region: us-west-2}]}}",
         "cost.reservations batch.queues",
         "batch.queues: a: reservation cr-1 is not in cost.reservations",
         "there are: cr-2, cr-3",
     ),
     "a Spot queue of a reservation": (
-        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, reservation: cr-2}]}, cost: "
-        "{reservations: [{id: cr-2, instance_type: p5.48xlarge, region: us-west-2}]}}",
+        "{cluster: {nodes: 1}, batch: {queues: [{name: a, market: spot, reservation: cr-2}]}, "
+        "cost: {reservations: [{id: cr-2, instance_type: p5.48xlarge, region: us-west-2}]}}",
         "cost.reservations batch.queues",
         "batch.queues: a is spot and has a reservation, which is never Spot",
         "set its market to on_demand",
@@ -516,7 +540,8 @@ BREACHES = {
         "set multi_node of an on-demand queue to true, or cluster.nodes to 1 or auto",
     ),
     "queues of another market": (
-        "{cluster: {nodes: 1, market: on_demand}, batch: {queues: [{name: a, market: spot}, {name: b, market: spot}]}}",
+        "{cluster: {nodes: 1, market: on_demand}, batch: {queues: [{name: a, market: spot}, "
+        "{name: b, market: spot}]}}",
         "cluster.market batch.queues cluster.plan_for",
         "cluster.market on_demand: none of batch.queues (a: spot, b: spot) is on_demand",
         "add a queue of market on_demand, or set cluster.market to auto",
@@ -524,7 +549,8 @@ BREACHES = {
     "a tag with an equals sign": (
         "batch: {tags: {team: a=b}}",
         "batch.tags",
-        "batch.tags: team: 'a=b' has '=' in it: Metaflow hands tags on as NAME=VALUE and splits them at each '='",
+        "batch.tags: team: 'a=b' has '=' in it: Metaflow hands tags on as NAME=VALUE and splits "
+        "them at each '='",
         "use letters, digits, spaces and + - . _ : / @",
     ),
     "a tag of AWS": (
@@ -556,10 +582,12 @@ QUEUE_ARN = "arn:aws:batch:us-west-2:123456789012:job-queue/x"
     [
         "checkpoint: {signing_key_env: JOB_KEY}",
         "notifications: {webhook_env: SLACK_URL, smtp_password_env: PASSWORD}",
-        "trackers: [{type: wandb, key_env: WANDB_KEY, url: 'https://host:5000/a@b'}, {type: mlflow, url: x}]",
+        "trackers: [{type: wandb, key_env: WANDB_KEY, url: 'https://host:5000/a@b'}, {type: "
+        "mlflow, url: x}]",
         "trackers: [{type: tensorboard}, {type: jsonl}]",
         "notifications: {smtp_server: 'mail:12345', mail_from: a, mail_to: [b]}",
-        "notifications: {smtp_server: mail, mail_from: a, mail_to: [b], smtp_user: me, smtp_password_env: PASSWORD}",
+        "notifications: {smtp_server: mail, mail_from: a, mail_to: [b], smtp_user: me, "
+        "smtp_password_env: PASSWORD}",
         "notifications: {smtp_user: me}",
         "checkpoint: {keep_best: {metric: held_out_loss}}",
         "checkpoint: {keep_best: {metric: held_out_bits_per_byte}}",
@@ -581,30 +609,37 @@ QUEUE_ARN = "arn:aws:batch:us-west-2:123456789012:job-queue/x"
         "metrics: {push_url: 'https://host:1/path', address: '::1'}",
         "metrics: {push_url: 'http://host'}",
         "metrics: {address: 0.0.0.0}",
-        f"batch: {{light_queue: '{QUEUE_ARN}', image: 'a:1', job_role: 'arn:aws:iam::123456789012:role/x'}}",
+        f"batch: {{light_queue: '{QUEUE_ARN}', image: 'a:1', job_role: "
+        "'arn:aws:iam::123456789012:role/x'}",
         "{cost: {store_region: us-gov-west-1}, batch: {region: eu-central-1}}",
-        "batch: {queues: [{name: a, market: spot, region: us-west-2}], tags: {team: b}}\ncluster: {nodes: auto}",
+        "batch: {queues: [{name: a, market: spot, region: us-west-2}], tags: {team: "
+        "b}}\ncluster: {nodes: auto}",
         f"batch: {{queues: [{{name: '{QUEUE_ARN}', market: spot}}]}}\ncluster: {{nodes: 1}}",
-        f"batch: {{queues: [{{name: '{QUEUE_ARN}', market: spot}}], region: us-west-2}}\ncluster: {{nodes: 1}}",
-        "batch: {queues: [{name: a, market: spot, region: us-west-2}, {name: b, market: spot}], region: us-east-1}\n"
-        "cluster: {nodes: 1}\ncost: {store_region: us-east-1}",
-        "batch: {queues: [{name: a, market: spot, region: us-west-2}, {name: b, market: spot}], region: us-west-2}\n"
-        "cluster: {nodes: 1}",
-        "batch: {queues: [{name: a, market: spot, instance_types: [g5, p4d.24xlarge, g6.]}]}\ncluster: {nodes: 1}",
-        "batch: {queues: [{name: a, market: spot}, {name: b, market: on_demand, multi_node: true}]}",
+        f"batch: {{queues: [{{name: '{QUEUE_ARN}', market: spot}}], region: "
+        "us-west-2}\ncluster: {nodes: 1}",
+        "batch: {queues: [{name: a, market: spot, region: us-west-2}, {name: b, market: spot}], "
+        "region: us-east-1}\ncluster: {nodes: 1}\ncost: {store_region: us-east-1}",
+        "batch: {queues: [{name: a, market: spot, region: us-west-2}, {name: b, market: spot}], "
+        "region: us-west-2}\ncluster: {nodes: 1}",
+        "batch: {queues: [{name: a, market: spot, instance_types: [g5, p4d.24xlarge, "
+        "g6.]}]}\ncluster: {nodes: 1}",
+        "batch: {queues: [{name: a, market: spot}, {name: b, market: on_demand, multi_node: "
+        "true}]}",
         "batch: {queues: [{name: a, market: spot}]}\ncluster: {plan_for: kubernetes}",
         "batch: {queues: [{name: a, market: spot}]}\ncluster: {nodes: 1, market: spot}",
-        "batch: {queues: [{name: a, market: spot}]}\ncluster: {nodes: 1, market: on_demand, plan_for: kubernetes}",
+        "batch: {queues: [{name: a, market: spot}]}\ncluster: {nodes: 1, market: on_demand, "
+        "plan_for: kubernetes}",
         "cluster: {market: spot, nodes: 1}",
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: usw2-az1}]}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, zone: "
+        "usw2-az1}]}",
         "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, "
         "start: '2026-12-01T11:30:00Z'}]}",
         "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, "
         "end: '2026-12-01T11:30:00Z'}]}",
-        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, start: '2026-12-01T11:30:00Z',"
-        " end: '2026-12-01T11:30:01Z'}, {id: cr-2, instance_type: p5.48xlarge, region: us-west-2}]}\n"
-        "batch: {queues: [{name: a, market: on_demand, reservation: cr-2}, {name: b, market: spot}]}\n"
-        "cluster: {nodes: 1}",
+        "cost: {reservations: [{id: cr-1, instance_type: p5.48xlarge, region: us-west-2, start: "
+        "'2026-12-01T11:30:00Z', end: '2026-12-01T11:30:01Z'}, {id: cr-2, instance_type: "
+        "p5.48xlarge, region: us-west-2}]}\nbatch: {queues: [{name: a, market: on_demand, "
+        "reservation: cr-2}, {name: b, market: spot}]}\ncluster: {nodes: 1}",
     ],
 )
 def test_rules_about_names_accept_what_is_right(text: str) -> None:
@@ -626,7 +661,9 @@ def test_rules_about_names_accept_what_is_right(text: str) -> None:
         ("useast", None),
     ],
 )
-def test_the_zone_prefix_of_a_region_has_the_first_letter_of_each_direction(region: str, prefix: str | None) -> None:
+def test_the_zone_prefix_of_a_region_has_the_first_letter_of_each_direction(
+    region: str, prefix: str | None
+) -> None:
     assert zone_prefix(region) == prefix
 
 
@@ -634,10 +671,20 @@ def test_the_zone_prefix_of_a_region_has_the_first_letter_of_each_direction(regi
     ("tags", "message"),
     [
         ({f"t{number}": "x" for number in range(50)}, None),
-        ({f"t{number}": "x" for number in range(51)}, "batch.tags has 51 tags, and AWS takes at most 50"),
+        (
+            {f"t{number}": "x" for number in range(51)},
+            "batch.tags has 51 tags, and AWS takes at most 50",
+        ),
         ({"n" * 128: "v" * 256}, None),
-        ({"n" * 129: "v"}, f"batch.tags: {'n' * 40} is too long: AWS takes 128 characters of name and 256 of value"),
-        ({"team": "v" * 257}, "batch.tags: team is too long: AWS takes 128 characters of name and 256 of value"),
+        (
+            {"n" * 129: "v"},
+            f"batch.tags: {'n' * 40} is too long: AWS takes 128 characters of name and 256 of "
+            "value",
+        ),
+        (
+            {"team": "v" * 257},
+            "batch.tags: team is too long: AWS takes 128 characters of name and 256 of value",
+        ),
         ({"team": "a b+c-d.e_f:g/h@ü1"}, None),
         ({"team": "laws:x"}, None),
         ({"team": ""}, None),

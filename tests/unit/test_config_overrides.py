@@ -25,8 +25,18 @@ def complaint(folder: Path, override: str) -> str:
 
 def test_overrides_win_over_the_file_and_the_last_of_them_over_the_others(tmp_path: Path) -> None:
     text = "model:\n  num_heads: 2\n  num_layers: 3\n"
-    loaded = load(tmp_path, text, "model.num_heads=4", "model={num_heads: 8, hidden_size: 64}", "cost.budget_usd=null")
-    assert (loaded.config.model.num_heads, loaded.config.model.hidden_size, loaded.config.model.num_layers) == (
+    loaded = load(
+        tmp_path,
+        text,
+        "model.num_heads=4",
+        "model={num_heads: 8, hidden_size: 64}",
+        "cost.budget_usd=null",
+    )
+    assert (
+        loaded.config.model.num_heads,
+        loaded.config.model.hidden_size,
+        loaded.config.model.num_layers,
+    ) == (
         8,
         64,
         3,
@@ -38,10 +48,14 @@ def test_overrides_win_over_the_file_and_the_last_of_them_over_the_others(tmp_pa
 
 
 def test_an_override_mends_a_wrong_value_of_the_file(tmp_path: Path) -> None:
-    assert load(tmp_path, "model: {num_heads: many}", "model.num_heads=2").config.model.num_heads == 2
+    assert (
+        load(tmp_path, "model: {num_heads: many}", "model.num_heads=2").config.model.num_heads == 2
+    )
 
 
-def test_paths_count_from_the_project_in_a_file_and_from_here_on_the_command_line(tmp_path: Path) -> None:
+def test_paths_count_from_the_project_in_a_file_and_from_here_on_the_command_line(
+    tmp_path: Path,
+) -> None:
     text = "store: results\ndata: {path: texts/*.md}\n"
     loaded = load(tmp_path, text)
     assert loaded.config.store == str(tmp_path / "project" / "results")
@@ -108,7 +122,9 @@ def test_all_problems_come_at_once_from_top_to_bottom_and_overrides_last(tmp_pat
     text = "model: {num_heads: 0}\ntraning: {}\ntraining:\n  learning_rate: fast\n  max_steps: 10\n"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, "z=1", "cost.budget_usd=-1", "parallel.mode=zero")
-    assert [(problem.key, problem.place.source, problem.place.line) for problem in caught.value.problems] == [
+    assert [
+        (problem.key, problem.place.source, problem.place.line) for problem in caught.value.problems
+    ] == [
         ("model.num_heads", "job.yaml", 1),
         ("traning", "job.yaml", 2),
         ("training.learning_rate", "job.yaml", 4),
@@ -120,8 +136,14 @@ def test_all_problems_come_at_once_from_top_to_bottom_and_overrides_last(tmp_pat
     ]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(override=st.one_of(st.text(max_size=30), st.builds("training.{}={}".format, st.text(max_size=8), st.text())))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    override=st.one_of(
+        st.text(max_size=30), st.builds("training.{}={}".format, st.text(max_size=8), st.text())
+    )
+)
 def test_no_override_and_no_variable_crashes_the_loader(tmp_path: Path, override: str) -> None:
     with contextlib.suppress(ConfigError):
         load(tmp_path, "", override)

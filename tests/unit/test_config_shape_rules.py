@@ -1,4 +1,6 @@
-"""Rules about sizes: each breaks at its edge, in the words and with the arithmetic that the user sees."""
+"""Rules about sizes: each breaks at its edge, in the words and with the arithmetic that the user
+sees.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from ebbflow.infra.config.schema import DdpConfig, ModelConfig
 from ebbflow.infra.config.shape_rules import Derived
 
 BATCH_KEYS = (
-    "training.batch_size training.gradient_accumulation_steps cluster.nodes cluster.processes_per_node "
-    "parallel.tensor_size"
+    "training.batch_size training.gradient_accumulation_steps cluster.nodes "
+    "cluster.processes_per_node parallel.tensor_size"
 )
 SAMPLE_KEYS = (
     "training.batch_size parallel.tensor_size training.gradient_accumulation_steps cluster.nodes "
@@ -141,31 +143,34 @@ BREACHES = {
         "write .py, .txt, ., .rst",
     ),
     "fewer samples than micro-batches": (
-        "{training: {batch_size: 4, gradient_accumulation_steps: 2}, cluster: {nodes: 2, processes_per_node: 4}}",
+        "{training: {batch_size: 4, gradient_accumulation_steps: 2}, cluster: {nodes: 2, "
+        "processes_per_node: 4}}",
         SAMPLE_KEYS,
-        f"{NO_SAMPLES}training.batch_size / (training.gradient_accumulation_steps × cluster.nodes × "
-        "cluster.processes_per_node) = 4 / (2 × 2 × 4) = 0.25",
+        f"{NO_SAMPLES}training.batch_size / (training.gradient_accumulation_steps × "
+        "cluster.nodes × cluster.processes_per_node) = 4 / (2 × 2 × 4) = 0.25",
         "set training.batch_size to 16, or cluster.processes_per_node to 1",
     ),
     "fewer samples than tensor parallel groups": (
-        "{training: {batch_size: 2}, parallel: {tensor_size: 2}, cluster: {nodes: 2, processes_per_node: 4}}",
+        "{training: {batch_size: 2}, parallel: {tensor_size: 2}, cluster: {nodes: 2, "
+        "processes_per_node: 4}}",
         SAMPLE_KEYS,
-        f"{NO_SAMPLES}(training.batch_size × parallel.tensor_size) / (training.gradient_accumulation_steps × "
-        "cluster.nodes × cluster.processes_per_node) = (2 × 2) / (1 × 2 × 4) = 0.5",
+        f"{NO_SAMPLES}(training.batch_size × parallel.tensor_size) / "
+        "(training.gradient_accumulation_steps × cluster.nodes × cluster.processes_per_node) = "
+        "(2 × 2) / (1 × 2 × 4) = 0.5",
         "set cluster.nodes to 1, or cluster.processes_per_node to 2",
     ),
     "fewer samples than ranks of one node, on any number of nodes": (
         "{training: {batch_size: 4}, cluster: {nodes: auto, processes_per_node: 8}}",
         SAMPLE_KEYS,
-        f"{NO_SAMPLES}training.batch_size / (training.gradient_accumulation_steps × cluster.processes_per_node) "
-        "= 4 / (1 × 8) = 0.5",
+        f"{NO_SAMPLES}training.batch_size / (training.gradient_accumulation_steps × "
+        "cluster.processes_per_node) = 4 / (1 × 8) = 0.5",
         "set training.batch_size to 8, or cluster.processes_per_node to 4",
     ),
     "a number of samples that no smaller gang divides": (
         "{training: {batch_size: 5}, cluster: {nodes: 2, processes_per_node: 4}}",
         SAMPLE_KEYS,
-        f"{NO_SAMPLES}training.batch_size / (training.gradient_accumulation_steps × cluster.nodes × "
-        "cluster.processes_per_node) = 5 / (1 × 2 × 4) = 0.625",
+        f"{NO_SAMPLES}training.batch_size / (training.gradient_accumulation_steps × "
+        "cluster.nodes × cluster.processes_per_node) = 5 / (1 × 2 × 4) = 0.625",
         "set training.batch_size to 8",
     ),
     "a job one step shorter than the interval": (
@@ -191,37 +196,41 @@ BREACHES = {
         "{parallel: {mode: hsdp, shard_size: 4}, cluster: {nodes: 3, processes_per_node: 2}, "
         "training: {batch_size: 36}}",
         "parallel.shard_size parallel.mode cluster.nodes cluster.processes_per_node",
-        "parallel.shard_size must divide the ranks, cluster.nodes × cluster.processes_per_node = 3 × 2 = 6: "
-        "6 = 4 × 1 + 2",
+        "parallel.shard_size must divide the ranks, cluster.nodes × cluster.processes_per_node = "
+        "3 × 2 = 6: 6 = 4 × 1 + 2",
         "set parallel.shard_size to 2 or 3",
     ),
     "shard groups across nodes that may be lost": (
-        "{cluster: {min_nodes: 1, nodes: 2, processes_per_node: 2}, parallel: {mode: hsdp, shard_size: 4}}",
-        "parallel.shard_size parallel.mode cluster.processes_per_node cluster.min_nodes cluster.nodes",
-        "parallel.shard_size must divide cluster.processes_per_node where cluster.min_nodes lets nodes be lost: "
-        "2 = 4 × 0 + 2",
+        "{cluster: {min_nodes: 1, nodes: 2, processes_per_node: 2}, parallel: {mode: hsdp, "
+        "shard_size: 4}}",
+        "parallel.shard_size parallel.mode cluster.processes_per_node cluster.min_nodes "
+        "cluster.nodes",
+        "parallel.shard_size must divide cluster.processes_per_node where cluster.min_nodes lets "
+        "nodes be lost: 2 = 4 × 0 + 2",
         "set parallel.shard_size to 1 or 2, or cluster.min_nodes to null",
     ),
     "gradients compressed in each micro-batch": (
         "{parallel: {mode: ddp}, ddp: {static_graph: true, gradient_compression: powersgd}, "
         "training: {gradient_accumulation_steps: 2}}",
-        "ddp.static_graph ddp.gradient_compression training.gradient_accumulation_steps parallel.mode",
-        "ddp.static_graph with training.gradient_accumulation_steps 2 reduces gradients 2 times per step, and "
-        "ddp.gradient_compression powersgd would compress what was compressed before",
+        "ddp.static_graph ddp.gradient_compression training.gradient_accumulation_steps "
+        "parallel.mode",
+        "ddp.static_graph with training.gradient_accumulation_steps 2 reduces gradients 2 times "
+        "per step, and ddp.gradient_compression powersgd would compress what was compressed "
+        "before",
         "set ddp.static_graph to false, or training.gradient_accumulation_steps to 1",
     ),
     "unused parameters of a static graph": (
         "{parallel: {mode: ddp}, ddp: {static_graph: true, find_unused_parameters: true}}",
         "ddp.find_unused_parameters ddp.static_graph",
-        "ddp.find_unused_parameters has no effect with ddp.static_graph true: torch finds them once, in the first "
-        "step, and takes them to be the same in every step",
+        "ddp.find_unused_parameters has no effect with ddp.static_graph true: torch finds them "
+        "once, in the first step, and takes them to be the same in every step",
         "set ddp.static_graph to false, or ddp.find_unused_parameters to false, the default",
     ),
     "a dtype of the reduction without mixed precision": (
         "fsdp: {reduce_dtype: bfloat16}",
         "fsdp.reduce_dtype fsdp.use_mixed_precision",
-        "fsdp.reduce_dtype has no effect without fsdp.use_mixed_precision: gradients of float32 parameters are added "
-        "up in float32",
+        "fsdp.reduce_dtype has no effect without fsdp.use_mixed_precision: gradients of float32 "
+        "parameters are added up in float32",
         "set fsdp.use_mixed_precision to true, or fsdp.reduce_dtype to float32, the default",
     ),
     "a dtype of the sharded reduction": (
@@ -303,18 +312,24 @@ def test_a_rule_about_sizes_shows_its_keys_arithmetic_and_hint(name: str) -> Non
         "parallel: {mode: hsdp, shard_size: 2}",
         "{parallel: {mode: hsdp, shard_size: 4}, cluster: {nodes: auto}}",
         "{parallel: {mode: hsdp, shard_size: 3}, cluster: {nodes: 4, processes_per_node: auto}}",
-        "{parallel: {mode: hsdp, shard_size: 3}, cluster: {nodes: 4, min_nodes: 2, processes_per_node: auto}}",
-        "{parallel: {mode: hsdp, shard_size: 4}, cluster: {nodes: 2, min_nodes: 2, processes_per_node: 2}}",
-        "{parallel: {mode: hsdp, shard_size: 2}, cluster: {nodes: 2, min_nodes: 1, processes_per_node: 4}}",
+        "{parallel: {mode: hsdp, shard_size: 3}, cluster: {nodes: 4, min_nodes: 2, "
+        "processes_per_node: auto}}",
+        "{parallel: {mode: hsdp, shard_size: 4}, cluster: {nodes: 2, min_nodes: 2, "
+        "processes_per_node: 2}}",
+        "{parallel: {mode: hsdp, shard_size: 2}, cluster: {nodes: 2, min_nodes: 1, "
+        "processes_per_node: 4}}",
         "{parallel: {mode: hsdp, shard_size: 4}, cluster: {nodes: 2, processes_per_node: 2}}",
         "{parallel: {mode: hsdp}, cluster: {nodes: 2, min_nodes: 1, processes_per_node: 2}}",
         "{parallel: {mode: fsdp2}, cluster: {nodes: 2, min_nodes: 1, processes_per_node: 2}}",
         "{parallel: {mode: ddp}, ddp: {static_graph: true, gradient_compression: powersgd}}",
-        "{parallel: {mode: ddp}, ddp: {static_graph: true}, training: {gradient_accumulation_steps: 2}}",
-        "{parallel: {mode: ddp}, ddp: {gradient_compression: powersgd}, training: {gradient_accumulation_steps: 2}}",
+        "{parallel: {mode: ddp}, ddp: {static_graph: true}, training: "
+        "{gradient_accumulation_steps: 2}}",
+        "{parallel: {mode: ddp}, ddp: {gradient_compression: powersgd}, training: "
+        "{gradient_accumulation_steps: 2}}",
         "{parallel: {mode: ddp}, ddp: {find_unused_parameters: true}}",
         "{fsdp: {reduce_dtype: bfloat16, use_mixed_precision: true, cpu_offload: true}}",
-        "{parallel: {mode: hsdp}, fsdp: {reduce_dtype: bfloat16, use_mixed_precision: true, cpu_offload: true}}",
+        "{parallel: {mode: hsdp}, fsdp: {reduce_dtype: bfloat16, use_mixed_precision: true, "
+        "cpu_offload: true}}",
         "cluster: {min_nodes: 2, nodes: 2, max_nodes: 2}",
         "cluster: {min_nodes: 2, nodes: auto, max_nodes: 2}",
     ],
@@ -369,7 +384,9 @@ def test_each_option_of_ddp_and_of_llama_has_no_effect_without_it() -> None:
     }
     assert set(others["ddp"]) == set(DdpConfig.model_fields)
     assert set(others["model"]) == {
-        name for name, field in ModelConfig.model_fields.items() if (field.description or "").startswith("llama: ")
+        name
+        for name, field in ModelConfig.model_fields.items()
+        if (field.description or "").startswith("llama: ")
     }
     for section, selector in (("ddp", "parallel.mode"), ("model", "model.architecture")):
         for name, value in others[section].items():
@@ -382,7 +399,9 @@ def test_each_option_of_ddp_and_of_llama_has_no_effect_without_it() -> None:
 
 
 def test_violations_omit_rules_about_a_key_of_unknown_value() -> None:
-    config = RunConfig.model_validate({"model": {"hidden_size": 770, "num_heads": 12, "vocab_size": 255}})
+    config = RunConfig.model_validate(
+        {"model": {"hidden_size": 770, "num_heads": 12, "vocab_size": 255}}
+    )
     both = violations(config)
     assert [violation.keys[0] for violation in both] == ["model.hidden_size", "model.vocab_size"]
     assert violations(config, without=["model.head_size"]) == both[1:]
@@ -397,7 +416,9 @@ def test_violations_omit_rules_about_a_key_of_unknown_value() -> None:
 def test_ranks_are_counted_unless_a_number_is_automatic(
     nodes: int | str, processes: int | str, ranks: int | None
 ) -> None:
-    config = RunConfig.model_validate({"cluster": {"nodes": nodes, "processes_per_node": processes}})
+    config = RunConfig.model_validate(
+        {"cluster": {"nodes": nodes, "processes_per_node": processes}}
+    )
     assert count_ranks(config) == ranks
     assert value_of(config, "cluster.nodes") == nodes
 
@@ -420,7 +441,9 @@ def test_ranks_are_counted_unless_a_number_is_automatic(
         (10**12 + 1, 1, []),
     ],
 )
-def test_the_nearest_divisors_are_two_and_the_lower_one_wins_a_tie(number: int, near: int, divisors: list[int]) -> None:
+def test_the_nearest_divisors_are_two_and_the_lower_one_wins_a_tie(
+    number: int, near: int, divisors: list[int]
+) -> None:
     assert nearest_divisors(number, near) == divisors
 
 
@@ -448,13 +471,18 @@ def test_arithmetic_is_rendered_as_a_user_would_write_it() -> None:
 
 def test_a_derived_quantity_is_a_quotient_of_products_and_hints_at_what_is_left_over() -> None:
     rounds = Derived(
-        name="rounds", top=("training.max_steps",), bottom=("training.batch_size",), why="nothing is trained", spare=2
+        name="rounds",
+        top=("training.max_steps",),
+        bottom=("training.batch_size",),
+        why="nothing is trained",
+        spare=2,
     )
     assert rounds.value(RunConfig()) == 300 // 32
     assert rounds.check(RunConfig()) is None
     config = RunConfig.model_validate({"training": {"max_steps": 3, "batch_size": 4}})
     assert rounds.check(config) == (
-        "rounds must be at least 1, or nothing is trained: training.max_steps / training.batch_size = 3 / 4 = 0.75",
+        "rounds must be at least 1, or nothing is trained: training.max_steps / "
+        "training.batch_size = 3 / 4 = 0.75",
         "set training.max_steps to 8, or training.batch_size to 1",
     )
     with pytest.raises(TypeError):

@@ -1,4 +1,6 @@
-"""Where each value comes from, the environment as one of the places, and names of a user's own in workload_options."""
+"""Where each value comes from, the environment as one of the places, and names of a user's own in
+workload_options.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def load(folder: Path, text: str, *overrides: str, **environment: str) -> LoadedConfig:
     (folder / "job.yaml").write_text(text)
     project = folder / "project"
-    return load_config("job.yaml", overrides, project_root=project, cwd=folder, environment=environment)
+    return load_config(
+        "job.yaml", overrides, project_root=project, cwd=folder, environment=environment
+    )
 
 
 def test_the_environment_wins_over_the_file_and_the_command_line_over_both(tmp_path: Path) -> None:
@@ -43,12 +47,17 @@ def test_the_environment_wins_over_the_file_and_the_command_line_over_both(tmp_p
     assert loaded.config.training.scheduler.type == "wsd"
     assert loaded.sources["model.num_layers"] == "--set"
     assert loaded.sources["model.num_heads"] == "environment EBBFLOW__MODEL__NUM_HEADS"
-    assert loaded.sources["training.scheduler.type"] == "environment EBBFLOW__TRAINING__SCHEDULER__TYPE"
+    assert (
+        loaded.sources["training.scheduler.type"]
+        == "environment EBBFLOW__TRAINING__SCHEDULER__TYPE"
+    )
     assert loaded.sources["model.hidden_size"] == "job.yaml:4"
     assert loaded.sources["model.vocab_size"] == "default"
 
 
-def test_the_environment_is_that_of_the_process_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_that_of_the_process_unless_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EBBFLOW__TRAINING__SEED", "7")
     (tmp_path / "job.yaml").write_text("")
     assert load_config(tmp_path / "job.yaml", project_root=tmp_path).config.training.seed == 7
@@ -61,7 +70,11 @@ def test_a_rule_blames_who_spoke_last(tmp_path: Path) -> None:
     for environment, overrides, blamed in (
         ({}, [], "job.yaml:1:22"),
         ({"EBBFLOW__MODEL__NUM_HEADS": "9"}, [], "environment EBBFLOW__MODEL__NUM_HEADS:1:27"),
-        ({"EBBFLOW__MODEL__NUM_HEADS": "9"}, ["model.hidden_size=100"], "--set model.hidden_size=100:1:19"),
+        (
+            {"EBBFLOW__MODEL__NUM_HEADS": "9"},
+            ["model.hidden_size=100"],
+            "--set model.hidden_size=100:1:19",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             load(tmp_path, "model: {hidden_size: 770, num_heads: 12}", *overrides, **environment)
@@ -78,13 +91,25 @@ def test_paths_of_the_environment_count_from_where_the_user_stands(tmp_path: Pat
 
 
 def test_options_of_a_workload_are_of_any_name_and_merge_key_by_key(tmp_path: Path) -> None:
-    text = "workload: mine:Own\nworkload_options:\n  width: 32\n  rate: 1.0\n  fast: true\n  name: x\n  code: '3'\n"
+    text = (
+        "workload: mine:Own\nworkload_options:\n  width: 32\n  rate: 1.0\n  fast: true\n  name: "
+        "x\n  code: '3'\n"
+    )
     loaded = load(
-        tmp_path, text, "workload_options.width=64", "workload_options={depth: 2}", EBBFLOW__WORKLOAD_OPTIONS__RATE="2"
+        tmp_path,
+        text,
+        "workload_options.width=64",
+        "workload_options={depth: 2}",
+        EBBFLOW__WORKLOAD_OPTIONS__RATE="2",
     )
     assert loaded.config.workload_options == {
-        "width": 64, "rate": 2, "fast": True, "name": "x", "code": "3", "depth": 2,
-    }  # fmt: skip
+        "width": 64,
+        "rate": 2,
+        "fast": True,
+        "name": "x",
+        "code": "3",
+        "depth": 2,
+    }
     assert loaded.sources["workload_options.width"] == "--set"
     assert loaded.sources["workload_options.fast"] == "job.yaml:5"
     assert "workload_options" not in loaded.sources
@@ -95,7 +120,9 @@ def test_options_of_a_workload_are_of_any_name_and_merge_key_by_key(tmp_path: Pa
 
 
 def test_every_value_is_told_with_its_source(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "workload: mine:Own\nworkload_options: {width: 3}\n", "data.suffixes=[.txt]")
+    loaded = load(
+        tmp_path, "workload: mine:Own\nworkload_options: {width: 3}\n", "data.suffixes=[.txt]"
+    )
     rows = values_with_sources(loaded.config.model_dump(mode="json"), loaded.sources)
     told = {row["key"]: (row["value"], row["source"]) for row in rows}
     assert told["workload_options.width"] == (3, "job.yaml:2")
@@ -125,14 +152,25 @@ def test_the_report_keeps_them_and_the_page_folds_defaults_away() -> None:
 
 
 def test_the_command_shows_values_and_sources(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "infra", "config", str(ROOT / "ebbflow/configs" / "laptop.yaml"), "--changed"]
+    command = [
+        sys.executable,
+        "-m",
+        "infra",
+        "config",
+        str(ROOT / "ebbflow/configs" / "laptop.yaml"),
+        "--changed",
+    ]
     done = subprocess.run(
-        [*command, "--set", "model.num_layers=6"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*command, "--set", "model.num_layers=6"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert done.returncode == 0, done.stderr
     assert lines["model.num_layers"] == ["6", "--set"]
-    assert lines["model.num_heads"][1].startswith("configs/laptop.yaml:")
+    assert lines["model.num_heads"][1].startswith("ebbflow/configs/laptop.yaml:")
 
 
 def test_a_password_in_an_address_is_not_repeated(tmp_path: Path) -> None:
@@ -147,13 +185,18 @@ def test_an_old_key_is_accepted_with_one_warning_that_names_the_new_one(
 ) -> None:
     for _ in range(2):
         loaded = load(tmp_path, "cluster:\n  backend: local")
-    assert (loaded.config.cluster.plan_for, loaded.sources["cluster.plan_for"]) == ("local", "job.yaml:2")
+    assert (loaded.config.cluster.plan_for, loaded.sources["cluster.plan_for"]) == (
+        "local",
+        "job.yaml:2",
+    )
     warning = "job.yaml:2:12: cluster.backend has a new name: write cluster.plan_for"
     assert capsys.readouterr().err == f"warning: {warning}\n"
     assert load(tmp_path, "", "cluster.backend=local").config.cluster.plan_for == "local"
     assert load(tmp_path, "", EBBFLOW__CLUSTER__BACKEND="local").config.cluster.plan_for == "local"
     assert capsys.readouterr().err.count("write cluster.plan_for") == 2
-    with pytest.raises(ConfigError, match=r"cluster\.plan_for is given twice; the first is at job\.yaml:2:3"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.plan_for is given twice; the first is at job\.yaml:2:3"
+    ):
         load(tmp_path, "cluster:\n  backend: local\n  plan_for: batch")
 
 

@@ -1,4 +1,6 @@
-"""Values of a configuration: how YAML scalars, lists and sections become typed values, and the place of each error."""
+"""Values of a configuration: how YAML scalars, lists and sections become typed values, and the
+place of each error.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,12 @@ OCTAL = "a leading zero may mean an octal number"
         ("float", "012", "must be a number, not 012", f"write 12: {OCTAL}"),
         ("bool", "012", "must be true or false, not the text '012'", None),
         ("int", "1e3", "must be a whole number, not the number 1000.0", "write 1000"),
-        ("int", "1e15", "must be a whole number, not the number 1000000000000000.0", f"write {LARGEST}"),
+        (
+            "int",
+            "1e15",
+            "must be a whole number, not the number 1000000000000000.0",
+            f"write {LARGEST}",
+        ),
         ("int", "2e15", "must be a whole number, not the number 2000000000000000.0", None),
         ("int", "1.5", "must be a whole number, not the number 1.5", None),
         ("bool", "1.0", "must be true or false, not the number 1.0", None),
@@ -193,24 +200,54 @@ OCTAL = "a leading zero may mean an octal number"
         ("int", "[1]", "must be a whole number, not a list", None),
         ("int", "{a: 1}", "must be a whole number, not a section", None),
         ("str", "{a: 1}", "must be text, not a section", "quote a text that has ': ' in it"),
-        ("mode", "FSDP_2", "must be one of ddp, fsdp2, not the text 'FSDP_2'", "did you mean fsdp2?"),
+        (
+            "mode",
+            "FSDP_2",
+            "must be one of ddp, fsdp2, not the text 'FSDP_2'",
+            "did you mean fsdp2?",
+        ),
         ("mode", "zero", "must be one of ddp, fsdp2, not the text 'zero'", None),
-        ("auto", "Auto", "must be a whole number or auto, not the text 'Auto'", "did you mean auto?"),
+        (
+            "auto",
+            "Auto",
+            "must be a whole number or auto, not the text 'Auto'",
+            "did you mean auto?",
+        ),
         ("int", "x" * 60, f"must be a whole number, not the text '{'x' * 60}'", None),
         ("int", "x" * 61, f"must be a whole number, not the text '{'x' * 57}…'", None),
-        ("int", "!mine 3", "has the tag !mine, which a configuration has no use for", "remove the tag"),
-        ("str", "!!binary aGk=", "has the tag !!binary, which a configuration has no use for", "remove the tag"),
+        (
+            "int",
+            "!mine 3",
+            "has the tag !mine, which a configuration has no use for",
+            "remove the tag",
+        ),
+        (
+            "str",
+            "!!binary aGk=",
+            "has the tag !!binary, which a configuration has no use for",
+            "remove the tag",
+        ),
         ("list", "[a, 3]", "item 2 must be text, not the number 3", 'put it in quotes: "3"'),
         ("list", "[[a]]", "item 1 must be text, not a list", None),
         ("list", "[~]", "item 1 has no value; it must be text", NO_VALUE),
-        ("items", "[{name: a}, b]", "item 2 must be a section of 'key: value' lines, not the text 'b'", KNOWN),
+        (
+            "items",
+            "[{name: a}, b]",
+            "item 2 must be a section of 'key: value' lines, not the text 'b'",
+            KNOWN,
+        ),
         ("items", "[[a]]", "item 1 must be a section of 'key: value' lines, not a list", KNOWN),
         ("items", "[{nam: a}]", "item 1 has an unknown key 'nam'", "did you mean name?"),
         ("items", "[{name: a, zzz: b}]", "item 1 has an unknown key 'zzz'", KNOWN),
         ("items", "[{[a]: b}]", "item 1 has an unknown key ''", KNOWN),
         ("items", "[{name: a, name: b}]", "item 1 gives name twice", "keep one of the two"),
         ("items", "[{count: 1}]", "item 1 lacks name", KNOWN),
-        ("items", "[{name: a, count: x}]", "item 1 count must be a whole number, not the text 'x'", None),
+        (
+            "items",
+            "[{name: a, count: x}]",
+            "item 1 count must be a whole number, not the text 'x'",
+            None,
+        ),
         (
             "items",
             "[{name: a, count: '3'}]",
@@ -219,7 +256,9 @@ OCTAL = "a leading zero may mean an octal number"
         ),
     ],
 )
-def test_a_value_of_another_type_is_refused_with_its_fix(kind: str, text: str, message: str, hint: str | None) -> None:
+def test_a_value_of_another_type_is_refused_with_its_fix(
+    kind: str, text: str, message: str, hint: str | None
+) -> None:
     with pytest.raises(MismatchError) as caught:
         convert(parse(SourceText("x", text)) or empty_node(), Expected.of(KINDS[kind]))
     assert (caught.value.message, str(caught.value), caught.value.hint) == (message, message, hint)
@@ -305,7 +344,13 @@ def test_a_span_has_the_line_the_column_and_the_length_of_a_value() -> None:
     assert isinstance(node, MappingNode)
     (_, twelve), (_, letters) = node.value
     first = source.span_of(twelve)
-    assert (first.source, first.line, first.column, first.length, first.text) == ("f.yaml", 1, 8, 2, "k.x=a: 12")
+    assert (first.source, first.line, first.column, first.length, first.text) == (
+        "f.yaml",
+        1,
+        8,
+        2,
+        "k.x=a: 12",
+    )
     assert isinstance(letters, SequenceNode)
     whole = source.span_of(letters)  # ends on another line: to the end of its first line
     assert (whole.line, whole.column, whole.length, whole.text) == (2, 7, 3, "bb:   [c,")
@@ -379,7 +424,12 @@ NOT_CLOSED = "a quote or bracket is not closed"
             "f:1:5",
             "indent each key like its neighbours; quote a text that has ': ' in it",
         ),
-        ('a: "x', "found unexpected end of stream while scanning a quoted scalar", "f:1:6", NOT_CLOSED),
+        (
+            'a: "x',
+            "found unexpected end of stream while scanning a quoted scalar",
+            "f:1:6",
+            NOT_CLOSED,
+        ),
         (
             "a: [1",
             "expected ',' or ']', but got '<stream end>' while parsing a flow sequence",
@@ -398,7 +448,12 @@ NOT_CLOSED = "a quote or bracket is not closed"
             "f:3:1",
             "write 'key: value', with a space after the colon",
         ),
-        ("a: *x", "found undefined alias 'x'", "f:1:4", "put a text that begins with '*' in quotes"),
+        (
+            "a: *x",
+            "found undefined alias 'x'",
+            "f:1:4",
+            "put a text that begins with '*' in quotes",
+        ),
         (
             "a: 1\n---\nb: 2",
             "but found another document expected a single document in the stream",
@@ -414,11 +469,17 @@ NOT_CLOSED = "a quote or bracket is not closed"
         ("a: !<x", "expected '>' but found '\\x00' while parsing a tag", "f:1:7", None),
     ],
 )
-def test_wrong_syntax_is_shown_where_it_is_with_its_fix(text: str, message: str, place: str, hint: str | None) -> None:
+def test_wrong_syntax_is_shown_where_it_is_with_its_fix(
+    text: str, message: str, place: str, hint: str | None
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(SourceText("f", text))
     (problem,) = caught.value.problems
-    assert (problem.message, str(problem.place), problem.hint) == (f"not valid YAML: {message}", place, hint)
+    assert (problem.message, str(problem.place), problem.hint) == (
+        f"not valid YAML: {message}",
+        place,
+        hint,
+    )
     assert problem.place is not None
     assert problem.place.length == 1
 
@@ -427,7 +488,10 @@ def test_a_character_that_yaml_forbids_is_shown_by_its_code() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(SourceText("f", "a: 1\nb: x\x02y"))
     (problem,) = caught.value.problems
-    assert (problem.message, problem.hint) == ("character U+0002 is not allowed in YAML", "remove it")
+    assert (problem.message, problem.hint) == (
+        "character U+0002 is not allowed in YAML",
+        "remove it",
+    )
     assert str(problem.place) == "f:2:5"
 
 

@@ -1,4 +1,6 @@
-"""The terminal of a run: what it shows of Metaflow's log and of the job's events, plainly and on a real terminal."""
+"""The terminal of a run: what it shows of Metaflow's log and of the job's events, plainly and on a
+real terminal.
+"""
 
 from __future__ import annotations
 
@@ -56,36 +58,66 @@ def test_without_a_terminal_steps_and_progress_are_plain_lines(
     output = capsys.readouterr().out
     lines = output.splitlines()
     assert [line.split()[:2] for line in lines if line[0] in "✓✗"] == [
-        ["✓", "start"], ["✓", "preflight"], ["✓", "plan"], ["✗", "train"],
-    ]  # fmt: skip
-    assert "1 passed, 1 warned, 1 skipped" in output and "torch 2" not in output and "skip  gpu" not in output
+        ["✓", "start"],
+        ["✓", "preflight"],
+        ["✓", "plan"],
+        ["✗", "train"],
+    ]
+    assert (
+        "1 passed, 1 warned, 1 skipped" in output
+        and "torch 2" not in output
+        and "skip  gpu" not in output
+    )
     assert "  warn  cores      4 ranks on 2 cores\n  fix: fewer ranks\n" in output
     assert "capacity plan" not in output and "240 steps\n" not in output
-    assert "  89/240 37% · loss 2.65 · 17,990 tok/s · MFU 40% · $0.0014 of $5.00 (simulated) · commit 60" in output
+    assert (
+        "  89/240 37% · loss 2.65 · 17,990 tok/s · MFU 40% · $0.0014 of $5.00 (simulated) · "
+        "commit 60" in output
+    )
     assert "a line of the user's model" in output
     assert "\x1b" not in output and "\x07" not in output and "fan_out" not in output
     log = (tmp_path / "runs" / "mine" / "metaflow.log").read_text()
     assert "capacity plan" in log and "torch 2" in log and "Metaflow 2 executing" in log
 
 
-def test_what_happens_to_the_job_is_told_from_its_events(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_happens_to_the_job_is_told_from_its_events(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = Store.open(config.store).sub(job_prefix("mine"))
     view = RunView("mine", config, fancy=False)
     view._usd_per_second = 0.01
     view.logged("Workflow starting (run-id 17):", system_msg=True)
     with (
-        EventLog(store, Origin(job="mine", run="17", generation=1, node=0, process="agent")) as agent,
+        EventLog(
+            store, Origin(job="mine", run="17", generation=1, node=0, process="agent")
+        ) as agent,
         EventLog(store, Origin(job="mine", run="17", generation=2, node=0, rank=0)) as rank,
     ):
-        notice = {"source": "metadata", "action": "terminate", "seconds_left": 120.0, "does": "leave"}
+        notice = {
+            "source": "metadata",
+            "action": "terminate",
+            "seconds_left": 120.0,
+            "does": "leave",
+        }
         agent.emit(NOTICE, **notice)
         now = time.time() + 1.0
-        agent.emit(FAULT_DETECTED, culprit="node 1", reason="node_lost", usd_lost=0.0312, at=(now, 1.0), flush=True)
+        agent.emit(
+            FAULT_DETECTED,
+            culprit="node 1",
+            reason="node_lost",
+            usd_lost=0.0312,
+            at=(now, 1.0),
+            flush=True,
+        )
         rank.emit(GENERATION_STARTED, parent_step=60)
         rank.emit(STEP, step=61, loss=2.0, tokens=1, seconds={}, at=(now + 4.0, 5.0))
         agent.emit(GENERATION_ENDED, culprit="node 1", reason="node_lost", at=(now + 4.1, 5.1))
     shown: list[str] = []
-    wait_until("the recovery", lambda: shown.append(capsys.readouterr().out) or "again" in "".join(shown), 30)
+    wait_until(
+        "the recovery",
+        lambda: shown.append(capsys.readouterr().out) or "again" in "".join(shown),
+        30,
+    )
     view.close(explained=True)
     output = "".join(shown)
     assert "! notice to node 0: metadata terminate, 120 s left: leave" in output
@@ -100,9 +132,14 @@ def test_training_that_ended_in_a_crash_loop_has_no_check_mark(
 ) -> None:
     """Its task succeeds, so that the step `report` runs."""
     store = Store.open(config.store).sub(job_prefix("mine"))
-    for outcome, line in (("crash_loop", r"✗ train [\d.]+ s: crash loop"), ("completed", r"✓ train [\d.]+ s")):
+    for outcome, line in (
+        ("crash_loop", r"✗ train [\d.]+ s: crash loop"),
+        ("completed", r"✓ train [\d.]+ s"),
+    ):
         view = RunView("mine", config, fancy=False)
-        with EventLog(store, Origin(job="mine", run="17", generation=3, node=0, process=f"agent-{outcome}")) as agent:
+        with EventLog(
+            store, Origin(job="mine", run="17", generation=3, node=0, process=f"agent-{outcome}")
+        ) as agent:
             agent.emit(OUTCOME, outcome=outcome, message="the same failure 3 times", flush=True)
         log_of_a_run(view)
         view.close(explained=True)
@@ -121,7 +158,8 @@ def test_if_metaflow_refuses_to_start_its_words_are_shown(
 
 
 @pytest.mark.parametrize(
-    ("answer", "starts"), [("y\n", True), ("yes\n", True), ("\n", False), ("n\n", False), ("", False)]
+    ("answer", "starts"),
+    [("y\n", True), ("yes\n", True), ("\n", False), ("n\n", False), ("", False)],
 )
 def test_money_is_spent_only_after_a_yes(
     answer: str, starts: bool, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,11 +178,16 @@ def test_money_is_spent_only_after_a_yes(
 @pytest.mark.parametrize(
     ("words", "flags", "asked"),
     [
-        ("--with batch", "--verbose", "first"), ("--with=cloud", "--verbose", "first"),
-        ("--with kubernetes", "", "first"), ("--with cloud", "", "after the plan"), ("--with batch", "--yes", "never"),
-        ("--with batch", "no terminal", "never"), ("", "", "never"), ("--with local", "--verbose", "never"),
+        ("--with batch", "--verbose", "first"),
+        ("--with=cloud", "--verbose", "first"),
+        ("--with kubernetes", "", "first"),
+        ("--with cloud", "", "after the plan"),
+        ("--with batch", "--yes", "never"),
+        ("--with batch", "no terminal", "never"),
+        ("", "", "never"),
+        ("--with local", "--verbose", "never"),
     ],
-)  # fmt: skip
+)
 def test_the_user_is_asked_before_cloud_money_is_spent(
     words: str, flags: str, asked: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +217,10 @@ def test_the_user_is_asked_before_cloud_money_is_spent(
             with pytest.raises(KeyboardInterrupt):
                 open_view(TrainFlow, "mine", config, {flags})
             shown = b"".join(iter(lambda: user.read(4096), None))
-            assert b"and pay for it, for at most $5.00? `ebbflow plan` shows the estimate. [y/N]" in shown
+            assert (
+                b"and pay for it, for at most $5.00? `ebbflow plan` shows the estimate. [y/N]"
+                in shown
+            )
         else:
             view = open_view(TrainFlow, "mine", config, {flags})
             assert (view is None) == (flags == "--verbose")
@@ -183,7 +229,14 @@ def test_the_user_is_asked_before_cloud_money_is_spent(
 
 def test_the_help_of_run_names_the_flags_that_metaflow_does_not_know() -> None:
     text = describe_flags()
-    for flag in ("--verbose", "--yes", "--compare", "--take-over", "--from-scratch", "--accept-rollback"):
+    for flag in (
+        "--verbose",
+        "--yes",
+        "--compare",
+        "--take-over",
+        "--from-scratch",
+        "--accept-rollback",
+    ):
         assert f"\n  {flag}" in text
 
 
@@ -210,12 +263,21 @@ view.close(explained=True)
 
 
 def on_a_terminal(folder: Path, columns: int, *, closes: bool = False, **environment: str) -> str:
-    """The output of a process on a pseudo-terminal of that width, which closes after the first output if `closes`."""
+    """The output of a process on a pseudo-terminal of that width, which closes after the first
+    output if `closes`.
+    """
     main, side = pty.openpty()
     os.set_blocking(main, True)
-    own = {"COLUMNS": str(columns), "TERM": "xterm", "EBBFLOW_RUNS": str(folder), "PYTHONPATH": str(ROOT)}
+    own = {
+        "COLUMNS": str(columns),
+        "TERM": "xterm",
+        "EBBFLOW_RUNS": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", _ON_A_TERMINAL, str(folder)]
-    process = subprocess.Popen(command, env=os.environ | own | environment, stdout=side, stderr=side, cwd=ROOT)
+    process = subprocess.Popen(
+        command, env=os.environ | own | environment, stdout=side, stderr=side, cwd=ROOT
+    )
     os.close(side)
     found = b""
     while True:
@@ -235,7 +297,9 @@ def on_a_terminal(folder: Path, columns: int, *, closes: bool = False, **environ
 def test_on_a_terminal_one_bar_stays_below_the_lines(columns: int, tmp_path: Path) -> None:
     output = on_a_terminal(tmp_path, columns)
     assert "━" in output and "89/240 37% ETA 0:17" in output and "a print of the launcher" in output
-    assert output.rstrip().endswith("\x1b[?25h") or output.count("\x1b[?25h") >= output.count("\x1b[?25l"), "the cursor"
+    assert output.rstrip().endswith("\x1b[?25h") or output.count("\x1b[?25h") >= output.count(
+        "\x1b[?25l"
+    ), "the cursor"
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
     assert max(len(line) for line in re.split(r"[\r\n]+", text)) <= columns
     assert "\x1b]0;" not in output, "a task's escape sequences never reach the terminal"
@@ -247,18 +311,27 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_terminal_without_colours_and_one_that_knows_only_ascii(tmp_path: Path) -> None:
-    assert not re.search(r"\x1b\[(?:[0-9;]*;)?3[0-9](?:;|m)", on_a_terminal(tmp_path, 80, NO_COLOR="1"))
+    assert not re.search(
+        r"\x1b\[(?:[0-9;]*;)?3[0-9](?:;|m)", on_a_terminal(tmp_path, 80, NO_COLOR="1")
+    )
     assert on_a_terminal(tmp_path, 80, PYTHONIOENCODING="ascii").isascii()
 
 
 def test_in_an_ascii_locale_metaflow_starts_and_the_output_is_readable_ascii() -> None:
-    script = "from ebbflow.infra.program import begin_program; begin_program(); import locale, subprocess, sys; "
+    script = (
+        "from ebbflow.infra.program import begin_program; begin_program(); import locale, "
+        "subprocess, sys; "
+    )
     script += "print(locale.getpreferredencoding(), open('/dev/null').encoding, flush=True); "
     script += "subprocess.run([sys.executable, '-c', sys.argv[1]])"
     child = "from ebbflow.infra.program import begin_program; begin_program(); print('› ✓')"
     own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"} | own
-    output = subprocess.check_output([sys.executable, "-c", script, child], env=variables, cwd=ROOT, text=True)
+    variables = {
+        name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"
+    } | own
+    output = subprocess.check_output(
+        [sys.executable, "-c", script, child], env=variables, cwd=ROOT, text=True
+    )
     assert output.lower() == "utf-8 utf-8\n> ok\n"
 
 
@@ -284,7 +357,9 @@ def test_the_closing_block_begins_with_the_verdict_and_is_short(outcome: str) ->
     assert len(lines) <= 15 and any("runs/j/report.html" in line for line in lines)
     assert "node 1 (b) was lost" in "".join(lines) and "n/a" not in "".join(lines)
     assert all(len(line) <= 80 for line in lines if "ebbflow r" not in line)
-    assert any(re.match(" *ebbflow (run|resume) ", line) for line in lines) == (outcome != "completed")
+    assert any(re.match(" *ebbflow (run|resume) ", line) for line in lines) == (
+        outcome != "completed"
+    )
 
 
 def test_a_rehearsal_is_compared_with_a_run_of_the_same_settings_only() -> None:

@@ -1,4 +1,6 @@
-"""Text becomes shards once, by content; samples come in an order that nothing but seed and index decides."""
+"""Text becomes shards once, by content; samples come in an order that nothing but seed and index
+decides.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_the_order_is_a_pure_function_of_seed_and_index() -> None:
 
 
 def test_the_order_shuffles() -> None:
-    """Neighbours land far apart on average: n/3 for a uniform permutation; and no position is fixed much."""
+    """Neighbours land far apart on average: n/3 for a uniform permutation; and no position is fixed
+    much.
+    """
     windows = 20_000
     order = SampleOrder(windows, 3).window(0, windows)
     assert abs(np.abs(np.diff(order)).mean() / windows - 1 / 3) < 0.02
@@ -70,7 +74,8 @@ def test_shards_hold_the_files_and_leak_none_into_the_held_out_text(tmp_path: Pa
     store = Store.open(str(tmp_path / "store"))
     tokens = prepare_tokens(data, store, project_root=tmp_path)
     arrays = open_tokens(store, tokens.fingerprint)
-    train, held_out = arrays.train.tobytes(), arrays.held_out.tobytes()
+    train = arrays.train.tobytes()
+    held_out = arrays.held_out.tobytes()
     files = find_files(data, project_root=tmp_path)
     assert tokens.files == len(files) == 40
     for file in files:
@@ -92,7 +97,9 @@ def test_shards_are_built_once_and_named_by_content(tmp_path: Path) -> None:
     before = {meta.key: meta.modified for meta in store.list()}
     (tmp_path / "texts").rename(tmp_path / "moved")
     moved = DataConfig(path="moved", suffixes=[".txt"])
-    assert prepare_tokens(moved, store, project_root=tmp_path) == first, "the place of the text does not matter"
+    assert prepare_tokens(moved, store, project_root=tmp_path) == first, (
+        "the place of the text does not matter"
+    )
     assert {meta.key: meta.modified for meta in store.list()} == before
     with open(tmp_path / "moved" / "part1" / "text1.txt", "a") as file:
         file.write("!")
@@ -113,7 +120,9 @@ def test_a_crash_before_the_description_leaves_no_shards_to_be_believed(tmp_path
 def test_a_truncated_shard_is_noticed(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     store = Store.open(str(tmp_path / "store"))
-    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path)
+    tokens = prepare_tokens(
+        DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path
+    )
     key = f"tokens/{tokens.fingerprint}/train.bin"
     store.put(key, store.get(key)[:-1])
     with pytest.raises(DataError, match=r"train\.bin is not the"):
@@ -139,7 +148,9 @@ class RemoteStore:
 def test_a_remote_shard_is_downloaded_once_and_verified(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     local = Store.open(str(tmp_path / "store"))
-    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path)
+    tokens = prepare_tokens(
+        DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path
+    )
     remote = RemoteStore(local)
     arrays = open_tokens(remote, tokens.fingerprint, cache=tmp_path / "cache")
     assert arrays.train.tobytes() == local.get(f"tokens/{tokens.fingerprint}/train.bin")
@@ -157,8 +168,11 @@ def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
     """Each thread stands for a rank: a lock of a file holds between threads too, if each opens it."""
     write_texts(tmp_path / "texts")
     local = Store.open(str(tmp_path / "store"))
-    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path)
-    reads, signs = list[str](), list[int]()
+    tokens = prepare_tokens(
+        DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path
+    )
+    reads = list[str]()
+    signs = list[int]()
 
     class Slow(RemoteStore):
         def sub(self, prefix: str) -> RemoteStore:
@@ -170,45 +184,74 @@ def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
             return self._inner.get_range(key, start, length)
 
     with ThreadPoolExecutor(4) as pool:
-        options: dict[str, Any] = {"cache": tmp_path / "c", "alive": lambda: signs.append(threading.get_ident())}
-        opened = [pool.submit(open_tokens, Slow(local), tokens.fingerprint, **options) for _ in range(4)]
+        options: dict[str, Any] = {
+            "cache": tmp_path / "c",
+            "alive": lambda: signs.append(threading.get_ident()),
+        }
+        opened = [
+            pool.submit(open_tokens, Slow(local), tokens.fingerprint, **options) for _ in range(4)
+        ]
         trains = {one.result().train.tobytes() for one in opened}
     assert sorted(reads) == ["held_out.bin", "train.bin"] and len(trains) == 1
-    assert len(set(signs)) == 4, "a rank that downloads or waits gives signs of life, however many bytes there are"
+    assert len(set(signs)) == 4, (
+        "a rank that downloads or waits gives signs of life, however many bytes there are"
+    )
 
 
 def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
     tmp_path: Path, failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The samples are those of the file, bit for bit. Rows that fit into the volume are read once."""
-    server, bucket = failing_s3, failing_s3.new_bucket()
+    """The samples are those of the file, bit for bit.
+
+    Rows that fit into the volume are read once.
+    """
+    server = failing_s3
+    bucket = failing_s3.new_bucket()
     server.use(monkeypatch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     write_texts(tmp_path / "texts")
-    local, remote = Store.open(str(tmp_path / "store")), Store.open(f"s3://{bucket}/data")
+    local = Store.open(str(tmp_path / "store"))
+    remote = Store.open(f"s3://{bucket}/data")
     texts = DataConfig(path="texts", suffixes=[".txt"])
     prepare_tokens(texts, local, project_root=tmp_path)
     prepared = prepare_tokens(texts, remote, project_root=tmp_path).to_json()
-    length, kept, batch = 64, 7, 4
-    room = prepared["held_out_tokens"] + kept * (length + 1 + 4)  # a byte for each token, a CRC-32 for each row
+    length = 64
+    kept = 7
+    batch = 4
+    room = prepared["held_out_tokens"] + kept * (
+        length + 1 + 4
+    )  # a byte for each token, a CRC-32 for each row
     settings = {"model": {"sequence_length": length}, "data": {"cache_gib": room / 2**30}}
     config = RunConfig.model_validate({**settings, "training": {"batch_size": batch}})
     ours, theirs = (
-        TextWorkload(WorkloadContext(config=config, store=one, project_root=tmp_path, prepared=prepared))
+        TextWorkload(
+            WorkloadContext(config=config, store=one, project_root=tmp_path, prepared=prepared)
+        )
         for one in (remote, local)
     )
     train = ours._tokens.train
     assert isinstance(train, TokenStream) and isinstance(ours._tokens.held_out, np.ndarray)
-    windows, before = theirs._order.windows, server.told(bucket)["requests"]["get"]
+    windows = theirs._order.windows
+    before = server.told(bucket)["requests"]["get"]
     steps = 2 * windows // batch
 
     for number in range(steps):
-        found, expected = (one.next_batch(nn.Module(), Cursor(batch * number, batch)) for one in (ours, theirs))
-        assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.targets, expected.targets)
+        found, expected = (
+            one.next_batch(nn.Module(), Cursor(batch * number, batch)) for one in (ours, theirs)
+        )
+        assert torch.equal(found.inputs, expected.inputs) and torch.equal(
+            found.targets, expected.targets
+        )
     drawn = theirs._order.window(0, batch * (steps + 4)).tolist()
     wanted = len([one for one in drawn if one >= kept]) + kept
-    wait_until("rows read ahead", lambda: server.told(bucket)["requests"]["get"] - before >= wanted, timeout=30)
-    wait_until("the last rows", lambda: all(row.done() for row in train._ahead.values()), timeout=30)
+    wait_until(
+        "rows read ahead",
+        lambda: server.told(bucket)["requests"]["get"] - before >= wanted,
+        timeout=30,
+    )
+    wait_until(
+        "the last rows", lambda: all(row.done() for row in train._ahead.values()), timeout=30
+    )
     assert set(drawn[batch * steps :]) <= set(train._ahead), "the next four steps wait for nothing"
     assert server.told(bucket)["requests"]["get"] - before == wanted and windows > 3 * kept
     files = [path.name for path in tmp_path.rglob("*.rows")]
@@ -218,7 +261,11 @@ def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
 def test_the_standard_library_comes_without_its_tests() -> None:
     names = [file.name for file in find_files(DataConfig(), project_root=Path())]
     assert "argparse.py" in names and names == sorted(names)
-    assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
+    assert not [
+        name
+        for name in names
+        if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +276,9 @@ def test_the_standard_library_comes_without_its_tests() -> None:
         (DataConfig(path="texts/empty.txt"), "0 bytes, too few to split"),
     ],
 )
-def test_text_that_cannot_serve_is_refused_with_a_fix(data: DataConfig, message: str, tmp_path: Path) -> None:
+def test_text_that_cannot_serve_is_refused_with_a_fix(
+    data: DataConfig, message: str, tmp_path: Path
+) -> None:
     write_texts(tmp_path / "texts")
     (tmp_path / "texts" / "empty.txt").touch()
     with pytest.raises(DataError, match=f"{message}.*fix:"):
@@ -252,7 +301,8 @@ def test_a_single_file_is_split_inside(ending: str, fraction: float, tmp_path: P
     data = DataConfig(path="book.txt", held_out_fraction=fraction)
     tokens = prepare_tokens(data, store, project_root=tmp_path)
     arrays = open_tokens(store, tokens.fingerprint)
-    train, held_out = arrays.train.tobytes(), arrays.held_out.tobytes()
+    train = arrays.train.tobytes()
+    held_out = arrays.held_out.tobytes()
     assert train + held_out == text and (tokens.files, tokens.bytes) == (1, len(text))
     assert len(held_out) == pytest.approx(fraction * len(text), rel=0.02)
     assert train.decode() and held_out.decode(), "no character is cut"
@@ -277,7 +327,10 @@ BINARY = {
     "zip": (b"PK\x03\x04\x14\x00" + NOISE, "a zip archive"),
     "pdf": (b"%PDF-1.4\n" + b"only ASCII here\n" * 500, "a PDF document"),
     "utf-16": (("some text\n" * 500).encode("utf-16"), "text in UTF-16"),
-    "nul late": (b"a line of text\n" * 200_000 + b"\0" + b"more\n" * 100, "NUL byte at offset 3,000,000"),
+    "nul late": (
+        b"a line of text\n" * 200_000 + b"\0" + b"more\n" * 100,
+        "NUL byte at offset 3,000,000",
+    ),
     "noise without NUL": (NOISE, "is no UTF-8 text: 43 % of its first "),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
 }
@@ -292,14 +345,20 @@ def test_a_binary_file_is_refused_by_name_and_never_trained_on(kind: str, tmp_pa
     for path in ("texts", "texts/part0/odd.txt"):
         with pytest.raises(DataError) as caught:
             prepare_tokens(DataConfig(path=path, suffixes=[".txt"]), store, project_root=tmp_path)
-        assert f"{tmp_path}/texts/part0/odd.txt" in str(caught.value) and "fix: " in str(caught.value)
+        assert f"{tmp_path}/texts/part0/odd.txt" in str(caught.value) and "fix: " in str(
+            caught.value
+        )
         assert found in str(caught.value)
     assert not store.list(""), "no shard was written"
 
 
 def test_text_in_an_older_encoding_passes(tmp_path: Path) -> None:
-    (tmp_path / "old.txt").write_bytes(("Grüße aus Köln und von allen Orten an dem Rhein.\n" * 400).encode("latin-1"))
-    tokens = prepare_tokens(DataConfig(path="old.txt"), Store.open(str(tmp_path / "s")), project_root=tmp_path)
+    (tmp_path / "old.txt").write_bytes(
+        ("Grüße aus Köln und von allen Orten an dem Rhein.\n" * 400).encode("latin-1")
+    )
+    tokens = prepare_tokens(
+        DataConfig(path="old.txt"), Store.open(str(tmp_path / "s")), project_root=tmp_path
+    )
     assert tokens.files == 1
 
 
@@ -314,7 +373,12 @@ def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path:
     store = Store.open(str(tmp_path / "store"))
     with pytest.raises(DataError, match=f"(?i)is a {kind}, .*fix:"):
         prepare_tokens(DataConfig(path="odd.txt"), store, project_root=tmp_path)
-    with pytest.raises(DataError, match="fix:"), open_source(SourceFile("odd.txt", path)):  # made after the look
+    with (
+        pytest.raises(DataError, match="fix:"),
+        open_source(SourceFile("odd.txt", path)),
+    ):  # made after the look
         pass
     with pytest.raises(DataError, match="not a regular file"):
-        prepare_tokens(DataConfig(path="odd.txt", tokenizer="odd.txt"), store, project_root=tmp_path)
+        prepare_tokens(
+            DataConfig(path="odd.txt", tokenizer="odd.txt"), store, project_root=tmp_path
+        )

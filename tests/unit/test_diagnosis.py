@@ -27,7 +27,18 @@ from tests.support.injected import INJECTIONS, inject
 from tests.support.timelines import GangLog, event
 
 RULES = load_rules().rules
-_OF_THE_GUIDES = {"A": 22, "B": 10, "C": 10, "D": 19, "E": 9, "F": 10, "G": 9, "H": 15, "I": 10, "J": 9}
+_OF_THE_GUIDES = {
+    "A": 22,
+    "B": 10,
+    "C": 10,
+    "D": 19,
+    "E": 9,
+    "F": 10,
+    "G": 9,
+    "H": 15,
+    "I": 10,
+    "J": 9,
+}
 MATCHER = load_matcher()
 
 
@@ -42,11 +53,14 @@ def test_a_rule_matches_its_examples_only_and_says_what_to_do(rule: SymptomRule)
         assert rule.id not in {RULES[number].id for number, _, _ in MATCHER.match(other)}, other
 
 
-def test_the_commands_answer_in_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_answer_in_text_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "train.log"
     log.write_text(
         "[rank0]: torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
-        "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE) timing out\n"
+        "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, "
+        "OpType=ALLREDUCE) timing out\n"
     )
     assert main(["diagnose", str(log)]) == 0
     assert "root: a GPU is out of memory  [C01, memory" in capsys.readouterr().out
@@ -55,18 +69,26 @@ def test_the_commands_answer_in_text_and_json(tmp_path: Path, capsys: pytest.Cap
     root, cascade = document["findings"]
     assert document["schema"] == 1 and document["abstained"] is False
     assert (root["symptom"], root["family"], root["role"]) == ("C01", "memory", "root")
-    assert (root["evidence"][0]["file"], root["evidence"][0]["line"]) == (str(log), 1) and root["fix"]
+    assert (root["evidence"][0]["file"], root["evidence"][0]["line"]) == (str(log), 1) and root[
+        "fix"
+    ]
     assert (cascade["symptom"], cascade["role"]) == ("D01", "cascade")
     assert main(["diagnose", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {rule.id for rule in RULES} == {symptom["id"] for symptom in listed["symptoms"]}
     assert main(["explain", "d07"]) == 0 and "find_unused_parameters" in capsys.readouterr().out
-    assert main(["explain", "Z99"]) == 2 and main(["diagnose"]) == 2 and main(["diagnose", str(tmp_path / "no")]) == 2
+    assert (
+        main(["explain", "Z99"]) == 2
+        and main(["diagnose"]) == 2
+        and main(["diagnose", str(tmp_path / "no")]) == 2
+    )
 
 
 SUPPORT = Path(__file__).parents[1] / "support" / "diagnosis"
 DEVELOPMENT = [
-    entry for path in sorted(SUPPORT.glob("development/*.yaml")) for entry in yaml.safe_load(path.read_text())
+    entry
+    for path in sorted(SUPPORT.glob("development/*.yaml"))
+    for entry in yaml.safe_load(path.read_text())
 ]
 
 
@@ -77,11 +99,17 @@ def roots(text: str) -> tuple[str | None, str | None]:
         for number, line in enumerate(text.splitlines(), 1)
         if line
     ]
-    found = next((each.rule for each in diagnose_lines(lines).findings if each.role == "root"), None)
-    return (found.family, found.id) if found else (None, None)
+    found = next(
+        (each.rule for each in diagnose_lines(lines).findings if each.role == "root"), None
+    )
+    if found:
+        return (found.family, found.id)
+    return (None, None)
 
 
-@pytest.mark.parametrize("entry", DEVELOPMENT, ids=lambda entry: entry["url"].removeprefix("https://github.com/"))
+@pytest.mark.parametrize(
+    "entry", DEVELOPMENT, ids=lambda entry: entry["url"].removeprefix("https://github.com/")
+)
 def test_a_quotation_of_the_development_set_has_its_family(entry: dict) -> None:
     assert roots(entry["text"])[0] == entry["family"]
 
@@ -119,24 +147,35 @@ srun: error: node2: tasks 8-15: Terminated
 
 
 @pytest.mark.parametrize("writer", _WRITERS)
-def test_the_format_of_a_log_and_what_follows_the_failure_do_not_change_the_root(writer: str, tmp_path: Path) -> None:
+def test_the_format_of_a_log_and_what_follows_the_failure_do_not_change_the_root(
+    writer: str, tmp_path: Path
+) -> None:
     for lines, symptom in ((_FAILURE[:2], "E17"), (_FAILURE[2:], "B10")):
         (tmp_path / "log").write_text("\n".join(_WRITERS[writer](line) for line in lines) + _AFTER)
         assert diagnose_files([tmp_path / "log"]).findings[0].rule.id == symptom
 
 
 def test_records_of_a_single_line_of_json_are_read(tmp_path: Path) -> None:
-    events = [{"timestamp": 1767225600000 + at, "message": line} for at, line in enumerate(_FAILURE[:2])]
+    events = [
+        {"timestamp": 1767225600000 + at, "message": line} for at, line in enumerate(_FAILURE[:2])
+    ]
     (tmp_path / "log").write_text(json.dumps({"events": events, "nextForwardToken": "f/1"}))
     root = diagnose_files([tmp_path / "log"]).findings[0]
     assert root.rule.id == "E17" and root.evidence[0].time == pytest.approx(1767225600.001)
 
 
 @pytest.mark.parametrize(("apart", "found"), [(73.0, True), (-8.0, True), (0.4, False)])
-def test_clocks_that_differ_are_found_in_the_times_of_equal_steps(apart: float, found: bool, tmp_path: Path) -> None:
+def test_clocks_that_differ_are_found_in_the_times_of_equal_steps(
+    apart: float, found: bool, tmp_path: Path
+) -> None:
     for node, late in ((0, 0.0), (1, apart)):
-        stamps = [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late)) for step in range(60)]
-        text = "\n".join(f"{stamp} step {step} loss 2.{99 - step}" for step, stamp in enumerate(stamps))
+        stamps = [
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late))
+            for step in range(60)
+        ]
+        text = "\n".join(
+            f"{stamp} step {step} loss 2.{99 - step}" for step, stamp in enumerate(stamps)
+        )
         (tmp_path / f"node-{node}.log").write_text(text)
     findings = diagnose_files(sorted(tmp_path.iterdir())).findings
     assert [each.rule.id for each in findings] == (["A32"] if found else [])
@@ -159,25 +198,37 @@ def test_attempts_and_evaluators_have_no_clocks_that_differ(
     files: dict[str, tuple[str, range, float]], tmp_path: Path
 ) -> None:
     for name, (label, steps, late) in files.items():
-        stamps = {step: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late)) for step in steps}
-        text = "\n".join(f"{stamp} {label} {step} loss 2.{99 - step}" for step, stamp in stamps.items())
+        stamps = {
+            step: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1.7e9 + 2 * step + late))
+            for step in steps
+        }
+        text = "\n".join(
+            f"{stamp} {label} {step} loss 2.{99 - step}" for step, stamp in stamps.items()
+        )
         (tmp_path / name).write_text(text)
     assert not diagnose_files(sorted(tmp_path.iterdir())).findings
 
 
 def test_all_symptoms_of_the_guides_have_a_rule() -> None:
-    wanted = {f"{letter}{number:02}" for letter, count in _OF_THE_GUIDES.items() for number in range(1, count + 1)}
+    wanted = set()
+    for letter, count in _OF_THE_GUIDES.items():
+        for number in range(1, count + 1):
+            wanted.add(f"{letter}{number:02}")
     assert len(wanted) == 123 and not wanted - {rule.id for rule in RULES}
 
 
 @pytest.mark.parametrize(
-    "entry", yaml.safe_load((SUPPORT / "composed.yaml").read_text()), ids=lambda entry: entry["text"][:40]
+    "entry",
+    yaml.safe_load((SUPPORT / "composed.yaml").read_text()),
+    ids=lambda entry: entry["text"][:40],
 )
 def test_the_root_of_a_composed_log_is_named_and_sound_logs_raise_no_alarm(entry: dict) -> None:
     assert roots(entry["text"]) == (entry["family"], entry.get("symptom"))
 
 
-def test_bad_input_is_answered_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_answered_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     oom = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     logs = {
         "utf16.log": oom.encode("utf-16"),
@@ -193,15 +244,28 @@ def test_bad_input_is_answered_without_a_traceback(tmp_path: Path, capsys: pytes
         assert json.loads(capsys.readouterr().out)["findings"][0]["symptom"] == "C01", name
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 99)
     (tmp_path / "empty.log").write_bytes(b"")
-    assert main(["diagnose", str(tmp_path / "binary")]) == 1 and "binary file" in capsys.readouterr().err
-    assert main(["diagnose", str(tmp_path / "empty.log")]) == 0 and "nothing found" in capsys.readouterr().out
+    assert (
+        main(["diagnose", str(tmp_path / "binary")]) == 1
+        and "binary file" in capsys.readouterr().err
+    )
+    assert (
+        main(["diagnose", str(tmp_path / "empty.log")]) == 0
+        and "nothing found" in capsys.readouterr().out
+    )
 
 
 def test_a_large_log_takes_little_processor_time_and_memory(tmp_path: Path) -> None:
-    line = "2025-03-01T10:00:00Z [rank{0}] INFO train: step {1} loss 2.{1} grad_norm 1.{1} tokens/s 51{1}\n"
+    line = (
+        "2025-03-01T10:00:00Z [rank{0}] INFO train: step {1} loss 2.{1} grad_norm 1.{1} tokens/s "
+        "51{1}\n"
+    )
     with open(tmp_path / "large.log", "w") as log:
         for block in range(20):
-            log.write("".join(line.format(step % 8, step) for step in range(block * 5000, block * 5000 + 5000)))
+            log.write(
+                "".join(
+                    line.format(step % 8, step) for step in range(block * 5000, block * 5000 + 5000)
+                )
+            )
         log.write("OSError: [Errno 28] No space left on device\n")
     start = time.process_time()
     diagnosis = diagnose_files([tmp_path / "large.log"])
@@ -211,14 +275,19 @@ def test_a_large_log_takes_little_processor_time_and_memory(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("part", ["1", "1.", "8 gpus ", "1 tokens/s", "8 x", "step 1 ", "loss "])
 def test_the_time_is_linear_in_the_length_of_a_line(part: str, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(f"loss tokens/s time throughput {part * (64000 // len(part))} it/s x")
+    (tmp_path / "log").write_text(
+        f"loss tokens/s time throughput {part * (64000 // len(part))} it/s x"
+    )
     began = time.process_time()
     diagnose_files([tmp_path / "log"])
     assert time.process_time() - began < 3.0
 
 
 def test_each_advised_command_of_ours_exists() -> None:
-    advised = {word for rule in RULES for fix in rule.fix for word in re.findall(r"\bebbflow ([a-z]+)\b", fix)}
+    advised = set()
+    for rule in RULES:
+        for fix in rule.fix:
+            advised.update(re.findall(r"\bebbflow ([a-z]+)\b", fix))
     assert advised and advised <= set(COMMANDS)
 
 
@@ -232,21 +301,34 @@ def test_the_benchmark_counts_right_wrong_silent_and_false_findings() -> None:
         {"family": "sound", "text": oom},
     ]
     result = evaluate(corpus)
-    assert result["families"]["memory"] == {"items": 1, "precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3)}
-    assert result["families"]["storage"]["f1"] == 0.0 and result["abstained"] == pytest.approx(1 / 3)
+    assert result["families"]["memory"] == {
+        "items": 1,
+        "precision": 0.5,
+        "recall": 1.0,
+        "f1": pytest.approx(2 / 3),
+    }
+    assert result["families"]["storage"]["f1"] == 0.0 and result["abstained"] == pytest.approx(
+        1 / 3
+    )
     assert (result["sound"], result["false_alarms"], result["items"]) == (2, 1, 3)
 
 
 def test_the_collected_excerpts_are_still_recognised() -> None:
     files = sorted(SUPPORT.glob("collected*.yaml"))
     result = evaluate([item for path in files for item in yaml.safe_load(path.read_text())])
-    assert len(files) == 10 and result["macro_f1"] > 0.9 and result["abstained"] < 0.1 and result["false_alarms"] == 0
+    assert (
+        len(files) == 10
+        and result["macro_f1"] > 0.9
+        and result["abstained"] < 0.1
+        and result["false_alarms"] == 0
+    )
 
 
 def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path) -> None:
     for name, thing in (("storage", "shard"), ("cuda", "kernel")):
         lines = [
-            f'raise ValueError(f"the {thing} {{x}} has no {word} here")' for word in ("size", "name", "type", "end")
+            f'raise ValueError(f"the {thing} {{x}} has no {word} here")'
+            for word in ("size", "name", "type", "end")
         ]
         (tmp_path / f"{name}.py").write_text("\n".join(lines))
     (tmp_path / "net.cc").write_text('WARN("Call to ibv_modify_qp failed with error %s", x);\n')
@@ -258,8 +340,12 @@ def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path)
 
 
 _VLLM = "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput:"
-_RUNNABLE = [f"[7/train/{task} (pid 9)] [b] Task is starting (status RUNNABLE)" for task in range(8)]
-_UNSCHEDULED = "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+_RUNNABLE = [
+    f"[7/train/{task} (pid 9)] [b] Task is starting (status RUNNABLE)" for task in range(8)
+]
+_UNSCHEDULED = (
+    "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+)
 
 
 @pytest.mark.parametrize(
@@ -269,16 +355,34 @@ _UNSCHEDULED = "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3
         (["step 1 loss 2.1 grad_norm nan", "step 2 loss 2.0 grad_norm 1.2"], None),
         ([f"step {step} loss: 0.6931" for step in range(4)], "F02"),
         ([f"step {step} loss: 0.69{step}" for step in range(4)], None),
-        ([f"loss 1.{step} grad_norm {norm}" for step, norm in enumerate((7.6, 9.2, 7.8, 11100.0))], "F05"),
+        (
+            [
+                f"loss 1.{step} grad_norm {norm}"
+                for step, norm in enumerate((7.6, 9.2, 7.8, 11100.0))
+            ],
+            "F05",
+        ),
         ([f"Epoch: [0][{at}/50] Time 9.1 (9.0) Data 8.{at} (8.5)" for at in range(3)], "E06"),
-        ([f"epoch {at}: time per epoch {seconds} s" for at, seconds in enumerate((390, 890, 1200))], "G02"),
+        (
+            [
+                f"epoch {at}: time per epoch {seconds} s"
+                for at, seconds in enumerate((390, 890, 1200))
+            ],
+            "G02",
+        ),
         ([f"load_data_time: {19.6 * (at == 3)}, train_step_time: 0.65" for at in range(6)], "G11"),
         (
-            [f"Epoch: [1][{at}/50] Time {0.2 if at else 9.1} Data {0.1 if at else 8.9}" for at in (9, 19, 29, 0, 9)],
+            [
+                f"Epoch: [1][{at}/50] Time {0.2 if at else 9.1} Data {0.1 if at else 8.9}"
+                for at in (9, 19, 29, 0, 9)
+            ],
             None,
         ),
         ([f"epoch {at} train loss {1 / (at + 1):.4f}\nval loss 0.69315" for at in range(4)], "F02"),
-        ([f"epoch {at} train loss {1 / (at + 1):.4f}\nbest val loss 0.69315" for at in range(4)], None),
+        (
+            [f"epoch {at} train loss {1 / (at + 1):.4f}\nbest val loss 0.69315" for at in range(4)],
+            None,
+        ),
         (["train loss 0.5", *["val loss 0.69315"] * 8], None),
         (["loss_real is -273623008.0", "loss_real is -4028874358784.0"], "F02"),
         (["UserWarning: Detected call of `lr_scheduler.step()` before `optimizer.step()`."], None),
@@ -291,28 +395,63 @@ _UNSCHEDULED = "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3
             "E17",
         ),
         (["GPU utilization rate is still very low"], "G01"),
-        (['  File "/env/datasets/builder.py", line 8, in _split', "IndexError: list index out of range"], "E17"),
-        (['  File "/app/model.py", line 8, in forward', "IndexError: list index out of range"], "O06"),
+        (
+            [
+                '  File "/env/datasets/builder.py", line 8, in _split',
+                "IndexError: list index out of range",
+            ],
+            "E17",
+        ),
+        (
+            ['  File "/app/model.py", line 8, in forward', "IndexError: list index out of range"],
+            "O06",
+        ),
         (['  File "/env/torch/serialization.py", line 8, in save', "ValueError: x"], "H19"),
-        (['  File "/env/torch/serialization.py", line 8, in load', "FileNotFoundError: No such file: 'a.tar'"], "H02"),
-        (["RuntimeError: unable to open shared memory object </torch_3>", "OSError: Too many open files"], "E08"),
-        (["ssh: connect to host n1 port 22: Connection timed out", "(InsufficientInstanceCapacity)"], "I04"),
+        (
+            [
+                '  File "/env/torch/serialization.py", line 8, in load',
+                "FileNotFoundError: No such file: 'a.tar'",
+            ],
+            "H02",
+        ),
+        (
+            [
+                "RuntimeError: unable to open shared memory object </torch_3>",
+                "OSError: Too many open files",
+            ],
+            "E08",
+        ),
+        (
+            [
+                "ssh: connect to host n1 port 22: Connection timed out",
+                "(InsufficientInstanceCapacity)",
+            ],
+            "I04",
+        ),
         (
             [
                 '  File "/env/torch/distributed/utils.py", line 8, in _verify',
                 "    return dist._verify_params_across_processes(group, tensors)",
-                "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, invalid usage, NCCL version 2.18",
+                "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, invalid usage, NCCL "
+                "version 2.18",
                 "Duplicate GPU detected : rank 2 and rank 0 both on CUDA device 4000",
             ],
             "A09",
         ),
-        (["Caught RuntimeError in DataLoader worker process 0.", "stack expects each tensor to be equal size"], "E11"),
+        (
+            [
+                "Caught RuntimeError in DataLoader worker process 0.",
+                "stack expects each tensor to be equal size",
+            ],
+            "E11",
+        ),
         (['  File "/env/torch/utils/data/dataloader.py", line 8, in __next__'], "E17"),
         *(
             (
                 [
                     '  File "/env/torch/utils/data/dataloader.py", line 8, in _try_get_data',
-                    '  File "/env/torch/multiprocessing/reductions.py", line 8, in rebuild_storage_fd',
+                    '  File "/env/torch/multiprocessing/reductions.py", line 8, in '
+                    "rebuild_storage_fd",
                     '  File "/lib/python3.12/multiprocessing/connection.py", line 8, in _recv',
                     error,
                 ],
@@ -321,8 +460,17 @@ _UNSCHEDULED = "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3
             for error in ("ConnectionResetError: [Errno 104] Connection reset by peer", "EOFError")
         ),
         (['  File "/env/torch/utils/checkpoint.py", line 8, in forward'], None),
-        ([f'{{"grad_norm": {norm}, "reward": 0.{step}}}' for step, norm in enumerate((0.3, 0.0, 0.0, 0.0))], "F05"),
-        ([f"epoch {at} train loss: 0.69{at % 3} train accuracy: 0.5000" for at in range(12)], "F02"),
+        (
+            [
+                f'{{"grad_norm": {norm}, "reward": 0.{step}}}'
+                for step, norm in enumerate((0.3, 0.0, 0.0, 0.0))
+            ],
+            "F05",
+        ),
+        (
+            [f"epoch {at} train loss: 0.69{at % 3} train accuracy: 0.5000" for at in range(12)],
+            "F02",
+        ),
         ([f"epoch {at} train loss: {1 / (at + 1):.4f} val acc: 0.88" for at in range(12)], None),
         ([*["reward_acc: 0.0"] * 12, "Training completed"], None),
         ([*["reward_acc: 0.0"] * 8], None),
@@ -332,30 +480,59 @@ _UNSCHEDULED = "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3
         ([f"{_VLLM} 0.8 tokens/s, Running: 1 reqs"] * 2, "G12"),
         ([f"{_VLLM} 1.2 tokens/s, Running: 8 reqs, Waiting: 0 reqs"] * 5, "G08"),
         ([f"Step: {at}, Time/step: {[44.2, 4.5][at % 2]}" for at in range(8)], "G02"),
-        ([f"step {at}: loss 0.{9 - at} {[8.1, 2.0, 2.1, 2.0, 2.2, 2.1][at]}s/it" for at in range(6)], None),
+        (
+            [
+                f"step {at}: loss 0.{9 - at} {[8.1, 2.0, 2.1, 2.0, 2.2, 2.1][at]}s/it"
+                for at in range(6)
+            ],
+            None,
+        ),
         (["ValueError: Interpolation of the override is not allowed in this config node"], "A31"),
         (["ValueError: a shirt has no sleeves"], "O01"),
         (["wandb: Network error (ConnectionError), entering retry loop."], None),
-        ([f"step {at} time {[0.5, 0.6, 0.5, 0.6, 2.9, 3.1, 3.0, 3.2][at]}s" for at in range(8)], "G02"),
+        (
+            [f"step {at} time {[0.5, 0.6, 0.5, 0.6, 2.9, 3.1, 3.0, 3.2][at]}s" for at in range(8)],
+            "G02",
+        ),
         ([f"step {at} time {10 * at}s" for at in range(8)], None),  # since the start of the run
         ([f"batch {at} Speed: {[95, 94, 96, 40, 21, 12][at]} samples/s" for at in range(6)], "G02"),
         (["Total img/sec on 8 GPU(s): 1531.9", "Total img/sec on 16 GPU(s): 546.9"], "G05"),
         (["Total img/sec on 8 GPU(s): 1531.9", "Total img/sec on 16 GPU(s): 2946.9"], None),
         ([f"{at} [7/start] Task is starting (status RUNNABLE)" for at in range(4)], "N21"),
-        ([f"{at} [7/start] Task is starting (status {'RUNNABLE' if at < 4 else 'RUNNING'})" for at in range(5)], None),
+        (
+            [
+                f"{at} [7/start] Task is starting (status {'RUNNABLE' if at < 4 else 'RUNNING'})"
+                for at in range(5)
+            ],
+            None,
+        ),
         ([*_RUNNABLE, "[7/train/2 (pid 9)] [b] Task is starting (status RUNNING)"], "N21"),
         ([*_RUNNABLE, *(line.replace("RUNNABLE", "RUNNING") for line in _RUNNABLE)], None),
         ([_UNSCHEDULED, "Successfully assigned ml/worker-0 to n1"], "N02"),
         ([_UNSCHEDULED, "Successfully assigned ml/worker-1 to n1"], None),
-        (["FailedScheduling 0/3 nodes are available", "Successfully assigned ml/worker-1 to n1"], None),
-        (["step 1 loss 3.1", "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T10:10:02 ***"], None),
         (
-            [*(f"step {at} loss 3.{at}" for at in range(12)), '  File "/env/torch/_inductor/graph.py", line 8, in run'],
+            ["FailedScheduling 0/3 nodes are available", "Successfully assigned ml/worker-1 to n1"],
+            None,
+        ),
+        (
+            [
+                "step 1 loss 3.1",
+                "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T10:10:02 ***",
+            ],
+            None,
+        ),
+        (
+            [
+                *(f"step {at} loss 3.{at}" for at in range(12)),
+                '  File "/env/torch/_inductor/graph.py", line 8, in run',
+            ],
             "L11",
         ),
     ],
 )
-def test_series_and_frames_name_what_no_single_line_does(lines: list[str], symptom: str | None) -> None:
+def test_series_and_frames_name_what_no_single_line_does(
+    lines: list[str], symptom: str | None
+) -> None:
     assert roots("\n".join(lines))[1] == symptom
 
 
@@ -372,10 +549,16 @@ def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
 
 
 GONE = "Connection closed by peer [10.0.0.7]:24601"
-NO_INTERFACE = "RuntimeError: [enforce fail at tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth77"
+NO_INTERFACE = (
+    "RuntimeError: [enforce fail at tcp/device.cc:84] ifa != nullptr. Unable to find address "
+    "for: eth77"
+)
 NO_NAME = "socket.gaierror: [Errno -2] Name or service not known"
 NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-BEHIND = "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective timeout. Last enqueued NCCL work: {1}"
+BEHIND = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective timeout. Last "
+    "enqueued NCCL work: {1}"
+)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +566,11 @@ BEHIND = "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective 
     [
         ({0: "step 3 loss 0.2", 1: GONE}, [0], "from a rank that waits"),
         ({1: GONE}, [], "from a rank that waits"),
-        ({0: "RuntimeError: [Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms"}, [2, 3], ""),
+        (
+            {0: "RuntimeError: [Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms"},
+            [2, 3],
+            "",
+        ),
         ({0: BEHIND.format(0, 62), 1: BEHIND.format(1, 61), 2: BEHIND.format(2, 62)}, [1], ""),
         (
             {0: "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 1000 vs 12", 1: ""},
@@ -391,11 +578,19 @@ BEHIND = "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective 
             "no line tells",
         ),
         ({0: NO_INTERFACE, 1: NO_INTERFACE}, [], "every rank wrote these lines"),
-        ({0: f"2026-01-01 10:00:00 {NO_INTERFACE}", 1: f"2026-01-01 10:01:00 {NO_INTERFACE}"}, [], "every rank wrote"),
+        (
+            {0: f"2026-01-01 10:00:00 {NO_INTERFACE}", 1: f"2026-01-01 10:01:00 {NO_INTERFACE}"},
+            [],
+            "every rank wrote",
+        ),
         ({0: NO_NAME, 1: NO_NAME}, [], "every rank wrote these lines"),
         ({0: "step 3 loss 0.2", 1: NO_INTERFACE, 2: NO_INTERFACE}, [], ""),
         ({0: f"2026-01-01 10:00:09 {NO_MEMORY}", 1: f"2026-01-01 10:00:01 {NO_MEMORY}"}, [], ""),
-        ({0: f"2026-01-01 10:00:01 {NO_MEMORY}", 1: f"2026-01-01 10:00:01 {NO_MEMORY}"}, [], "every rank wrote"),
+        (
+            {0: f"2026-01-01 10:00:01 {NO_MEMORY}", 1: f"2026-01-01 10:00:01 {NO_MEMORY}"},
+            [],
+            "every rank wrote",
+        ),
     ],
 )
 def test_the_rank_that_did_not_come_is_the_suspect(
@@ -407,14 +602,23 @@ def test_the_rank_that_did_not_come_is_the_suspect(
     found = diagnosis.to_json()["findings"][0]
     assert found["role"] == "root" and found["suspects"] == suspects and note in found["note"]
     shown = ", ".join(f"rank {rank}" for rank in suspects)
-    shown = shown or ("no single rank" if note.startswith("every") else "a rank without these lines")
+    shown = shown or (
+        "no single rank" if note.startswith("every") else "a rank without these lines"
+    )
     if note or suspects:
-        assert f"  suspect: {shown}{'; ' if note else ''}{found['note']}" in command.render(diagnosis)
+        assert f"  suspect: {shown}{'; ' if note else ''}{found['note']}" in command.render(
+            diagnosis
+        )
 
 
 @pytest.mark.parametrize(
     ("path", "rank"),
-    [("node_rank-1/rank-5.log", 5), ("rank-3/stderr.log", 3), ("rank-3/worker-1.log", 3), ("worker-2/a.log", 2)],
+    [
+        ("node_rank-1/rank-5.log", 5),
+        ("rank-3/stderr.log", 3),
+        ("rank-3/worker-1.log", 3),
+        ("worker-2/a.log", 2),
+    ],
 )
 def test_the_last_rank_in_a_path_counts(path: str, rank: int) -> None:
     assert rank_of_path(Path(path)) == rank
@@ -423,7 +627,14 @@ def test_the_last_rank_in_a_path_counts(path: str, rank: int) -> None:
 # Each takes a second in a process of its own. soak_headlines.py makes all of them, ten times.
 @pytest.mark.parametrize(
     "name",
-    ["no_rollouts", "prefix_of_ddp", "wrong_interface", "corrupt_labels", "device_without_work", "one_microbatch"],
+    [
+        "no_rollouts",
+        "prefix_of_ddp",
+        "wrong_interface",
+        "corrupt_labels",
+        "device_without_work",
+        "one_microbatch",
+    ],
 )
 def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> None:
     logs, _, _ = inject(name, tmp_path)
@@ -431,7 +642,8 @@ def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> No
     assert found.rule.id in (INJECTIONS[name].symptom, *INJECTIONS[name].answers)
 
 
-# The symptoms that the guides of the two workloads name: point-cloud completion, and reinforcement fine-tuning.
+# The symptoms that the guides of the two workloads name: point-cloud completion, and reinforcement
+# fine-tuning.
 _OF_GUIDE = {
     "pcdiff": """A06 A08 A20 A21 B01 B03 B04 B05 B06 B07 B08 C01 D01 D02 D03 D04 D05 D12 E01 E02 E04 E05 E07 H03 H04 H14
         J07 J08""",
@@ -489,13 +701,18 @@ if __name__ == "__main__":
     COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")
 
 
-@pytest.mark.parametrize(("source", "symptoms"), [("signal", []), ("rehearsal", []), ("metadata", ["I01"])])
+@pytest.mark.parametrize(
+    ("source", "symptoms"), [("signal", []), ("rehearsal", []), ("metadata", ["I01"])]
+)
 def test_only_the_cloud_announces_an_interruption(source: str, symptoms: list[str]) -> None:
     gang = GangLog(1, 1.0, [[0]])
     gang.steps(1, 3, useful_step=0.1)
     notice = event(NOTICE, 2.0, generation=1, source=source, action="terminate", does="leave")
     gang.ended("agent_stopped", 1.5)
-    found = [one.to_json()["symptom"] for one in diagnose_job([*gang.events, notice], []).findings]
+    found = [
+        finding.to_json()["symptom"]
+        for finding in diagnose_job([*gang.events, notice], []).findings
+    ]
     assert found == symptoms
 
 
@@ -505,7 +722,12 @@ def test_a_straggler_is_named_with_its_price() -> None:
     for one in gang.events:
         if one.name == STEP and one.rank == 0:
             one.data.update(slowest_rank=1, slowest_ratio=3.0, slowest_seconds=0.06)
-    told = {"action": "slow_rank", "share": 0.5, "usd_per_hour": 3.6, "reason": "rank 1 takes 3.0 times"}
+    told = {
+        "action": "slow_rank",
+        "share": 0.5,
+        "usd_per_hour": 3.6,
+        "reason": "rank 1 takes 3.0 times",
+    }
     guard = event(GUARD, 4.0, generation=1, step=20, **told)
     guard.data["rank"] = 1
     (finding,) = (one.to_json() for one in diagnose_job([*gang.events, guard], []).findings)

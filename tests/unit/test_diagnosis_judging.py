@@ -1,4 +1,6 @@
-"""The choice of the root among symptoms: levels, order, survival, words, accused ranks and confidence."""
+"""The choice of the root among symptoms: levels, order, survival, words, accused ranks and
+confidence.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,25 @@ def make_rule(identifier: str = "R1", kind: str = "cause", **fields: Any) -> Sym
 
 
 def line(
-    number: int, text: str = "x", file: str = "log", rank: int | None = None, time: float | None = None
+    number: int,
+    text: str = "x",
+    file: str = "log",
+    rank: int | None = None,
+    time: float | None = None,
 ) -> LogText:
     return LogText(file, number, text, rank, time)
 
 
 def seen(rule: SymptomRule, *lines: LogText | int, **flags: Any) -> Seen:
-    """Matches of a rule in lines, or in lines of these numbers; a line's number is its order as well."""
+    """Matches of a rule in lines, or in lines of these numbers; a line's number is its order as
+    well.
+    """
     found = Seen(rule, **{"strong": True, **flags})
     for each in lines:
-        match = line(each) if isinstance(each, int) else each
+        if isinstance(each, int):
+            match = line(each)
+        else:
+            match = each
         found.add(match, match.number)
     return found
 
@@ -48,10 +59,14 @@ def watch(*lines: LogText) -> Series:
 
 def losses(count: int, *, after: int = 100, file: str = "log") -> list[LogText]:
     """Lines with finite losses behind line `after` of a file."""
-    return [line(after + step, f"step {step} loss 2.{step}", file=file) for step in range(1, count + 1)]
+    return [
+        line(after + step, f"step {step} loss 2.{step}", file=file) for step in range(1, count + 1)
+    ]
 
 
-def diagnose(*found: Seen, series: Series | None = None, scans: tuple[FileScan, ...] = ()) -> Diagnosis:
+def diagnose(
+    *found: Seen, series: Series | None = None, scans: tuple[FileScan, ...] = ()
+) -> Diagnosis:
     return judge({each.rule.id: each for each in found}, series or Series(), scans)
 
 
@@ -64,7 +79,9 @@ def root_of(*found: Seen, series: Series | None = None) -> str | None:
     roots = [finding.rule.id for finding in diagnosis.findings if finding.role == "root"]
     assert diagnosis.abstained is (roots == [])
     assert len(roots) <= 1
-    return roots[0] if roots else None
+    if roots:
+        return roots[0]
+    return None
 
 
 # Confidence
@@ -129,7 +146,10 @@ def test_each_rival_of_another_family_takes_a_tenth_of_the_confidence(rivals: in
 )
 def test_a_symptom_of_the_family_or_below_the_root_is_no_rival(other: SymptomRule) -> None:
     findings = diagnose(seen(make_rule(), 1), seen(other, 2)).findings
-    assert [(finding.role, finding.confidence) for finding in findings] == [("root", 0.9), ("cascade", other.weight)]
+    assert [(finding.role, finding.confidence) for finding in findings] == [
+        ("root", 0.9),
+        ("cascade", other.weight),
+    ]
 
 
 def test_a_summary_is_no_rival_of_advice() -> None:
@@ -143,7 +163,9 @@ def test_a_summary_is_no_rival_of_advice() -> None:
 
 def test_a_summary_of_no_confidence_is_shown_with_a_twentieth() -> None:
     diagnosis = diagnose(seen(make_rule("R1", "summary", weight=0.01), 1))
-    assert [(finding.role, finding.confidence) for finding in diagnosis.findings] == [("advice", 0.05)]
+    assert [(finding.role, finding.confidence) for finding in diagnosis.findings] == [
+        ("advice", 0.05)
+    ]
     assert diagnose(seen(make_rule("R1", "summary", need=("n",)), 1)).findings == ()
 
 
@@ -159,7 +181,9 @@ def test_a_summary_of_no_confidence_is_shown_with_a_twentieth() -> None:
         (make_rule("R1", "echo"), make_rule("R2", "summary")),
     ],
 )
-def test_a_higher_level_is_the_root_even_if_it_is_logged_later(higher: SymptomRule, lower: SymptomRule) -> None:
+def test_a_higher_level_is_the_root_even_if_it_is_logged_later(
+    higher: SymptomRule, lower: SymptomRule
+) -> None:
     assert named(diagnose(seen(lower, 1), seen(higher, 90))) == [("R1", "root"), ("R2", "cascade")]
 
 
@@ -175,11 +199,18 @@ def test_cascades_are_two_by_level_and_then_in_order() -> None:
     assert named(diagnose(*found[:3])) == [("R0", "root"), ("R2", "cascade"), ("R1", "cascade")]
     advice = seen(make_rule("R5", "advice"), 3)
     assert named(diagnose(*found, advice)) == [("R0", "root"), ("R4", "cascade"), ("R3", "cascade")]
-    assert named(diagnose(*found[:2], advice)) == [("R0", "root"), ("R1", "cascade"), ("R5", "advice")]
+    assert named(diagnose(*found[:2], advice)) == [
+        ("R0", "root"),
+        ("R1", "cascade"),
+        ("R5", "advice"),
+    ]
 
 
 def test_advice_is_sorted_by_confidence_and_then_by_order() -> None:
-    advice = [seen(make_rule(f"R{weight}", "advice", weight=weight), at) for weight, at in ((0.6, 1), (0.8, 4))]
+    advice = [
+        seen(make_rule(f"R{weight}", "advice", weight=weight), at)
+        for weight, at in ((0.6, 1), (0.8, 4))
+    ]
     advice.append(seen(make_rule("R8", "advice", weight=0.8), 3))
     found = diagnose(seen(make_rule("R0"), 9), *advice)
     assert named(found) == [("R0", "root"), ("R8", "advice"), ("R0.8", "advice")]
@@ -196,7 +227,9 @@ def test_advice_is_sorted_by_confidence_and_then_by_order() -> None:
         (line(2, time=0.0), line(1, time=0.0), "R2"),
     ],
 )
-def test_the_earliest_is_that_of_the_smallest_time_if_all_have_one(first: LogText, second: LogText, root: str) -> None:
+def test_the_earliest_is_that_of_the_smallest_time_if_all_have_one(
+    first: LogText, second: LogText, root: str
+) -> None:
     assert root_of(seen(make_rule("R1"), first), seen(make_rule("R2"), second)) == root
 
 
@@ -221,7 +254,12 @@ def test_of_matches_of_one_line_the_more_specific_is_the_earliest() -> None:
 def test_a_more_specific_match_nearby_describes_the_same_exception(
     rank: int, other_rank: int, apart: int, root: str
 ) -> None:
-    assert root_of(seen(make_rule("R1", rank=rank), 1), seen(make_rule("R2", rank=other_rank), 1 + apart)) == root
+    assert (
+        root_of(
+            seen(make_rule("R1", rank=rank), 1), seen(make_rule("R2", rank=other_rank), 1 + apart)
+        )
+        == root
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +274,9 @@ def test_a_more_specific_match_nearby_describes_the_same_exception(
         (seen(make_rule("R3", "effect"), 101), "R1"),
     ],
 )
-def test_a_symptom_that_leads_to_the_first_failure_is_the_root_within_40_lines(cause: Seen, root: str) -> None:
+def test_a_symptom_that_leads_to_the_first_failure_is_the_root_within_40_lines(
+    cause: Seen, root: str
+) -> None:
     assert root_of(seen(make_rule("R1", follows=("R2", "R9")), 100), cause) == root
 
 
@@ -256,8 +296,12 @@ def test_a_symptom_of_a_series_explains_no_exception(identifier: str) -> None:
 # Survival
 
 
-@pytest.mark.parametrize("family", ["memory", "quality", "throughput", "hardware", "cost", "startup"])
-def test_a_failure_that_training_survived_is_a_root_only_if_it_harms_a_run_without_ending_it(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["memory", "quality", "throughput", "hardware", "cost", "startup"]
+)
+def test_a_failure_that_training_survived_is_a_root_only_if_it_harms_a_run_without_ending_it(
+    family: str,
+) -> None:
     found = seen(make_rule(family=family), 100)
     lasting = family in ("quality", "throughput", "hardware", "cost")
     assert root_of(found, series=watch(*losses(2))) == "R1"
@@ -275,7 +319,10 @@ def test_the_last_match_of_a_failure_decides_whether_training_survived_it() -> N
 def test_non_finite_losses_are_no_root_once_all_later_ones_are_finite() -> None:
     found = seen(make_rule("F01", family="quality"), 100)
     assert root_of(found, series=watch(*losses(1))) is None
-    assert root_of(found, series=watch(*losses(1), line(105, "loss inf"), *losses(1, after=110))) == "F01"
+    assert (
+        root_of(found, series=watch(*losses(1), line(105, "loss inf"), *losses(1, after=110)))
+        == "F01"
+    )
     assert root_of(found) == "F01"
     found.verdict = True
     assert root_of(found, series=watch(*losses(1))) == "F01"
@@ -297,14 +344,18 @@ DONE = line(200, "training completed")
         (make_rule("R1", family="cost"), 100, "R1"),
     ],
 )
-def test_a_cause_before_the_end_of_a_completed_run_is_no_root(rule: SymptomRule, at: int, root: str | None) -> None:
+def test_a_cause_before_the_end_of_a_completed_run_is_no_root(
+    rule: SymptomRule, at: int, root: str | None
+) -> None:
     assert root_of(seen(rule, at), series=watch(DONE)) == root
 
 
 def test_a_completed_run_has_its_root_if_one_of_its_causes_lasts() -> None:
     found = [seen(make_rule("R1"), 100), seen(make_rule("R2", family="hardware"), 101)]
     assert root_of(*found, series=watch(DONE)) == "R1"
-    assert root_of(seen(make_rule("R1"), 100), seen(make_rule("R3"), 201), series=watch(DONE)) == "R1"
+    assert (
+        root_of(seen(make_rule("R1"), 100), seen(make_rule("R3"), 201), series=watch(DONE)) == "R1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,9 +392,12 @@ def test_an_effect_is_no_clean_up_of_another_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "hints", "root"), [(0.6, (), "R1"), (0.59, (), None), (0.9, ("a",), None), (0.9, ("a", "b"), "R1")]
+    ("weight", "hints", "root"),
+    [(0.6, (), "R1"), (0.59, (), None), (0.9, ("a",), None), (0.9, ("a", "b"), "R1")],
 )
-def test_advice_is_the_root_of_logs_without_a_failure(weight: float, hints: tuple[str, ...], root: str | None) -> None:
+def test_advice_is_the_root_of_logs_without_a_failure(
+    weight: float, hints: tuple[str, ...], root: str | None
+) -> None:
     found = seen(make_rule("R1", "advice", weight=weight), 1, strong=not hints, hints=set(hints))
     assert root_of(found) == root
     assert root_of(found, series=watch(DONE)) is None
@@ -365,14 +419,23 @@ def test_advice_is_no_root_beside_a_failure_that_training_survived() -> None:
         assert named(diagnosis) == shown
     for weight in (0.5, 0.9):
         survived = seen(make_rule("R1", weight=weight), 100)
-        assert root_of(survived, seen(make_rule("R2", "advice"), 2), series=watch(*losses(3))) is None
+        assert (
+            root_of(survived, seen(make_rule("R2", "advice"), 2), series=watch(*losses(3))) is None
+        )
     weak = seen(make_rule("R1", weight=0.49), 100)
     assert root_of(weak, seen(make_rule("R2", "advice"), 2), series=watch(*losses(3))) == "R2"
 
 
 def test_advice_beside_a_root_needs_confidence_of_a_half() -> None:
     for weight, shown in ((0.5, [("R1", "root"), ("R2", "advice")]), (0.49, [("R1", "root")])):
-        assert named(diagnose(seen(make_rule("R1"), 1), seen(make_rule("R2", "advice", weight=weight), 2))) == shown
+        assert (
+            named(
+                diagnose(
+                    seen(make_rule("R1"), 1), seen(make_rule("R2", "advice", weight=weight), 2)
+                )
+            )
+            == shown
+        )
 
 
 @pytest.mark.parametrize(
@@ -421,7 +484,9 @@ def test_a_summary_weaker_than_a_root_does_not_hide_advice() -> None:
 # Stack frames and words
 
 
-def traceback(path: str, error: str, *, at: int = 10, function: str = "run") -> tuple[LogText, LogText]:
+def traceback(
+    path: str, error: str, *, at: int = 10, function: str = "run"
+) -> tuple[LogText, LogText]:
     return line(at, f'  File "{path}", line 8, in {function}'), line(at + 1, error)
 
 
@@ -473,8 +538,17 @@ def test_a_family_from_stack_frames_has_the_confidence_of_its_rule() -> None:
 
 
 # Lines of which the words are as much in favour of storage as the numbers say.
-LEADS = {2.5: "error: fqn", 2.9: "error: validation shards", 3.0: "error: kubernetes whence", 3.1: "error: shards fqns"}
-STRONG_LEADS = {5.9: "error: async grain", 6.0: "error: orig grain", 6.1: "error: excluded acquire sharded"}
+LEADS = {
+    2.5: "error: fqn",
+    2.9: "error: validation shards",
+    3.0: "error: kubernetes whence",
+    3.1: "error: shards fqns",
+}
+STRONG_LEADS = {
+    5.9: "error: async grain",
+    6.0: "error: orig grain",
+    6.1: "error: excluded acquire sharded",
+}
 PROGRAM_LEAD = "error: lora"
 
 
@@ -494,7 +568,9 @@ def test_the_words_of_these_tests_have_their_leads() -> None:
         (make_rule("R1", family="memory"), 3.1, "R1"),
     ],
 )
-def test_words_replace_a_vague_root_from_a_lead_of_three(rule: SymptomRule, lead: float, root: str) -> None:
+def test_words_replace_a_vague_root_from_a_lead_of_three(
+    rule: SymptomRule, lead: float, root: str
+) -> None:
     exception = line(11, LEADS[lead])
     finding = diagnose(seen(rule, exception), series=watch(exception)).findings[0]
     assert (finding.rule.id, finding.role, finding.evidence) == (root, "root", (exception,))
@@ -504,7 +580,9 @@ def test_words_replace_a_vague_root_from_a_lead_of_three(rule: SymptomRule, lead
 
 def test_words_do_not_replace_a_program_error_by_another() -> None:
     exception = line(11, PROGRAM_LEAD)
-    assert root_of(seen(make_rule("R1", family="program"), exception), series=watch(exception)) == "R1"
+    assert (
+        root_of(seen(make_rule("R1", family="program"), exception), series=watch(exception)) == "R1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -517,9 +595,14 @@ def test_words_do_not_replace_a_program_error_by_another() -> None:
         (line(10, LEADS[3.1], file="other"), "R1"),
     ],
 )
-def test_only_the_words_of_the_three_lines_before_a_vague_exception_count(near: LogText, root: str) -> None:
+def test_only_the_words_of_the_three_lines_before_a_vague_exception_count(
+    near: LogText, root: str
+) -> None:
     exception = line(11, "x")
-    assert root_of(seen(make_rule("R1", family="program"), exception), series=watch(near, exception)) == root
+    assert (
+        root_of(seen(make_rule("R1", family="program"), exception), series=watch(near, exception))
+        == root
+    )
 
 
 def test_the_words_of_a_vague_exception_count_after_any_number_of_other_lines() -> None:
@@ -531,7 +614,8 @@ def test_the_words_of_a_vague_exception_count_after_any_number_of_other_lines() 
 
 
 def test_words_name_the_family_of_logs_without_a_symptom() -> None:
-    first, second = line(5, LEADS[2.5]), line(9, "error")
+    first = line(5, LEADS[2.5])
+    second = line(9, "error")
     (finding,) = diagnose(series=watch(first, second)).findings
     assert (finding.rule.id, finding.role, finding.evidence) == ("H19", "root", (first,))
     assert finding.confidence == pytest.approx(confidence_of(2.5))
@@ -555,7 +639,12 @@ def test_words_do_not_replace_a_vague_root_that_training_survived_or_of_a_comple
 def test_a_traceback_without_its_exception_names_the_area_of_its_code() -> None:
     frame = line(10, f'  File "{DATA}", line 8, in __next__')
     (finding,) = diagnose(series=watch(frame)).findings
-    assert (finding.rule.id, finding.role, finding.evidence, finding.confidence) == ("E17", "root", (frame,), 0.5)
+    assert (finding.rule.id, finding.role, finding.evidence, finding.confidence) == (
+        "E17",
+        "root",
+        (frame,),
+        0.5,
+    )
     assert named(diagnose(series=watch(line(10, '  File "/app/train.py", line 8, in run')))) == []
     assert named(diagnose(series=watch(frame, DONE))) == []
 
@@ -573,7 +662,9 @@ def test_a_traceback_without_its_exception_names_the_area_of_its_code() -> None:
         (6.1, make_rule("R2", family="storage", weight=0.49), "R1"),
     ],
 )
-def test_words_of_a_lead_of_six_prefer_another_cause_of_the_level(lead: float, rival: SymptomRule, root: str) -> None:
+def test_words_of_a_lead_of_six_prefer_another_cause_of_the_level(
+    lead: float, rival: SymptomRule, root: str
+) -> None:
     at_fault = line(50, STRONG_LEADS[lead])
     found = [seen(make_rule("R1"), 10), seen(rival, at_fault)]
     assert root_of(*found, series=watch(line(10), at_fault)) == root
@@ -590,7 +681,10 @@ def test_words_prefer_no_cause_that_training_survived_and_the_earliest_of_severa
 
 def test_words_of_the_family_of_the_root_change_nothing() -> None:
     at_fault = line(50, STRONG_LEADS[6.1])
-    found = [seen(make_rule("R1", family="storage", rank=7), 12), seen(make_rule("R2", family="storage"), 10)]
+    found = [
+        seen(make_rule("R1", family="storage", rank=7), 12),
+        seen(make_rule("R2", family="storage"), 10),
+    ]
     assert root_of(*found, series=watch(at_fault)) == "R1"
 
 
@@ -599,7 +693,10 @@ def test_words_of_the_family_of_the_root_change_nothing() -> None:
 
 def ranked(rule: SymptomRule, *ranks: int | None, times: tuple[float | None, ...] = ()) -> Seen:
     stamps = times or (None,) * len(ranks)
-    return seen(rule, *(line(at, f"x {at}", rank=rank, time=stamps[at - 1]) for at, rank in enumerate(ranks, 1)))
+    return seen(
+        rule,
+        *(line(at, f"x {at}", rank=rank, time=stamps[at - 1]) for at, rank in enumerate(ranks, 1)),
+    )
 
 
 def accused(*found: Seen, ranks_of_files: int = 0) -> tuple[tuple[int, ...], str]:
@@ -636,7 +733,9 @@ def test_ranks_of_other_symptoms_are_ranks_of_the_logs() -> None:
 
 
 def test_accused_ranks_are_those_of_each_line_and_of_the_first_line_of_each_rank() -> None:
-    rule = make_rule(suspects="others", accuses=(r"after 300 ms: no (\d+)", r"ranks? (\d+(?:, \d+)*) failed"))
+    rule = make_rule(
+        suspects="others", accuses=(r"after 300 ms: no (\d+)", r"ranks? (\d+(?:, \d+)*) failed")
+    )
     texts = [(0, "x"), (1, "x"), (None, "ranks 9, 4 failed"), (2, "after 300 ms: no 7")]
     texts += [(2, "after 300 ms: no 8"), (None, "after 300 ms: no 5")]
     found = seen(rule, *(line(at, text, rank=rank) for at, (rank, text) in enumerate(texts, 1)))
@@ -649,7 +748,10 @@ def test_the_rank_whose_last_collective_is_the_earliest_is_accused() -> None:
     works = {0: 62, 1: 61, 2: 62, 3: 60}
     found = seen(
         make_rule("R1", "effect", suspects="others"),
-        *(line(at, text.format(rank, work), rank=rank) for at, (rank, work) in enumerate(works.items(), 1)),
+        *(
+            line(at, text.format(rank, work), rank=rank)
+            for at, (rank, work) in enumerate(works.items(), 1)
+        ),
     )
     assert accused(found) == ((1, 3), "")
 
@@ -672,7 +774,11 @@ def test_the_rank_whose_last_collective_is_the_earliest_is_accused() -> None:
     ],
 )
 def test_a_cause_that_all_ranks_wrote_within_a_second_accuses_none(
-    rule: SymptomRule, ranks: tuple[int, ...], times: tuple[float | None, ...], files: int, alike: bool
+    rule: SymptomRule,
+    ranks: tuple[int, ...],
+    times: tuple[float | None, ...],
+    files: int,
+    alike: bool,
 ) -> None:
     suspects, note = accused(ranked(rule, *ranks, times=times), ranks_of_files=files)
     assert (note == ALIKE) is alike
@@ -701,7 +807,9 @@ def test_the_rank_of_the_first_line_comes_first_in_the_root_only() -> None:
 
 def test_a_finding_is_written_as_json_with_its_evidence() -> None:
     rule = make_rule(fix=("first", "second"), causes={"a": 0.7}, suspects="all", weight=0.777)
-    found = seen(rule, line(3, "no\x07 memory", file="a.log", rank=1, time=5.0), line(4), line(5), line(6))
+    found = seen(
+        rule, line(3, "no\x07 memory", file="a.log", rank=1, time=5.0), line(4), line(5), line(6)
+    )
     scans = (FileScan("a.log", 9), FileScan("b", refused="binary file"))
     assert diagnose(found, scans=scans).to_json() == {
         "schema": 1,
@@ -712,7 +820,13 @@ def test_a_finding_is_written_as_json_with_its_evidence() -> None:
                 "role": "root",
                 "confidence": 0.78,
                 "evidence": [
-                    {"file": "a.log", "line": 3, "text": shorten("no\x07 memory"), "rank": 1, "time": 5.0},
+                    {
+                        "file": "a.log",
+                        "line": 3,
+                        "text": shorten("no\x07 memory"),
+                        "rank": 1,
+                        "time": 5.0,
+                    },
                     {"file": "log", "line": 4, "text": "x", "rank": None, "time": None},
                     {"file": "log", "line": 5, "text": "x", "rank": None, "time": None},
                 ],
@@ -749,7 +863,8 @@ def test_a_series_shows_a_symptom_that_no_line_matches() -> None:
     assert finding.count == 1
 
 
-# Texts that only a rule, only a series and only the list of severe words search for, and their symptoms.
+# Texts that only a rule, only a series and only the list of severe words search for, and their
+# symptoms.
 SOUGHT = {
     "ip-10-0-0-1   NotReady   <none>   5m": "B11",
     "\n".join(f"{1.0 if at < 10 else 3.0}s/it" for at in range(20)): "G02",
@@ -785,4 +900,6 @@ def test_lines_keep_their_order_across_files(tmp_path: Path) -> None:
     names = ("first.log", "second.log")
     diagnosis = diagnose_files([tmp_path / name for name in names])
     assert [finding.rule.id for finding in diagnosis.findings] == ["C01", "H10"]
-    assert [(scan.file, scan.refused) for scan in diagnosis.scans] == [(str(tmp_path / name), None) for name in names]
+    assert [(scan.file, scan.refused) for scan in diagnosis.scans] == [
+        (str(tmp_path / name), None) for name in names
+    ]

@@ -1,4 +1,6 @@
-"""The matching of lines against rules: required literals, triggers, roles of expressions, and what a match records."""
+"""The matching of lines against rules: required literals, triggers, roles of expressions, and what
+a match records.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.diagnose.matching import Matcher, Pattern, Seen, choose_triggers, required_literals
+from ebbflow.infra.diagnose.matching import (
+    Matcher,
+    Pattern,
+    Seen,
+    choose_triggers,
+    required_literals,
+)
 from ebbflow.infra.diagnose.reading import LogText
 from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
 
 
 def make_rule(identifier: str, *look: str, **fields: Any) -> SymptomRule:
     return SymptomRule(
-        id=identifier, family="memory", title=identifier, kind="cause", look=look, **{"rank": 5, **fields}
+        id=identifier,
+        family="memory",
+        title=identifier,
+        kind="cause",
+        look=look,
+        **{"rank": 5, **fields},
     )
 
 
@@ -68,11 +81,15 @@ def ids(rules: list[SymptomRule], text: str) -> list[str]:
         (r"\d+", ()),
     ],
 )
-def test_each_match_of_an_expression_has_one_of_its_literals(expression: str, literals: tuple[str, ...]) -> None:
+def test_each_match_of_an_expression_has_one_of_its_literals(
+    expression: str, literals: tuple[str, ...]
+) -> None:
     if literals:
         assert required_literals(expression) == literals
     else:
-        with pytest.raises(ValueError, match=re.escape(f"{expression!r} has no fixed text of 3 characters")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"{expression!r} has no fixed text of 3 characters")
+        ):
             required_literals(expression)
 
 
@@ -83,7 +100,9 @@ def test_every_rule_has_literals_in_its_examples() -> None:
             for example in rule.examples:
                 match = re.search(expression, example, re.IGNORECASE)
                 if match is not None:
-                    assert any(literal in match[0].lower() for literal in required_literals(expression)), rule.id
+                    assert any(
+                        literal in match[0].lower() for literal in required_literals(expression)
+                    ), rule.id
                     checked += 1
     assert checked > 250
 
@@ -121,7 +140,21 @@ def test_triggers_are_the_longest_texts_that_most_literals_share(
         assert chosen == triggers[: len(chosen)] and len(chosen) >= 1
 
 
-COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
+COMMON = (
+    "step",
+    "rank",
+    "info",
+    "train",
+    "torch",
+    "tensor",
+    "model",
+    "data",
+    "time",
+    "loss",
+    " the",
+    "with",
+    "epoch",
+)
 
 
 @pytest.mark.parametrize("word", COMMON)
@@ -172,15 +205,29 @@ def test_of_several_rules_the_highest_rank_matches_and_other_roles_always_do() -
 
 
 def test_a_line_that_an_expression_excludes_is_no_match() -> None:
-    rules = [make_rule("R1", "disk full", unless=("test", "dry run")), make_rule("R2", "disk", rank=1)]
+    rules = [
+        make_rule("R1", "disk full", unless=("test", "dry run")),
+        make_rule("R2", "disk", rank=1),
+    ]
     assert ids(rules, "disk full") == ["R1"]
     assert ids(rules, "a Test: disk full") == ["R2"]
     assert ids(rules, "disk full, dry run") == ["R2"]
 
 
 def test_lines_that_differ_in_digits_share_a_result_unless_an_expression_counts() -> None:
-    matcher = Matcher([make_rule("R1", r"disk \d{2} full"), make_rule("R2", "tape full"), make_rule("R3", "x{2,3}yzw")])
-    for text, number in (("disk 12 full", 1), ("disk 1 full", 0), ("disk 34 full", 1), ("disk 5 full", 0)):
+    matcher = Matcher(
+        [
+            make_rule("R1", r"disk \d{2} full"),
+            make_rule("R2", "tape full"),
+            make_rule("R3", "x{2,3}yzw"),
+        ]
+    )
+    for text, number in (
+        ("disk 12 full", 1),
+        ("disk 1 full", 0),
+        ("disk 34 full", 1),
+        ("disk 5 full", 0),
+    ):
         assert len(matcher.match(text)) == number, text
     both = Matcher([make_rule("R1", r"disk \d{2} full"), make_rule("R2", "disk", rank=1)])
     assert [both.match(text)[0][0] for text in ("disk 12 full", "disk 1 full")] == [0, 1]
@@ -218,10 +265,20 @@ def test_a_match_counts_each_line_once_and_keeps_the_first_three() -> None:
 
 def test_a_match_keeps_the_first_line_of_each_rank_but_the_last_count_of_collectives() -> None:
     found = Seen(make_rule("R1", "x"))
-    texts = [(0, "a"), (0, "b"), (None, "c"), (1, "last enqueued work: 5"), (1, "Last enqueued work: 6"), (1, "d")]
+    texts = [
+        (0, "a"),
+        (0, "b"),
+        (None, "c"),
+        (1, "last enqueued work: 5"),
+        (1, "Last enqueued work: 6"),
+        (1, "d"),
+    ]
     for number, (rank, text) in enumerate(texts, 1):
         found.add(line(number, text, rank), number)
-    assert {rank: each.text for rank, each in found.ranks.items()} == {0: "a", 1: "Last enqueued work: 6"}
+    assert {rank: each.text for rank, each in found.ranks.items()} == {
+        0: "a",
+        1: "Last enqueued work: 6",
+    }
     many = Seen(make_rule("R1", "x"))
     for rank in range(4100):
         many.add(line(rank + 1, "x", rank), rank)
@@ -271,7 +328,8 @@ def test_what_is_left_of_a_symptom_keeps_its_evidence() -> None:
 
 
 def test_only_a_rule_that_ends_keeps_its_lines_and_at_most_a_thousand() -> None:
-    ends, stays = make_rule("R1", "x", cleared=("y",)), make_rule("R2", "x")
+    ends = make_rule("R1", "x", cleared=("y",))
+    stays = make_rule("R2", "x")
     for rule, kept in ((ends, 1000), (stays, 0)):
         found = Seen(rule)
         for number in range(1, 1003):
@@ -282,7 +340,13 @@ def test_only_a_rule_that_ends_keeps_its_lines_and_at_most_a_thousand() -> None:
 
 def test_expressions_of_each_role_are_recorded() -> None:
     rule = make_rule("R1", "disk full", hint=("is slow", "is hot"), need=("on a node",))
-    seen = collect([rule, make_rule("R2", "tape")], "disk is slow", "the disk is hot", "the rack is hot", order=5)
+    seen = collect(
+        [rule, make_rule("R2", "tape")],
+        "disk is slow",
+        "the disk is hot",
+        "the rack is hot",
+        order=5,
+    )
     found = seen["R1"]
     assert (found.count, found.strong, found.needed, found.order) == (3, False, False, 6)
     assert found.hints == {"is slow", "is hot"}

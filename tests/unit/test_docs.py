@@ -32,28 +32,50 @@ def rows(text: str) -> list[list[str]]:
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     site = tmp_path / "site"
-    words = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", str(ROOT / "docs"), str(site)]
+    words = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-n",
+        "-W",
+        "--keep-going",
+        str(ROOT / "docs"),
+        str(site),
+    ]
     built = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     built_pages = list(site.glob("**/*.html"))
     assert len(built_pages) > len(PAGES)  # and the search page
-    assert re.search(r"<title>Ebbflow \d+\.\d+\.\d+", (site / "index.html").read_text(encoding="utf-8"))
+    assert re.search(
+        r"<title>Ebbflow \d+\.\d+\.\d+", (site / "index.html").read_text(encoding="utf-8")
+    )
     address = r"(?:https?:)?//"
     for built_page in built_pages:
         html = built_page.read_text(encoding="utf-8")
-        assert not re.findall(rf'<(?:script|img|iframe)[^>]+src="{address}[^"]+"', html), built_page.name
-        assert not re.findall(rf'<link[^>]+rel="(?:stylesheet|preconnect|icon)"[^>]+href="{address}', html)
+        assert not re.findall(rf'<(?:script|img|iframe)[^>]+src="{address}[^"]+"', html), (
+            built_page.name
+        )
+        assert not re.findall(
+            rf'<link[^>]+rel="(?:stylesheet|preconnect|icon)"[^>]+href="{address}', html
+        )
     for sheet in site.glob("**/*.css"):
-        found = re.findall(rf"(?:@import|url\()\s*[\"']?{address}", sheet.read_text(encoding="utf-8"))
+        found = re.findall(
+            rf"(?:@import|url\()\s*[\"']?{address}", sheet.read_text(encoding="utf-8")
+        )
         assert not found, sheet.name
 
 
 def test_every_page_that_is_named_exists():
-    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
+    files = [
+        path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS
+    ]
     files += [*ROOT.glob("*.md"), *PAGES, ROOT / "Makefile"]
     missing = set()
     for path in files:
-        for name in re.findall(r"\bdocs/[a-z0-9_/-]+\.(?:md|py)\b", path.read_text(encoding="utf-8", errors="replace")):
+        for name in re.findall(
+            r"\bdocs/[a-z0-9_/-]+\.(?:md|py)\b", path.read_text(encoding="utf-8", errors="replace")
+        ):
             if not (ROOT / name).is_file():
                 missing.add(f"{path.relative_to(ROOT)}: {name}")
     assert not missing, sorted(missing)
@@ -76,7 +98,9 @@ def test_every_file_that_a_page_names_exists():
 def test_links_from_the_readme_and_its_neighbours_lead_somewhere():
     for text_page in ROOT.glob("*.md"):
         for target in re.findall(r"\]\(([^)\s#]+)", text_page.read_text(encoding="utf-8")):
-            assert "://" in target or (text_page.parent / target).exists(), f"{text_page.name}: {target}"
+            assert "://" in target or (text_page.parent / target).exists(), (
+                f"{text_page.name}: {target}"
+            )
 
 
 def test_the_page_of_all_keys_is_that_of_the_schema():
@@ -94,17 +118,25 @@ def test_the_tables_of_commands_exit_codes_classes_and_faults_are_complete():
     )
     codes = {cells[1]: cells[0] for cells in rows(page("exit-codes.md"))}
     assert {str(outcome): str(outcome.exit_code) for outcome in Outcome}.items() <= codes.items()
-    assert {str(kind).replace("_", " ") for kind in LedgerClass} <= {cells[0] for cells in rows(page("bill.md"))}
+    assert {str(kind).replace("_", " ") for kind in LedgerClass} <= {
+        cells[0] for cells in rows(page("bill.md"))
+    }
     assert set(KINDS) <= {cells[0] for cells in rows(page("faults.md"))}
 
 
 def test_the_skeleton_of_a_workload_passes_its_examination(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", page("your-model.md"), re.DOTALL)
-    (tmp_path / "my_model.py").write_text(next(block for block in blocks if "class MyWorkload" in block))
-    settings = next(block for block in re.findall(r"```yaml\n(.*?)```", page("your-model.md"), re.DOTALL))
+    (tmp_path / "my_model.py").write_text(
+        next(block for block in blocks if "class MyWorkload" in block)
+    )
+    settings = next(
+        block for block in re.findall(r"```yaml\n(.*?)```", page("your-model.md"), re.DOTALL)
+    )
     (tmp_path / "my.yaml").write_text(settings)
     words = [sys.executable, "-m", "ebbflow", "examine", str(tmp_path / "my.yaml")]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    run = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "MyWorkload" in run.stdout

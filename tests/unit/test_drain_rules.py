@@ -1,4 +1,6 @@
-"""A node's drain: what a notice or signal becomes, which notices are waited out, and when an order is due."""
+"""A node's drain: what a notice or signal becomes, which notices are waited out, and when an order
+is due.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.support.flow import wait_until
 
 METAFLOW = "Metaflow's notice of a spot interruption"
 REBALANCE = "rebalance recommendation"
-MARGIN_SECONDS, STOP_SECONDS, SAVE_SECONDS = 8.0, 20.0, 50.0
+MARGIN_SECONDS = 8.0
+STOP_SECONDS = 20.0
+SAVE_SECONDS = 50.0
 
 
 class Agent:
@@ -44,7 +48,11 @@ class Agent:
 
     def open(self, **survival: Any) -> Drain:
         """The drain of node 1, after the first look at its sources."""
-        known = {"notice_file": str(self.notice_file), "notice_margin_seconds": MARGIN_SECONDS, **survival}
+        known = {
+            "notice_file": str(self.notice_file),
+            "notice_margin_seconds": MARGIN_SECONDS,
+            **survival,
+        }
         checkpoint = {"stop_seconds": STOP_SECONDS, "deadline_seconds": SAVE_SECONDS}
         config = RunConfig(survival=known, checkpoint=checkpoint).model_dump(mode="json")
         spec = GangSpec(
@@ -125,12 +133,18 @@ def notice_of(source: NoticeSource, action: str = "terminate", ends_at: float = 
         (notice_of(NoticeSource.SIGNAL, "leave"), False),
     ],
 )
-def test_only_a_real_notice_that_takes_the_machine_may_be_repeated(notice: Notice, repeated: bool) -> None:
+def test_only_a_real_notice_that_takes_the_machine_may_be_repeated(
+    notice: Notice, repeated: bool
+) -> None:
     assert may_be_repeated(notice) is repeated
 
 
-@pytest.mark.parametrize(("ends_in", "seconds"), [(5.0, 15.0), (-9.0, 1.0), (-10.0, 0.0), (-11.0, 0.0)])
-def test_a_notice_expires_ten_seconds_after_its_time(ends_in: float, seconds: float, agent: Agent) -> None:
+@pytest.mark.parametrize(
+    ("ends_in", "seconds"), [(5.0, 15.0), (-9.0, 1.0), (-10.0, 0.0), (-11.0, 0.0)]
+)
+def test_a_notice_expires_ten_seconds_after_its_time(
+    ends_in: float, seconds: float, agent: Agent
+) -> None:
     notice = notice_of(NoticeSource.METADATA, ends_at=agent.clock.seconds + ends_in)
     assert seconds_until_expired(notice) == seconds
 
@@ -183,10 +197,18 @@ def test_a_notice_within_its_margin_is_due_now(seconds: float, left: float, agen
 
 @pytest.mark.parametrize(
     ("on_rebalance", "seconds", "does"),
-    [("save", float("inf"), "save"), ("leave", SAVE_SECONDS, "leave"), ("nothing", None, "nothing")],
+    [
+        ("save", float("inf"), "save"),
+        ("leave", SAVE_SECONDS, "leave"),
+        ("nothing", None, "nothing"),
+    ],
 )
 def test_a_rebalance_recommendation_does_what_the_configuration_says(
-    on_rebalance: str, seconds: float | None, does: str, agent: Agent, monkeypatch: pytest.MonkeyPatch
+    on_rebalance: str,
+    seconds: float | None,
+    does: str,
+    agent: Agent,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with FakeMetadata() as service:
@@ -199,8 +221,15 @@ def test_a_rebalance_recommendation_does_what_the_configuration_says(
     assert drain.leaving is (does == "leave")
     assert drain.cause == (f"{REBALANCE} to node 1" if does == "leave" else "")
     [event] = agent.named("notice")
-    assert (event["source"], event["action"], event["seconds_left"]) == ("metadata", "rebalance", None)
-    assert (event["save_seconds"], event["does"]) == (SAVE_SECONDS if does == "leave" else None, does)
+    assert (event["source"], event["action"], event["seconds_left"]) == (
+        "metadata",
+        "rebalance",
+        None,
+    )
+    assert (event["save_seconds"], event["does"]) == (
+        SAVE_SECONDS if does == "leave" else None,
+        does,
+    )
 
 
 def test_the_order_of_the_first_own_notice_stands_until_node_0_has_spoken(agent: Agent) -> None:
@@ -208,7 +237,9 @@ def test_the_order_of_the_first_own_notice_stands_until_node_0_has_spoken(agent:
     drain.on_signal()
     assert drain.leaving
     agent.rehearse(drain, action="terminate", seconds=100.0)
-    wait_until("both notices", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01)
+    wait_until(
+        "both notices", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01
+    )
     assert drain.cause == "SIGTERM"
     agent.forward(drain, SAVE)
     assert drain.cause == "SIGTERM", "an order to save is no cause to leave"
@@ -224,7 +255,9 @@ def test_the_order_of_the_first_own_notice_stands_until_node_0_has_spoken(agent:
         (METAFLOW, f"{METAFLOW} to node 2"),
     ],
 )
-def test_a_cause_names_its_node_where_a_machine_is_meant(cause: str, text: str, agent: Agent) -> None:
+def test_a_cause_names_its_node_where_a_machine_is_meant(
+    cause: str, text: str, agent: Agent
+) -> None:
     drain = agent.open()
     agent.forward(drain, to_leave(9.0, cause, node=2))
     assert drain.cause == text
@@ -246,14 +279,20 @@ def test_a_notice_is_waited_out_unless_there_is_time_to_train(
     drain.record_pending(agent.emit)
     events = agent.named("notice")
     assert [event["does"] for event in events] == (["wait"] if pending else [])
-    assert drain.record_notices(agent.emit) == ([] if pending else [to_leave(30.0 - MARGIN_SECONDS)])
+    assert drain.record_notices(agent.emit) == (
+        [] if pending else [to_leave(30.0 - MARGIN_SECONDS)]
+    )
 
 
-def test_of_two_pending_notices_the_sooner_one_counts(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_pending_notices_the_sooner_one_counts(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     moment = datetime.fromtimestamp(agent.clock.time() + 100.0, UTC).isoformat()
     agent.write_notice(30.0)
-    with FakeMetadata({INTERRUPTION_PATH: json.dumps({"action": "stop", "time": moment})}) as service:
+    with FakeMetadata(
+        {INTERRUPTION_PATH: json.dumps({"action": "stop", "time": moment})}
+    ) as service:
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.address)
         drain = agent.open()
         assert drain.find_pending(60.0) == to_leave(40.0)
@@ -261,7 +300,9 @@ def test_of_two_pending_notices_the_sooner_one_counts(agent: Agent, monkeypatch:
     assert [event["source"] for event in agent.named("notice")] == ["metadata", "metaflow"]
 
 
-def test_without_a_notice_the_ranks_may_start(agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_notice_the_ranks_may_start(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
     drain = agent.open()
     assert drain.find_pending(float("inf")) is None and not drain.leaving
     assert drain.wait_out_notices(lambda seconds: "not called") == ""
@@ -287,13 +328,18 @@ def test_a_pending_notice_is_waited_out(agent: Agent, capsys: pytest.CaptureFixt
     assert left[:2] == pytest.approx([40.0, 39.9]) and left[-1] == pytest.approx(0.0, abs=0.11)
     assert not drain.leaving and drain.record_notices(agent.emit) == []
     output = printed(capsys)
-    assert f"node 1: this machine is going away in 30 s ({METAFLOW}): no rank is started before that" in output
+    assert (
+        f"node 1: this machine is going away in 30 s ({METAFLOW}): no rank is started before that"
+        in output
+    )
     assert "node 1: the notice has expired and this machine is still there: starting" in output
     assert output.count("going away") == 1
 
 
 @pytest.mark.parametrize("why", ["SIGTERM", "the gang has ended"])
-def test_a_wait_for_a_notice_ends_for_a_reason(why: str, agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_for_a_notice_ends_for_a_reason(
+    why: str, agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
     agent.write_notice(30.0)
     drain = agent.open()
     drain.find_pending(600.0)
@@ -303,7 +349,9 @@ def test_a_wait_for_a_notice_ends_for_a_reason(why: str, agent: Agent, capsys: p
         asked.append(seconds)
         if why == "SIGTERM":
             drain.on_signal()
-        return "" if why == "SIGTERM" else why
+        if why == "SIGTERM":
+            return ""
+        return why
 
     assert drain.wait_out_notices(meanwhile) == f"{why}, and this machine is going away in 30 s"
     assert asked == [40.0]
@@ -446,19 +494,27 @@ def test_a_later_notice_does_not_postpone_what_a_node_does_alone(agent: Agent) -
     agent.forward(drain)
     agent.clock.seconds += 0.5
     agent.rehearse(drain, action="terminate", seconds=1000.0)
-    wait_until("both notices", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01)
+    wait_until(
+        "both notices", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01
+    )
     assert record.leave_at < float("inf")
 
 
-def test_a_rehearsed_notice_ends_the_machine_at_its_time(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsed_notice_ends_the_machine_at_its_time(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(preemption, "os", SimpleNamespace(kill=lambda *call: killed.append(call), getpid=lambda: 17))
+    monkeypatch.setattr(
+        preemption, "os", SimpleNamespace(kill=lambda *call: killed.append(call), getpid=lambda: 17)
+    )
     drain = agent.open()
     ends_at = agent.clock.seconds + 60.0
     agent.rehearse(drain, action="terminate", seconds=60.0)
     wait_until("the notice", lambda: drain.leaving, timeout=60, pause=0.01)
     agent.rehearse(drain, action="stop", seconds=600.0)  # a later one does not postpone it
-    wait_until("both notices", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01)
+    wait_until(
+        "both notices", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01
+    )
     agent.clock.seconds = ends_at - 0.5
     agent.forward(drain)
     assert killed == []
@@ -467,9 +523,13 @@ def test_a_rehearsed_notice_ends_the_machine_at_its_time(agent: Agent, monkeypat
     assert killed == [(17, signal.SIGKILL)]
 
 
-def test_a_real_notice_ends_no_machine_by_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_notice_ends_no_machine_by_itself(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(preemption, "os", SimpleNamespace(kill=lambda *call: killed.append(call), getpid=lambda: 17))
+    monkeypatch.setattr(
+        preemption, "os", SimpleNamespace(kill=lambda *call: killed.append(call), getpid=lambda: 17)
+    )
     agent.write_notice(5.0)
     drain = agent.open()
     drain.find_pending(0.0)
@@ -480,15 +540,25 @@ def test_a_real_notice_ends_no_machine_by_itself(agent: Agent, monkeypatch: pyte
 
 def test_the_sources_are_reported_once(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     drain = agent.open()
-    wait_until("the sources", lambda: agent.forward(drain) or agent.named("notice_sources"), timeout=60, pause=0.01)
+    wait_until(
+        "the sources",
+        lambda: agent.forward(drain) or agent.named("notice_sources"),
+        timeout=60,
+        pause=0.01,
+    )
     agent.forward(drain)
     absent = {"metadata": "AWS_EC2_METADATA_DISABLED is true"}
-    assert agent.named("notice_sources") == [{"watched": ["metaflow", "rehearsal"], "absent": absent}]
+    assert agent.named("notice_sources") == [
+        {"watched": ["metaflow", "rehearsal"], "absent": absent}
+    ]
 
 
 @pytest.mark.parametrize("hop_limit", [True, False])
 def test_a_hop_limit_is_printed_since_no_notice_can_come(
-    hop_limit: bool, agent: Agent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hop_limit: bool,
+    agent: Agent,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with FakeMetadata() as service:
@@ -496,7 +566,12 @@ def test_a_hop_limit_is_printed_since_no_notice_can_come(
         service.hop_limit = hop_limit
         service.token_status = 403
         drain = agent.open()
-        wait_until("the sources", lambda: agent.forward(drain) or agent.named("notice_sources"), timeout=60, pause=0.01)
+        wait_until(
+            "the sources",
+            lambda: agent.forward(drain) or agent.named("notice_sources"),
+            timeout=60,
+            pause=0.01,
+        )
     output = printed(capsys)
     assert ("node 1: spot interruption notices cannot be received" in output) is hop_limit
 
@@ -510,7 +585,9 @@ def test_a_source_that_fails_is_reported(agent: Agent, capsys: pytest.CaptureFix
         return [event for event in agent.named("notice_sources") if "problem" in event]
 
     [event] = wait_until("the problem", look, timeout=60, pause=0.02)
-    assert event["problem"].startswith("metaflow: 5 requests in a row failed, the last: [Errno 21] Is a directory")
+    assert event["problem"].startswith(
+        "metaflow: 5 requests in a row failed, the last: [Errno 21] Is a directory"
+    )
     assert f"node 1: notices may be missed: {event['problem']}" in printed(capsys)
 
 
@@ -518,17 +595,24 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
     preemption.print_line("end")
     parts: list[str] = []
     wait_until(
-        "the output", lambda: parts.append(capsys.readouterr().out) or "end\n" in "".join(parts), timeout=60, pause=0.01
+        "the output",
+        lambda: parts.append(capsys.readouterr().out) or "end\n" in "".join(parts),
+        timeout=60,
+        pause=0.01,
     )
     return "".join(parts)
 
 
-def test_notices_are_printed_with_what_they_lead_to(agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notices_are_printed_with_what_they_lead_to(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
     drain = agent.open()
     drain.on_signal()
     agent.forward(drain)
     agent.rehearse(drain, action="rebalance", seconds=float("inf"))
-    wait_until("the notice", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01)
+    wait_until(
+        "the notice", lambda: agent.forward(drain) or len(agent.sent) == 2, timeout=60, pause=0.01
+    )
     output = printed(capsys)
     assert "node 1: notice by signal: leave, 20 s left; the gang is to leave" in output
     assert "node 1: notice by rehearsal: rebalance; the gang is to save" in output

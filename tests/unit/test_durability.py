@@ -1,4 +1,6 @@
-"""What a put or a save has reported is on the disk: bytes before their name, and names before the report."""
+"""What a put or a save has reported is on the disk: bytes before their name, and names before the
+report.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_a_folder_s_object_is_synced_before_it_has_its_name_and_its_folders_afte
     assert disk.early_names == []
     assert disk.at_risk == []
     names = [call.name for call in calls if call.name in ("fsync", "rename", "link")]
-    assert names[:2] == ["fsync", "link" if way == "create" else "rename"], "also the size of an empty file is synced"
+    assert names[:2] == ["fsync", "link" if way == "create" else "rename"], (
+        "also the size of an empty file is synced"
+    )
     folders = [call.path for call in calls if call.name == "fsync" and Path(call.path).is_dir()]
     above = [str(folder) for folder in (tmp_path / key).parents if folder.is_relative_to(tmp_path)]
     assert folders == above, "each folder up to the store's, and none above it"
@@ -105,7 +109,8 @@ def test_an_upload_in_parts_is_synced_before_it_has_its_name_and_its_folders_aft
 def test_a_put_whose_sync_fails_is_no_success_though_its_bytes_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    store, fsync = Store.open(str(tmp_path)), os.fsync
+    store = Store.open(str(tmp_path))
+    fsync = os.fsync
 
     def fail(descriptor: int) -> None:
         is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
@@ -130,10 +135,12 @@ store.put("a/object", b"content")
 store.create("a/claim", b"content")
 """
 WITHOUT_FILE_SYNC = (
-    "fsync = os.fsync; os.fsync = lambda fd: fsync(fd) if os.path.isdir(f'/proc/self/fd/{fd}') else None"
+    "fsync = os.fsync; os.fsync = lambda fd: fsync(fd) if os.path.isdir(f'/proc/self/fd/{fd}') "
+    "else None"
 )
 WITHOUT_FOLDER_SYNC = (
-    "fsync = os.fsync; os.fsync = lambda fd: None if os.path.isdir(f'/proc/self/fd/{fd}') else fsync(fd)"
+    "fsync = os.fsync; os.fsync = lambda fd: None if os.path.isdir(f'/proc/self/fd/{fd}') else "
+    "fsync(fd)"
 )
 
 
@@ -143,7 +150,12 @@ def call_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment_with(call_log: Path, log: Path) -> dict[str, str]:
-    return {**os.environ, "LD_PRELOAD": str(call_log), LOG_VARIABLE: str(log), "PYTHONPATH": str(ROOT)}
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(call_log),
+        LOG_VARIABLE: str(log),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 @preloads
@@ -159,10 +171,17 @@ def environment_with(call_log: Path, log: Path) -> dict[str, str]:
 def test_the_kernel_sees_the_syncs_of_a_put_and_their_absence(
     tmp_path: Path, call_log: Path, change: str, early: list[str], at_risk: list[str]
 ) -> None:
-    store, log = tmp_path / "store", tmp_path / "log"
+    store = tmp_path / "store"
+    log = tmp_path / "log"
     store.mkdir()
     environment = environment_with(call_log, log)
-    subprocess.run([sys.executable, "-c", PUTS, str(store), change], cwd=ROOT, env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", PUTS, str(store), change],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=60,
+    )
     disk = feed_all(store, preloaded_calls(log))
     assert disk.named == ["a/object", "a/claim"]
     assert disk.early_names == early
@@ -187,13 +206,19 @@ def save_command(length: int) -> dict[str, Any]:
 
 
 @preloads
-def test_all_that_a_commit_names_is_durable_before_the_commit_can_be_seen(tmp_path: Path, call_log: Path) -> None:
+def test_all_that_a_commit_names_is_durable_before_the_commit_can_be_seen(
+    tmp_path: Path, call_log: Path
+) -> None:
     """The uploader of a rank, watched from below."""
-    store, log = tmp_path / "job", tmp_path / "log"
+    store = tmp_path / "job"
+    log = tmp_path / "log"
     store.mkdir()
     length = 20_000
     environment = environment_with(call_log, log)
-    environment |= {NAME_VARIABLE: "EBBFLOW_TEST_KEY", "EBBFLOW_TEST_KEY": "a key of this test alone"}
+    environment |= {
+        NAME_VARIABLE: "EBBFLOW_TEST_KEY",
+        "EBBFLOW_TEST_KEY": "a key of this test alone",
+    }
     with open(tmp_path / "buffer", "w+b") as buffer:
         buffer.write(bytes(length))
         buffer.flush()
@@ -213,15 +238,27 @@ def test_all_that_a_commit_names_is_durable_before_the_commit_can_be_seen(tmp_pa
     assert events == ["uploaded", "committed"]
     calls = preloaded_calls(log)
     (commit,) = [meta.key for meta in Store.open(str(store)).list("commits")]
-    named = next(number for number, call in enumerate(calls) if call.new_path == str(store / commit))
+    named = next(
+        number for number, call in enumerate(calls) if call.new_path == str(store / commit)
+    )
     before = feed_all(store, calls[:named])
     assert [name.split("/")[0] for name in before.named] == ["data", "index", "signatures"]
     assert before.named[:2] == [data_key("000001-x", 3, 0), index_key("000001-x", 3, 0)]
     unfinished_manifest = f"{commit}#"
-    lost = [path for path in before.at_risk if not commit.startswith(path) and not path.startswith(unfinished_manifest)]
+    lost = [
+        path
+        for path in before.at_risk
+        if not commit.startswith(path) and not path.startswith(unfinished_manifest)
+    ]
     assert lost == []
     for answer in events:
-        told = next(number for number, call in enumerate(calls) if call.name == "answer" and f'"{answer}"' in call.path)
+        told = next(
+            number
+            for number, call in enumerate(calls)
+            if call.name == "answer" and f'"{answer}"' in call.path
+        )
         reported = feed_all(store, calls[:told])
-        assert (reported.at_risk, reported.early_names) == ([], []), f"before {answer!r} was reported"
+        assert (reported.at_risk, reported.early_names) == ([], []), (
+            f"before {answer!r} was reported"
+        )
     assert reported.named[-1] == commit

@@ -1,4 +1,6 @@
-"""The log of events against stores that are slow, away or odd: nothing is doubled, nothing is lost in silence."""
+"""The log of events against stores that are slow, away or odd: nothing is doubled, nothing is lost
+in silence.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,15 @@ NEVER = 3600.0
 
 
 class TroubledStore(Store):
-    """A local store whose `put` asks `trouble`, which may raise or hang: before the bytes arrive, or after it."""
+    """A local store whose `put` asks `trouble`, which may raise or hang: before the bytes arrive,
+    or after it.
+    """
 
     def __init__(self, folder: Path, trouble: Callable[[], None], *, arrives: bool = False) -> None:
         inner = Store.open(str(folder))
         self.__dict__.update(inner.__dict__)
-        self.trouble, self.arrives = trouble, arrives
+        self.trouble = trouble
+        self.arrives = arrives
         self.puts = 0
 
     def put(self, key: str, data: bytes) -> None:
@@ -72,9 +77,17 @@ def names(folder: Path) -> list[str]:
     return [event.name for event in read_events(Store.open(str(folder)))]
 
 
-def test_what_is_written_is_strict_json_and_a_foreign_object_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_written_is_strict_json_and_a_foreign_object_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
     with EventLog(Store.open(str(tmp_path)), ORIGIN) as log:
-        log.emit("step", step=1, loss=float("nan"), norms=[1.0, float("inf")], nested={"x": (float("-inf"), 2)})
+        log.emit(
+            "step",
+            step=1,
+            loss=float("nan"),
+            norms=[1.0, float("inf")],
+            nested={"x": (float("-inf"), 2)},
+        )
         for foreign in (Decimal("1"), np.float32(1), Path("x"), object(), {1, 2}):
             with pytest.raises(TypeError):
                 log.emit("step", step=2, loss=foreign)
@@ -89,11 +102,17 @@ def test_what_is_written_is_strict_json_and_a_foreign_object_is_refused_at_once(
     assert data == [{"loss": None, "norms": [1.0, None], "nested": {"x": [None, 2]}}, {"loss": 1.5}]
 
 
-@pytest.mark.parametrize("error", [StoreError("away"), RuntimeError("odd"), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize(
+    "error", [StoreError("away"), RuntimeError("odd"), SystemExit(1)], ids=repr
+)
 @pytest.mark.parametrize("arrives", [False, True])
-def test_whatever_a_put_raises_every_event_arrives_once(tmp_path: Path, error: BaseException, arrives: bool) -> None:
+def test_whatever_a_put_raises_every_event_arrives_once(
+    tmp_path: Path, error: BaseException, arrives: bool
+) -> None:
     """Also when the put had arrived and only its answer was lost."""
-    with EventLog(TroubledStore(tmp_path, failing(3, error), arrives=arrives), ORIGIN, flush_seconds=0.01) as log:
+    with EventLog(
+        TroubledStore(tmp_path, failing(3, error), arrives=arrives), ORIGIN, flush_seconds=0.01
+    ) as log:
         for number in range(20):
             log.emit(f"{number:02d}")
             time.sleep(0.005)
@@ -103,9 +122,12 @@ def test_whatever_a_put_raises_every_event_arrives_once(tmp_path: Path, error: B
 
 
 def test_a_put_that_lands_late_replaces_nothing(tmp_path: Path) -> None:
-    """A put without an answer writes its bytes whenever the store comes back, also after the next segments."""
+    """A put without an answer writes its bytes whenever the store comes back, also after the next
+    segments.
+    """
     unanswered: list[tuple[str, bytes]] = []
-    store, away = TroubledStore(tmp_path, lambda: None), True
+    store = TroubledStore(tmp_path, lambda: None)
+    away = True
     put = store.put
 
     def put_or_hang(key: str, data: bytes) -> None:
@@ -125,7 +147,10 @@ def test_a_put_that_lands_late_replaces_nothing(tmp_path: Path) -> None:
         log.emit("three", flush=True)
     put(*unanswered[0])
     content = read_log(Store.open(str(tmp_path)))
-    assert ([event.name for event in content.events], content.damage) == (["one", "two", "three"], ())
+    assert ([event.name for event in content.events], content.damage) == (
+        ["one", "two", "three"],
+        (),
+    )
 
 
 def test_a_flush_that_cannot_be_kept_is_said_within_its_deadline_even_if_the_store_hangs(
@@ -134,7 +159,9 @@ def test_a_flush_that_cannot_be_kept_is_said_within_its_deadline_even_if_the_sto
     gate = threading.Event()
     log = EventLog(TroubledStore(tmp_path, gate.wait), ORIGIN, flush_seconds=NEVER)
     log.emit("one")
-    with pytest.raises(StoreError, match=r"1 events not durable within 0\.1 s: the store has not answered yet"):
+    with pytest.raises(
+        StoreError, match=r"1 events not durable within 0\.1 s: the store has not answered yet"
+    ):
         log.flush(deadline_seconds=0.1)
     log.emit("two")
     gate.set()
@@ -144,9 +171,14 @@ def test_a_flush_that_cannot_be_kept_is_said_within_its_deadline_even_if_the_sto
     assert capfd.readouterr().err == ""
 
 
-def test_closing_never_raises_and_tells_how_many_events_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_closing_never_raises_and_tells_how_many_events_are_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     hangs = threading.Event()
-    for trouble, cause in ((failing(10**6, StoreError("disk full")), "disk full"), (hangs.wait, "has not answered")):
+    for trouble, cause in (
+        (failing(10**6, StoreError("disk full")), "disk full"),
+        (hangs.wait, "has not answered"),
+    ):
         log = EventLog(TroubledStore(tmp_path, trouble), ORIGIN, flush_seconds=NEVER)
         for name in ("a", "b", "c"):
             log.emit(name)
@@ -154,12 +186,20 @@ def test_closing_never_raises_and_tells_how_many_events_are_lost(tmp_path: Path,
         log.close()
         log.emit("late")
         said = capfd.readouterr().err
-        assert "3 events lost" in said and cause in said and "'late' was emitted after the log was closed" in said
+        assert (
+            "3 events lost" in said
+            and cause in said
+            and "'late' was emitted after the log was closed" in said
+        )
     hangs.set()
 
 
-def test_a_remote_store_is_put_to_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local log puts of itself within seconds; a remote one, where each put is paid for, waits longer."""
+def test_a_remote_store_is_put_to_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local log puts of itself within seconds; a remote one, where each put is paid for, waits
+    longer.
+    """
     stores = [TroubledStore(tmp_path / kind, lambda: None) for kind in ("local", "remote")]
     monkeypatch.setattr(stores[1], "local_path", lambda key: None)
     logs = [EventLog(store, ORIGIN) for store in stores]
@@ -178,7 +218,9 @@ def test_a_remote_store_is_put_to_less_often(tmp_path: Path, monkeypatch: pytest
 def test_reading_keeps_the_order_of_time_and_does_not_go_one_by_one(tmp_path: Path) -> None:
     """Two reads must be under way at once for any to return."""
     for rank in range(6):
-        with EventLog(Store.open(str(tmp_path)), Origin(job="test", generation=1, rank=rank)) as log:
+        with EventLog(
+            Store.open(str(tmp_path)), Origin(job="test", generation=1, rank=rank)
+        ) as log:
             for number in range(3):
                 log.emit("step", step=number * 6 + rank, at=(1000.0 + number * 6 + rank, 0.0))
     together = threading.Barrier(2, timeout=60)
@@ -198,13 +240,21 @@ def test_reading_keeps_the_order_of_time_and_does_not_go_one_by_one(tmp_path: Pa
 
 def test_an_event_read_back_is_the_event(tmp_path: Path) -> None:
     with EventLog(Store.open(str(tmp_path)), ORIGIN) as log:
-        written = log.emit("generation_ended", reason=EndReason.HANG, culprit="×·", outcome=Outcome.FAILED)
-    assert read_events(Store.open(str(tmp_path))) == [written] == [Event.from_json(written.to_json())]
-    assert not {*map(str, EndReason)} & {*map(str, Outcome)}, "an end is a reason or an outcome, never both"
+        written = log.emit(
+            "generation_ended", reason=EndReason.HANG, culprit="×·", outcome=Outcome.FAILED
+        )
+    assert (
+        read_events(Store.open(str(tmp_path))) == [written] == [Event.from_json(written.to_json())]
+    )
+    assert not {*map(str, EndReason)} & {*map(str, Outcome)}, (
+        "an end is a reason or an outcome, never both"
+    )
 
 
 def test_what_came_before_a_save_is_put_with_it(tmp_path: Path) -> None:
-    """A commit whose steps nobody has heard of would leave a hole in the curve of a job that is killed then."""
+    """A commit whose steps nobody has heard of would leave a hole in the curve of a job that is
+    killed then.
+    """
     with EventLog(Store.open(str(tmp_path)), ORIGIN, flush_seconds=NEVER) as log:
         log.emit("step", step=1)
         log.emit("staged", step=1, bytes=10)
@@ -220,8 +270,16 @@ def sealed_job(folder: Path, events: Sequence[Event] | None = None) -> None:
     writers: dict[Origin, EventLog] = {}
     steps = {"preflight": "preflight", "plan": "plan", "prepared": "prepare"}
     for number, one in enumerate(events or interrupted_job()):
-        process = "agent" if one.generation else steps[one.name]
-        where = {"job": one.job, "run": one.run, "attempt": one.attempt, "generation": one.generation}
+        if one.generation:
+            process = "agent"
+        else:
+            process = steps[one.name]
+        where = {
+            "job": one.job,
+            "run": one.run,
+            "attempt": one.attempt,
+            "generation": one.generation,
+        }
         origin = Origin(**where, node=one.node, rank=one.rank, process=process)
         log = writers.setdefault(origin, EventLog(store, origin, flush_seconds=NEVER))
         log.emit(one.name, step=one.step, at=(one.t_wall, one.t_mono), **one.data)
@@ -248,15 +306,20 @@ def test_no_single_bit_flip_changes_the_ledger_in_silence(tmp_path: Path) -> Non
     assert damage == []
     files = sorted(tmp_path.rglob("events/**/*.jsonl"))
     contents = [path.read_bytes() for path in files]
-    chance, said = random.Random(20261122), 0
+    chance = random.Random(20261122)
+    said = 0
     for _ in range(250):
-        (path, content), *_ = chance.choices(list(zip(files, contents, strict=True)), [len(one) for one in contents])
+        (path, content), *_ = chance.choices(
+            list(zip(files, contents, strict=True)), [len(one) for one in contents]
+        )
         flipped = bytearray(content)
         flipped[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(flipped)
         found, damage = folded(tmp_path)
         assert damage or found == sound, path
-        assert all(path.name in text or "report.json" in text or "events/" in text for text in damage)
+        assert all(
+            path.name in text or "report.json" in text or "events/" in text for text in damage
+        )
         said += bool(damage)
         path.write_bytes(content)
     assert said == 250, "each byte is under a checksum"
@@ -266,10 +329,13 @@ def test_a_report_is_rendered_whichever_event_a_bit_flip_destroys(tmp_path: Path
     sealed_job(tmp_path, gang_with_phases_emitted_together())
     destroyed = 0
     for path in sorted(tmp_path.rglob("events/000001/*.jsonl")):
-        content, at = path.read_bytes(), 0
+        content = path.read_bytes()
+        at = 0
         for line in content.split(b"\n")[:-2]:
             if b'"name":"node_' in line or b'"startup"' in line:
-                path.write_bytes(content[: at + 10] + bytes([content[at + 10] ^ 1]) + content[at + 11 :])
+                path.write_bytes(
+                    content[: at + 10] + bytes([content[at + 10] ^ 1]) + content[at + 11 :]
+                )
                 assert cost_main(["report", str(tmp_path)]) == 0, line
                 assert f"damaged: events/{path.parent.name}/{path.name}" in capsys.readouterr().out
                 destroyed += 1
@@ -278,8 +344,12 @@ def test_a_report_is_rendered_whichever_event_a_bit_flip_destroys(tmp_path: Path
     assert destroyed == 8, "the starts, heartbeats and ends of 2 nodes, the start-ups of 2 ranks"
 
 
-def placed_job(folder: Path, lose: str, events: Sequence[Event] = (), keep_open: str = "") -> tuple[Damage, ...]:
-    """The damage of a sealed job (`interrupted_job` by default) without the logs of writers that `lose` matches."""
+def placed_job(
+    folder: Path, lose: str, events: Sequence[Event] = (), keep_open: str = ""
+) -> tuple[Damage, ...]:
+    """The damage of a sealed job (`interrupted_job` by default) without the logs of writers that
+    `lose` matches.
+    """
     sealed_job(folder, events)
     (folder / "report.json").unlink()
     for path in folder.rglob("events/**/*.jsonl"):
@@ -303,21 +373,29 @@ def gang_of_two(reason: str, *, steps: int, seconds: float) -> list[Event]:
 
 @pytest.mark.parametrize("reason", ["budget", "completed"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_ranks_of_a_start_that_is_not_affordable_are_not_missed(tmp_path: Path, reason: str, steps: int) -> None:
+def test_ranks_of_a_start_that_is_not_affordable_are_not_missed(
+    tmp_path: Path, reason: str, steps: int
+) -> None:
     """Their agents open a start, find no money left, and end it with no rank started."""
-    damage = placed_job(tmp_path, "000001/0-1" if steps else "", gang_of_two(reason, steps=steps, seconds=1.0))
+    damage = placed_job(
+        tmp_path, "000001/0-1" if steps else "", gang_of_two(reason, steps=steps, seconds=1.0)
+    )
     missed = {one.segment for one in damage}
     if steps:
         assert missed == {"events/000001/0-1"}
     else:
-        assert missed == (set() if reason == "budget" else {"events/000001/0-0", "events/000001/0-1"})
+        assert missed == (
+            set() if reason == "budget" else {"events/000001/0-0", "events/000001/0-1"}
+        )
 
 
 @pytest.mark.parametrize(("seconds", "missed"), [(1.0, []), (20.0, ["events/000001/0-1"])])
 def test_a_rank_that_may_have_been_killed_before_its_first_put_is_not_missed(
     tmp_path: Path, seconds: float, missed: list[str]
 ) -> None:
-    """Rank 0 began long before the steps did: only steps, which all take together, show that rank 1 wrote."""
+    """Rank 0 began long before the steps did: only steps, which all take together, show that rank 1
+    wrote.
+    """
     early = made_event("configured", -90.0, generation=1, rank=0, settings=[])
     events = [early, *gang_of_two("rank_killed", steps=3, seconds=seconds)]
     assert [one.segment for one in placed_job(tmp_path, "000001/0-1", events)] == missed
@@ -326,13 +404,18 @@ def test_a_rank_that_may_have_been_killed_before_its_first_put_is_not_missed(
 def test_a_job_of_the_flow_may_go_on_without_agents(tmp_path: Path) -> None:
     """`torchrun -m training --job` has none."""
     events = interrupted_job()
-    bare = [made_event("step", 100.0 + step, generation=3, rank=0, step=step, loss=1.0, seconds={}) for step in (9, 10)]
+    bare = [
+        made_event("step", 100.0 + step, generation=3, rank=0, step=step, loss=1.0, seconds={})
+        for step in (9, 10)
+    ]
     assert placed_job(tmp_path / "whole", "", [*events, *bare]) == ()
     lost = placed_job(tmp_path / "lost", "000001/1-agent", [*events, *bare])
     assert [one.segment for one in lost] == ["events/000001/1-agent"]
 
 
-@pytest.mark.parametrize("process", ["placing-train-3-0", "leftovers", "settle", "submit-train-3-0", "prepare"])
+@pytest.mark.parametrize(
+    "process", ["placing-train-3-0", "leftovers", "settle", "submit-train-3-0", "prepare"]
+)
 def test_a_process_of_the_flow_that_was_killed_is_no_damage(tmp_path: Path, process: str) -> None:
     sealed_job(tmp_path)
     store = Store.open(str(tmp_path))
@@ -349,18 +432,32 @@ def test_a_step_of_the_flow_without_its_end_is_damage(tmp_path: Path) -> None:
     assert damage.segment == "events/000000/0-prepare" and "no end" in damage.what
 
 
-def test_large_finite_measurements_are_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_large_finite_measurements_are_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Losses and norms just before an overflow are up to 3e38 in float32 and bfloat16."""
     events = interrupted_job()
     large = {"loss": 3.3e38, "gradient_norm": 1.7e308, "learning_rate": -1e300}
-    steps = [replace(one, data=one.data | large) if one.name == "step" and one.step == 7 else one for one in events]
+    steps = [
+        replace(event, data=event.data | large)
+        if event.name == "step" and event.step == 7
+        else event
+        for event in events
+    ]
     negative = [
-        replace(one, data=one.data | {"loss": -3.4e38}) if one.step == 8 and "loss" in one.data else one
-        for one in steps
+        replace(step, data=step.data | {"loss": -3.4e38})
+        if step.step == 8 and "loss" in step.data
+        else step
+        for step in steps
     ]
     assert placed_job(tmp_path, "", negative) == ()
-    assert build_report(read_events(Store.open(str(tmp_path)))).loss_curve[-2:] == [(7, 3.3e38), (8, -3.4e38)]
-    assert cost_main(["report", str(tmp_path)]) == cost_main(["report", str(tmp_path), "--json"]) == 0
+    assert build_report(read_events(Store.open(str(tmp_path)))).loss_curve[-2:] == [
+        (7, 3.3e38),
+        (8, -3.4e38),
+    ]
+    assert (
+        cost_main(["report", str(tmp_path)]) == cost_main(["report", str(tmp_path), "--json"]) == 0
+    )
     assert "DAMAGED" not in capsys.readouterr().out
     page = render_html(build_report(read_events(Store.open(str(tmp_path)))))
     assert "<polyline " in page and "nan" not in page[page.index("<svg") : page.index("</svg>")]
@@ -422,7 +519,9 @@ def test_a_segment_that_is_not_what_was_written_is_said(tmp_path: Path, kind: st
         assert named or (kind == "lost" and found == sound), (path.name, damage)
 
 
-def test_the_command_says_the_damage_and_reports_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_says_the_damage_and_reports_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     sealed_job(tmp_path)
     path = next(tmp_path.rglob("events/000001/0-0-*.jsonl"))
     path.unlink()
@@ -442,8 +541,16 @@ WRONG = [
     ("phase", {"class": "startup"}, "data.seconds is missing"),
     ("generation_started", {"nodes": "two"}, "data.nodes is 'two'"),
     ("node_started", {"ranks": [0, "1"]}, "data.ranks[1] is '1'"),
-    ("plan", {"chosen": {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": "free"}}, "usd_per_hour"),
-    ("prices", {"pools": [{"instance_type": "a", "market": "spot", "changes": [[1, "x"]]}]}, "changes[0][1] is 'x'"),
+    (
+        "plan",
+        {"chosen": {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": "free"}},
+        "usd_per_hour",
+    ),
+    (
+        "prices",
+        {"pools": [{"instance_type": "a", "market": "spot", "changes": [[1, "x"]]}]},
+        "changes[0][1] is 'x'",
+    ),
     ("outcome", {"outcome": "fine"}, "data.outcome is 'fine'"),
     ("configured", {"settings": "none"}, "data.settings is 'none'"),
     ("batch_attempt", {"job_id": "j", "nodes": None, "node_times": 3}, "data.node_times is 3"),
@@ -472,7 +579,17 @@ def test_a_value_of_the_wrong_type_is_damage_and_no_traceback(
 
 
 @pytest.mark.parametrize(
-    "line", ["[]", "null", '"x"', "[" * 100_000, '{"name": 1}', '{"t_wall": NaN}', "\\ud800", '{"name": "x", "job": 1}']
+    "line",
+    [
+        "[]",
+        "null",
+        '"x"',
+        "[" * 100_000,
+        '{"name": 1}',
+        '{"t_wall": NaN}',
+        "\\ud800",
+        '{"name": "x", "job": 1}',
+    ],
 )
 def test_a_line_that_is_no_event_is_damage(tmp_path: Path, line: str) -> None:
     store = Store.open(str(tmp_path))
@@ -503,7 +620,11 @@ def test_a_number_that_an_early_log_wrote_as_nan_is_read_as_null(tmp_path: Path)
 
 
 def test_the_types_of_every_event_are_declared() -> None:
-    ours = {value for name, value in vars(ebbflow.infra.events).items() if name.isupper() and isinstance(value, str)}
+    ours = {
+        value
+        for name, value in vars(ebbflow.infra.events).items()
+        if name.isupper() and isinstance(value, str)
+    }
     assert ours == set(ebbflow.infra.events._DATA)
 
 
@@ -513,7 +634,8 @@ def test_a_segment_with_a_huge_number_costs_no_million_requests(
     store = Store.open(str(tmp_path))
     key = event_key(1, 0, 0, "999999.ab")
     store.put(key, seal_segment(key, [], last=True))
-    asked, get = [], store.get
+    asked = []
+    get = store.get
 
     def counted(key: str) -> bytes:
         asked.append(key)
@@ -523,4 +645,6 @@ def test_a_segment_with_a_huge_number_costs_no_million_requests(
     monkeypatch.setattr(store, "get", counted)
     log = read_log(store)
     assert len(log.damage) == 1001
-    assert "998999 more segments before it are missing, or its number is wrong" in {one.what for one in log.damage}
+    assert "998999 more segments before it are missing, or its number is wrong" in {
+        one.what for one in log.damage
+    }

@@ -22,7 +22,13 @@ from ebbflow.cost.plan.throughput import (
     micro_batch,
     why_host_too_small,
 )
-from ebbflow.infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from ebbflow.infra.config.schema import (
+    FsdpConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from ebbflow.infra.footprint import (
     SMALL_MODEL_BYTES,
     HostGang,
@@ -44,7 +50,9 @@ SHAPE = ModelShape(
 )
 
 
-def config(mode: str = "fsdp2", mixed: bool = False, batch: int = 32, accumulation: int = 2) -> RunConfig:
+def config(
+    mode: str = "fsdp2", mixed: bool = False, batch: int = 32, accumulation: int = 2
+) -> RunConfig:
     return RunConfig(
         training=TrainingConfig(batch_size=batch, gradient_accumulation_steps=accumulation),
         parallel=ParallelConfig(mode=mode),
@@ -56,7 +64,9 @@ def test_sharded_float32_by_hand():
     fit = memory_fit(config(), 4, SHAPE)
     share = 250_001  # a quarter, rounded up
     assert (fit.parameters, fit.gradients, fit.optimizer) == (4 * share, 4 * share, 8 * share)
-    assert fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_000_001  # gathered, a unit's gradient, whole gradients
+    assert (
+        fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_000_001
+    )  # gathered, a unit's gradient, whole gradients
     assert fit.activations == 4 * 2_000_000  # 32 / (4 × 2) samples
     assert fit.logits == 4 * 500_000
     tensors = 16 * share + 8_400_008 + 8_000_000 + 2_000_000
@@ -65,21 +75,35 @@ def test_sharded_float32_by_hand():
 
 
 def test_mixed_precision_halves_what_is_computed_in_not_what_is_kept():
-    plain, mixed = memory_fit(config(), 4, SHAPE), memory_fit(config(mixed=True), 4, SHAPE)
-    assert (mixed.parameters, mixed.optimizer, mixed.logits) == (plain.parameters, plain.optimizer, plain.logits)
+    plain = memory_fit(config(), 4, SHAPE)
+    mixed = memory_fit(config(mixed=True), 4, SHAPE)
+    assert (mixed.parameters, mixed.optimizer, mixed.logits) == (
+        plain.parameters,
+        plain.optimizer,
+        plain.logits,
+    )
     assert 2 * mixed.activations == plain.activations
-    assert plain.unsharded - mixed.unsharded == 2 * (1_000_001 + 100_000), "gradients wait in float32"
+    assert plain.unsharded - mixed.unsharded == 2 * (1_000_001 + 100_000), (
+        "gradients wait in float32"
+    )
 
 
 def test_a_loss_in_chunks_has_the_logits_of_one_chunk():
     """8 MB of activations remain; the whole logits of 4 samples of 128 tokens are 2 MB."""
     chunked = config().changed("training", loss_chunk_tokens=64)
-    whole, fit = memory_fit(config(), 4, SHAPE), memory_fit(chunked, 4, SHAPE)
+    whole = memory_fit(config(), 4, SHAPE)
+    fit = memory_fit(chunked, 4, SHAPE)
     assert (whole.logits, fit.logits) == (2_000_000, 2_000_000 * 64 / 512)
     assert fit.activations == whole.activations
-    assert memory_fit(config().changed("training", loss_chunk_tokens=5000), 4, SHAPE).logits == whole.logits
+    assert (
+        memory_fit(config().changed("training", loss_chunk_tokens=5000), 4, SHAPE).logits
+        == whole.logits
+    )
     many = replace(SHAPE, logits_bytes_per_sample=5_000_000)
-    again = [memory_fit(one.changed("parallel", recompute="selective"), 4, many) for one in (config(), chunked)]
+    again = [
+        memory_fit(one.changed("parallel", recompute="selective"), 4, many)
+        for one in (config(), chunked)
+    ]
     assert again[0].logits == 4 * 6_666_666 and again[1].logits == 2_500_000
 
 
@@ -90,14 +114,20 @@ def test_a_small_model_stays_gathered_and_its_gradients_wait():
     once = config(accumulation=1)
     assert memory_fit(once, 4, at).unsharded == 4 * (limit + 100_000)
     assert memory_fit(config(), 4, at).unsharded == 4 * (limit + 100_000) + 4 * limit
-    assert memory_fit(once, 4, above).unsharded == memory_fit(config(), 4, above).unsharded == 3 * 4 * 100_000
+    assert (
+        memory_fit(once, 4, above).unsharded
+        == memory_fit(config(), 4, above).unsharded
+        == 3 * 4 * 100_000
+    )
     halves = config(mixed=True)
-    halves = halves.model_copy(update={"fsdp": halves.fsdp.model_copy(update={"reduce_dtype": "bfloat16"})})
+    halves = halves.model_copy(
+        update={"fsdp": halves.fsdp.model_copy(update={"reduce_dtype": "bfloat16"})}
+    )
     assert memory_fit(halves, 4, at).unsharded == 2 * (limit + 100_000) + 2 * limit
     assert memory_fit(once, 1, at).unsharded == 0, "one rank shards nothing"
 
-    # The same samples at once on four ranks: whole gradients wait, and shards of them are there from the first
-    # micro-batch on.
+    # The same samples at once on four ranks: whole gradients wait, and shards of them are there
+    # from the first micro-batch on.
     gang = HostGang(nodes=2, processes_per_node=2)
     parameters = causal_lm_shape(once.model).parameters
     more = host_memory_bytes(config(batch=64, accumulation=2), gang) - host_memory_bytes(
@@ -112,14 +142,19 @@ def test_ddp_keeps_everything_on_every_rank():
     assert fit.unsharded == 0, "gradients are views of the buckets"
     assert memory_fit(config("ddp"), 1, SHAPE).unsharded == 0
     apart = config("ddp")
-    apart = apart.model_copy(update={"ddp": apart.ddp.model_copy(update={"gradient_as_bucket_view": False})})
+    apart = apart.model_copy(
+        update={"ddp": apart.ddp.model_copy(update={"gradient_as_bucket_view": False})}
+    )
     assert memory_fit(apart, 4, SHAPE).unsharded == 4 * 1_000_001
 
 
 def test_frozen_parameters_have_weights_only():
-    """LoRA's 1,001 parameters on a million frozen ones, by hand: sharded, ddp, a commit, the host, and the network."""
+    """LoRA's 1,001 parameters on a million frozen ones, by hand: sharded, ddp, a commit, the host,
+    and the network.
+    """
     lora = replace(SHAPE, frozen_parameters=999_000)
-    fit, share = memory_fit(config(), 4, lora), 251
+    fit = memory_fit(config(), 4, lora)
+    share = 251
     assert (fit.parameters, fit.gradients, fit.optimizer) == (4 * 250_001, 4 * share, 8 * share)
     assert fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_001, "few gradients wait"
     whole = memory_fit(config("ddp"), 4, lora)
@@ -140,21 +175,27 @@ def changed(**sections: dict) -> RunConfig:
     """The configuration of `config()`, in mode hsdp, with other values in some sections."""
     base = config("hsdp")
     return base.model_copy(
-        update={name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
+        update={
+            name: getattr(base, name).model_copy(update=values) for name, values in sections.items()
+        }
     )
 
 
 def test_hsdp_divides_by_a_shard_or_by_a_node():
-    by_node, by_two = memory_fit(changed(), 4, SHAPE, ranks_per_node=4), changed(parallel={"shard_size": 2})
+    by_node = memory_fit(changed(), 4, SHAPE, ranks_per_node=4)
+    by_two = changed(parallel={"shard_size": 2})
     assert by_node == memory_fit(config(), 4, SHAPE), "a node that is all there is"
     assert memory_fit(by_two, 4, SHAPE, ranks_per_node=4).parameters == 4 * 500_001
     assert memory_fit(changed(), 4, SHAPE, ranks_per_node=1).parameters == 4 * 1_000_001
 
 
 def test_recomputing_keeps_inputs_and_one_unit():
-    kept = [memory_fit(changed(parallel={"recompute": how}), 4, SHAPE).activations for how in ("selective", "full")]
-    # Two blocks beside embeddings and head, and two inputs kept besides. With "full" the peak is in the last block, one
-    # of them being computed again; with "selective" it is the loss.
+    kept = [
+        memory_fit(changed(parallel={"recompute": how}), 4, SHAPE).activations
+        for how in ("selective", "full")
+    ]
+    # Two blocks beside embeddings and head, and two inputs kept besides. With "full" the peak is in
+    # the last block, one of them being computed again; with "selective" it is the loss.
     whole = 4 * 2_000_000
     again = [11 / 16 + 2 / 16 / 2, 1 / 16 + (1 - 1 / 16) / 2 + 2 / 16 / 2]
     assert kept == pytest.approx([whole * share for share in again], abs=1)
@@ -168,13 +209,16 @@ def test_the_peak_is_the_loss_or_the_last_block_or_the_end_of_backward():
     block = memory_fit(once, 1, replace(SHAPE, backward_bytes_per_sample=900_000, units=10))
     assert (block.gradients, block.logits, block.activations) == (0, 0, 4 * 2_900_000)
     end = memory_fit(config(accumulation=1, batch=1), 1, SHAPE)
-    assert (end.gradients, end.logits, end.activations) == (4_000_004, 0, 1_000_000), "one of two blocks"
+    assert (end.gradients, end.logits, end.activations) == (4_000_004, 0, 1_000_000), (
+        "one of two blocks"
+    )
 
 
-# (model, length, GPUs, samples per GPU and micro-batch, micro-batches, recomputed, MiB per GPU) of MPT models.
-# Source: MosaicML, LLM-Foundry, scripts/train/benchmarking/README.md, commit 5e85bd62d of 2024-01-06; widths, blocks,
-# heads and the vocabulary of 50,368 from scripts/train/yamls. Of 51 rows that were tried, the estimate refuses 8 by
-# 3 to 20 %: 12 bytes per logit and the allowance are more than those runs took.
+# (model, length, GPUs, samples per GPU and micro-batch, micro-batches, recomputed, MiB per GPU) of
+# MPT models. Source: MosaicML, LLM-Foundry, scripts/train/benchmarking/README.md, commit 5e85bd62d
+# of 2024-01-06; widths, blocks, heads and the vocabulary of 50,368 from scripts/train/yamls. Of 51
+# rows that were tried, the estimate refuses 8 by 3 to 20 %: 12 bytes per logit and the allowance
+# are more than those runs took.
 MPT = {
     "125m": (768, 12, 12),
     "1b": (2048, 24, 16),
@@ -204,18 +248,24 @@ PUBLISHED = [
 ]
 
 
-def published(name: str, length: int, gpus: int, samples: int, parts: int, recomputed: bool) -> RunConfig:
+def published(
+    name: str, length: int, gpus: int, samples: int, parts: int, recomputed: bool
+) -> RunConfig:
     hidden, layers, heads = MPT[name]
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
     return RunConfig(
         model=ModelConfig(**sizes, sequence_length=length, vocab_size=50368),
-        training=TrainingConfig(batch_size=gpus * samples * parts, gradient_accumulation_steps=parts),
+        training=TrainingConfig(
+            batch_size=gpus * samples * parts, gradient_accumulation_steps=parts
+        ),
         parallel=ParallelConfig(mode="fsdp2", recompute="full" if recomputed else "none"),
         fsdp=FsdpConfig(use_mixed_precision=True),
     )
 
 
-@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run[0]} length {run[1]} on {run[2]} × {run[-1]} MiB")
+@pytest.mark.parametrize(
+    "run", PUBLISHED, ids=lambda run: f"{run[0]} length {run[1]} on {run[2]} × {run[-1]} MiB"
+)
 def test_published_runs_fit(run: tuple) -> None:
     *shape, gpu_mib = run
     fit = memory_fit(published(*shape), run[2])
@@ -223,9 +273,13 @@ def test_published_runs_fit(run: tuple) -> None:
 
 
 def test_the_published_run_of_gpt2_by_ddp_fits() -> None:
-    """nanoGPT, config/train_gpt2.py, by its comment: 124M, 12 × 1,024 tokens × 5 × 8 A100 of 40 GB, autocast."""
+    """nanoGPT, config/train_gpt2.py, by its comment: 124M, 12 × 1,024 tokens × 5 × 8 A100 of 40 GB,
+    autocast.
+    """
     gpt2 = RunConfig(
-        model=ModelConfig(hidden_size=768, num_layers=12, num_heads=12, sequence_length=1024, vocab_size=50304),
+        model=ModelConfig(
+            hidden_size=768, num_layers=12, num_heads=12, sequence_length=1024, vocab_size=50304
+        ),
         training=TrainingConfig(batch_size=12 * 5 * 8, gradient_accumulation_steps=5),
         parallel=ParallelConfig(mode="ddp"),
         fsdp=FsdpConfig(use_mixed_precision=True),
@@ -243,24 +297,38 @@ def test_estimates_are_near_published_figures() -> None:
 
 
 def test_no_matrix_of_attention_is_counted() -> None:
-    """7B, one sample of 4,096 tokens on each of 8 GPUs: 64 GiB of it were matrices that fused attention never makes."""
+    """7B, one sample of 4,096 tokens on each of 8 GPUs: 64 GiB of it were matrices that fused
+    attention never makes.
+    """
     fit = memory_fit(published("7b", 4096, 8, 1, 1, False), 8)
     assert fit.total < 40960 * 2**20, fit.render()
-    once, twice = (causal_lm_shape(published("7b", length, 8, 1, 1, False).model) for length in (4096, 8192))
+    once, twice = (
+        causal_lm_shape(published("7b", length, 8, 1, 1, False).model) for length in (4096, 8192)
+    )
     assert twice.activation_bytes_per_sample == 2 * once.activation_bytes_per_sample
 
 
 def test_main_memory_of_the_host_is_checked_too() -> None:
-    """30B on one node of 8 GPUs with too little main memory for two staging buffers of a commit each."""
+    """30B on one node of 8 GPUs with too little main memory for two staging buffers of a commit
+    each.
+    """
     large = published("30b", 2048, 8, 1, 1, True)
     shape = causal_lm_shape(large.model)
-    staged, processes = 2 * 12 * shape.parameters, 3 * 2**28 + 8 * (2**31 + 2**27)
-    assert gpu_host_bytes(large, shape, HostGang(nodes=1, processes_per_node=8)) == staged + processes
-    assert gpu_host_bytes(large, shape, HostGang(nodes=2, processes_per_node=8)) == staged // 2 + processes
-    offloaded = large.model_copy(update={"fsdp": large.fsdp.model_copy(update={"cpu_offload": True})})
-    assert gpu_host_bytes(offloaded, shape, HostGang(nodes=1, processes_per_node=8)) == staged + processes + (
-        16 * shape.parameters
+    staged = 2 * 12 * shape.parameters
+    processes = 3 * 2**28 + 8 * (2**31 + 2**27)
+    assert (
+        gpu_host_bytes(large, shape, HostGang(nodes=1, processes_per_node=8)) == staged + processes
     )
+    assert (
+        gpu_host_bytes(large, shape, HostGang(nodes=2, processes_per_node=8))
+        == staged // 2 + processes
+    )
+    offloaded = large.model_copy(
+        update={"fsdp": large.fsdp.model_copy(update={"cpu_offload": True})}
+    )
+    assert gpu_host_bytes(
+        offloaded, shape, HostGang(nodes=1, processes_per_node=8)
+    ) == staged + processes + (16 * shape.parameters)
     node = {"nodes": 1, "ranks_per_node": 8}
     why, excess = why_host_too_small(large, shape, **node, ram_bytes=384 * 2**30)
     assert why.startswith("needs 695.") and "main memory per node" in why and excess > 1.9
@@ -268,10 +336,17 @@ def test_main_memory_of_the_host_is_checked_too() -> None:
 
 
 def test_a_pool_without_the_main_memory_is_rejected_with_its_arithmetic() -> None:
-    """7B offloaded to one host: the GPUs of a g6e.12xlarge have room, its 384 GiB do not hold state and staging."""
-    sections = {"cluster": {"instance_types": ["g6e.12xlarge"], "nodes": 1, "processes_per_node": "auto"}}
+    """7B offloaded to one host: the GPUs of a g6e.12xlarge have room, its 384 GiB do not hold state
+    and staging.
+    """
+    sections = {
+        "cluster": {"instance_types": ["g6e.12xlarge"], "nodes": 1, "processes_per_node": "auto"}
+    }
     large = published("13b", 1024, 4, 1, 1, True).model_copy(
-        update={"cluster": RunConfig.model_validate(sections).cluster, "fsdp": FsdpConfig(cpu_offload=True)}
+        update={
+            "cluster": RunConfig.model_validate(sections).cluster,
+            "fsdp": FsdpConfig(cpu_offload=True),
+        }
     )
     plan = make_plan(large, now_utc=0.0)
     reasons = {one.reason for one in plan.rejected if one.kind == "does not fit"}
@@ -289,7 +364,9 @@ def test_offloading_leaves_only_what_is_gathered():
 def test_main_memory_of_a_laptop_follows_copies_and_recomputing():
     gang = HostGang(nodes=2, processes_per_node=2)
     need = {mode: host_memory_bytes(config(mode), gang) for mode in ("ddp", "hsdp", "fsdp2")}
-    copy = 16 * causal_lm_shape(config().model).parameters  # weights, gradients and two moments, float32
+    copy = (
+        16 * causal_lm_shape(config().model).parameters
+    )  # weights, gradients and two moments, float32
     assert need["hsdp"] - need["fsdp2"] == copy, "a copy per node instead of one"
     assert host_memory_bytes(changed(parallel={"shard_size": 4}), gang) == need["fsdp2"]
     assert host_memory_bytes(changed(parallel={"recompute": "full"}), gang) < need["hsdp"]
@@ -325,12 +402,19 @@ def test_throughput_is_the_tightest_of_its_bounds():
     less = large.model_copy(update={"training": TrainingConfig(batch_size=16)})
     pcie = estimate_throughput(less, shape, types["g6e.48xlarge"], 1, 8)
     received = (2 * 2 + 4) * 7 / 8 * shape.parameters
-    assert pcie.bound == "pcie" and pcie.step_seconds == pytest.approx(received / PCIE_BYTES_PER_SECOND)
+    assert pcie.bound == "pcie" and pcie.step_seconds == pytest.approx(
+        received / PCIE_BYTES_PER_SECOND
+    )
     alone = estimate_throughput(large, shape, types["g6e.48xlarge"], 1, 1)
     assert pcie.mfu < alone.mfu == pytest.approx(MFU_PRIOR), "PCIe between GPUs costs"
-    apart = [estimate_throughput(large, shape, types[name], 2, 1) for name in ("g6e.4xlarge", "g6e.8xlarge")]
+    apart = [
+        estimate_throughput(large, shape, types[name], 2, 1)
+        for name in ("g6e.4xlarge", "g6e.8xlarge")
+    ]
     assert [one.bound for one in apart] == ["compute", "compute"]
-    assert apart[0].mfu < apart[1].mfu == pytest.approx(MFU_PRIOR * DOUBLING_EFFICIENCY), "only the larger one has EFA"
+    assert apart[0].mfu < apart[1].mfu == pytest.approx(MFU_PRIOR * DOUBLING_EFFICIENCY), (
+        "only the larger one has EFA"
+    )
 
     few = large.model_copy(update={"training": TrainingConfig(batch_size=2)})
     slow = estimate_throughput(few, shape, types["g5.xlarge"], 2, 1)  # 2.5 Gbit/s and no EFA
@@ -342,7 +426,9 @@ def test_throughput_is_the_tightest_of_its_bounds():
     tiny = estimate_throughput(small, causal_lm_shape(small.model), types["p5.4xlarge"], 1, 1)
     assert tiny.bound == "launch" and tiny.mfu < 0.05
     assert estimate_throughput(small, SHAPE, types["g4dn.xlarge"], 1, 1) is None  # no bfloat16 peak
-    half = small.model_copy(update={"fsdp": small.fsdp.model_copy(update={"param_dtype": "float16"})})
+    half = small.model_copy(
+        update={"fsdp": small.fsdp.model_copy(update={"param_dtype": "float16"})}
+    )
     assert estimate_throughput(half, SHAPE, types["g4dn.xlarge"], 1, 1) is not None
 
 
@@ -350,16 +436,20 @@ def test_a_gpu_generation_has_its_own_published_mfu_and_more_nodes_lose_some_of_
     types = load_catalogue()
     large = published("13b", 2048, 8, 32, 2, False)
     shape = causal_lm_shape(large.model)
-    nodes = [estimate_throughput(large, shape, types["p5.48xlarge"], count, 8) for count in (1, 2, 8)]
-    assert [one.bound for one in nodes] == ["compute"] * 3
-    assert [one.mfu / nodes[0].mfu for one in nodes] == pytest.approx([1, 0.99, 0.99**3])
+    nodes = [
+        estimate_throughput(large, shape, types["p5.48xlarge"], count, 8) for count in (1, 2, 8)
+    ]
+    assert [node.bound for node in nodes] == ["compute"] * 3
+    assert [node.mfu / nodes[0].mfu for node in nodes] == pytest.approx([1, 0.99, 0.99**3])
     a100 = estimate_throughput(large, shape, types["p4de.24xlarge"], 1, 8)
     assert 1.3 < a100.mfu / nodes[0].mfu < 1.5, "llm-foundry: 0.56 on A100, 0.40 on H100"
     assert all(kind.gpu.mfu_source for kind in types.types if kind.gpu.bf16_mfu is not None)
 
 
 def test_what_the_modes_move_and_compute_again():
-    """Two nodes of two GPUs behind 2.5 Gbit/s: a step is as long as what it receives from the other node."""
+    """Two nodes of two GPUs behind 2.5 Gbit/s: a step is as long as what it receives from the other
+    node.
+    """
     kind = load_catalogue()["g5.xlarge"]
     large = ModelConfig(hidden_size=2048, num_layers=16, num_heads=16)
     shape = causal_lm_shape(large)
@@ -370,24 +460,34 @@ def test_what_the_modes_move_and_compute_again():
         assert speed.bound == "network"
         return speed.step_seconds * per_parameter
 
-    # Two micro-batches gather twice each in float32, and reduce once each: half of it comes from the other node.
+    # Two micro-batches gather twice each in float32, and reduce once each: half of it comes from
+    # the other node.
     assert received(parallel={"mode": "fsdp2"}) == pytest.approx(2 * (2 * 4 + 4) / 2)
-    assert received(parallel={"shard_size": 4}) == pytest.approx(2 * (2 * 4 + 4) / 2), "one copy over both nodes"
+    assert received(parallel={"shard_size": 4}) == pytest.approx(2 * (2 * 4 + 4) / 2), (
+        "one copy over both nodes"
+    )
     assert received() == pytest.approx(2 * 4 / 2), "a copy per node: between them as ddp"
     assert received(parallel={"mode": "ddp"}) == pytest.approx(2 * 4 / 2)
-    assert received(parallel={"mode": "ddp"}, ddp={"static_graph": True}) == pytest.approx(2 * 2 * 4 / 2)
+    assert received(parallel={"mode": "ddp"}, ddp={"static_graph": True}) == pytest.approx(
+        2 * 2 * 4 / 2
+    )
     halves = {"use_mixed_precision": True, "reduce_dtype": "bfloat16"}
     assert received(fsdp=halves) == pytest.approx(2 * 2 / 2)
-    assert received(parallel={"mode": "ddp"}, ddp={"gradient_compression": "bfloat16"}) == pytest.approx(2 * 2 / 2)
+    assert received(
+        parallel={"mode": "ddp"}, ddp={"gradient_compression": "bfloat16"}
+    ) == pytest.approx(2 * 2 / 2)
 
     def alone(**sections: dict) -> Throughput:
         return estimate_throughput(changed(**sections), shape, kind, 1, 1)
 
     busy = {"batch_size": 512}
-    plain, again = alone(training=busy), alone(training=busy, parallel={"recompute": "full"})
+    plain = alone(training=busy)
+    again = alone(training=busy, parallel={"recompute": "full"})
     assert (plain.bound, again.bound) == ("compute", "compute")
     assert again.step_seconds == pytest.approx(plain.step_seconds * 1.1)
-    moved = alone(training={"batch_size": 2}, fsdp={"cpu_offload": True, "use_mixed_precision": True})
+    moved = alone(
+        training={"batch_size": 2}, fsdp={"cpu_offload": True, "use_mixed_precision": True}
+    )
     assert moved.bound == "host"
     assert moved.step_seconds == pytest.approx(3 * 2 * 4 * shape.parameters / PCIE_BYTES_PER_SECOND)
 
@@ -400,12 +500,16 @@ def test_a_small_model_is_gathered_once_per_micro_batch_and_reduced_once_per_ste
 
     def received(shape: ModelShape, accumulation: int) -> float:
         """Bytes per parameter of a node's half, mixed precision: 2 when gathered, 4 when reduced."""
-        speed = estimate_throughput(config(mixed=True, accumulation=accumulation), shape, kind, 2, 1)
+        speed = estimate_throughput(
+            config(mixed=True, accumulation=accumulation), shape, kind, 2, 1
+        )
         assert speed.bound == "network"
         return speed.step_seconds * bandwidth / shape.parameters * 2
 
     assert [received(at, count) for count in (1, 4)] == pytest.approx([2 + 4, 4 * 2 + 4])
-    assert [received(above, count) for count in (1, 4)] == pytest.approx([2 * 2 + 4, 4 * (2 * 2 + 4)])
+    assert [received(above, count) for count in (1, 4)] == pytest.approx(
+        [2 * 2 + 4, 4 * (2 * 2 + 4)]
+    )
 
     offloaded = changed(fsdp={"cpu_offload": True})
     moved = [estimate_throughput(offloaded, shape, kind, 1, 1) for shape in (at, above)]

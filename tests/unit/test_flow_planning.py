@@ -1,4 +1,6 @@
-"""What surrounds a plan in the flow: whose capacity it is, and a store that does not tell of earlier jobs."""
+"""What surrounds a plan in the flow: whose capacity it is, and a store that does not tell of
+earlier jobs.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def test_only_what_stays_on_this_machine_is_simulated() -> None:
 def test_on_batch_only_what_a_queue_takes_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the queue is switched off for now: attempts see to that. What nobody can run is no plan."""
+    """Also where the queue is switched off for now: attempts see to that.
+
+    What nobody can run is no plan.
+    """
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.setenv(f"AWS_{name}", "local")
     config = batch_config("cluster.instance_types=[]")
@@ -68,14 +73,24 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     free = make_plan(config, now_utc=WALL)
     bound = make_plan(config, now_utc=WALL, queues=found)
     assert free.chosen is not None and free.chosen.instance_type != "g6.xlarge"
-    assert {(one.instance_type, one.market, one.nodes) for one in bound.ranked} == {("g6.xlarge", "spot", 1)}
+    assert {(one.instance_type, one.market, one.nodes) for one in bound.ranked} == {
+        ("g6.xlarge", "spot", 1)
+    }
     text = " ".join(render_plan(bound).replace("│", " ").split())
     assert "no queue is on-demand" in {one.reason for one in bound.rejected}
-    assert "× no queue, such as" in text and "only pools that one of these queues takes: spot-g6" in text
+    assert (
+        "× no queue, such as" in text
+        and "only pools that one of these queues takes: spot-g6" in text
+    )
     none = make_plan(batch_config(), now_utc=WALL, queues=found)
     assert none.refusal is not None and none.refusal.outcome is Outcome.NO_CAPACITY
-    assert "spot-g6: has g6.xlarge" in none.refusal.message and "cluster.instance_types" in none.refusal.hint
-    assert steps.available_queues(OnBatch, config) is None, "Batch is away, and no queue is configured"
+    assert (
+        "spot-g6: has g6.xlarge" in none.refusal.message
+        and "cluster.instance_types" in none.refusal.hint
+    )
+    assert steps.available_queues(OnBatch, config) is None, (
+        "Batch is away, and no queue is configured"
+    )
     assert "planning with all instance types" in capsys.readouterr().out
 
 
@@ -95,7 +110,10 @@ def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
 
     monkeypatch.setattr(Store, "list", away)
     assert steps.read_job_history(job).stays == {}
-    assert "job history unavailable; using priors for pools and throughput: the store does" in capsys.readouterr().out
+    assert (
+        "job history unavailable; using priors for pools and throughput: the store does"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_report_is_written_where_experience_cannot_be_kept(
@@ -115,14 +133,27 @@ def test_a_report_is_written_where_experience_cannot_be_kept(
 
 def test_prices_are_recorded_of_the_types_that_machines_turned_out_to_be(tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
-    place = {"AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4", "Timestamp": "2026-01-15T08:30:00Z"}
+    place = {
+        "AvailabilityZone": "us-east-1a",
+        "AvailabilityZoneId": "use1-az4",
+        "Timestamp": "2026-01-15T08:30:00Z",
+    }
     types = ("g5.xlarge", "g6.xlarge", "p3.2xlarge")
-    path.write_text(json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types]))
-    job = Job(name="demo", run="1", config=RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path))))
+    path.write_text(
+        json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types])
+    )
+    job = Job(
+        name="demo",
+        run="1",
+        config=RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path))),
+    )
     with EventLog(job.store, Origin(job="demo", run="1", process="plan")) as log:
         chosen = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 1.0}
         log.emit(PLAN, made_utc=1_760_000_000.0, chosen=chosen, simulated=False)
         log.emit(NODE_STARTED, instance_type="g6.xlarge", ranks=[0])
     reporting.record_prices(job)
-    [told] = [one for one in read_events(job.store) if one.name == PRICES]
-    assert sorted(pool["instance_type"] for pool in told.data["pools"]) == ["g5.xlarge", "g6.xlarge"]
+    [told] = [event for event in read_events(job.store) if event.name == PRICES]
+    assert sorted(pool["instance_type"] for pool in told.data["pools"]) == [
+        "g5.xlarge",
+        "g6.xlarge",
+    ]

@@ -1,4 +1,6 @@
-"""No escape sequence of foreign text reaches a terminal or a merged log, through whichever door it comes."""
+"""No escape sequence of foreign text reaches a terminal or a merged log, through whichever door it
+comes.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ from ebbflow.training.launch.logs import TerminalEcho, show_failed_logs
 from tests.support.rank_logs import beat, rank_log, write
 
 ROOT = Path(__file__).resolve().parents[2]
-# Title, clipboard, cursor, 8-bit CSI, overwritten line, override of the writing direction, line separator, bell.
+# Title, clipboard, cursor, 8-bit CSI, overwritten line, override of the writing direction, line
+# separator, bell.
 HOSTILE = "\x1b]0;owned\x07\x1b]52;c;b3duZWQ=\x1b\\\x1b[2J\x1b[1A\x9b31mfailed\rfine\u202egpj.exe\u2066\u2028x\x08\x7f"
-RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.text("\x1b[]0;m\x07\r\n\x9b\u202e\ud800aK1", max_size=40)
+RAW = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.text(
+    "\x1b[]0;m\x07\r\n\x9b\u202e\ud800aK1", max_size=40
+)
 
 
 @given(ANY_TEXT)
@@ -36,7 +43,11 @@ def test_no_unsafe_character_is_left_and_nothing_else_is_changed(text: str) -> N
     shown = printable(text)
     assert not RAW.search(shown) and printable(shown) == shown
     shown.encode()  # lone surrogates too
-    assert "\n" not in one_line(text) and not RAW.search(one_line(text)) and not RAW.search(escape_controls(text))
+    assert (
+        "\n" not in one_line(text)
+        and not RAW.search(one_line(text))
+        and not RAW.search(escape_controls(text))
+    )
     assert printable(re.sub("[^ -~\n\t]", "", text)) == re.sub("[^ -~\n\t]", "", text)
 
 
@@ -68,7 +79,9 @@ def test_a_guarded_stream_writes_no_control_character_and_never_fails(encoding: 
         stream.write(b"bytes")
 
 
-def test_metaflows_colours_pass_and_nothing_that_hides_or_moves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metaflows_colours_pass_and_nothing_that_hides_or_moves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stream = GuardedStream(sys.stdout, keep_colours=True)
     own = "\x1b[35m2026-11-22 \x1b[0m\x1b[32m\x1b[1m[1/start/1]\x1b[0m\x1b[22m\x1b[K\n"
     stream.write(own)
@@ -80,8 +93,22 @@ def test_metaflows_colours_pass_and_nothing_that_hides_or_moves(capsys: pytest.C
 
 
 DOORS = {
-    "infra config": ["-m", "infra", "config", "configs/laptop.yaml", "--set", f"data.path={HOSTILE}"],
-    "infra config, refused": ["-m", "infra", "config", "configs/laptop.yaml", "--set", f"model.{HOSTILE}=1"],
+    "infra config": [
+        "-m",
+        "infra",
+        "config",
+        "configs/laptop.yaml",
+        "--set",
+        f"data.path={HOSTILE}",
+    ],
+    "infra config, refused": [
+        "-m",
+        "infra",
+        "config",
+        "configs/laptop.yaml",
+        "--set",
+        f"model.{HOSTILE}=1",
+    ],
     "infra logs": ["-m", "infra", "logs", HOSTILE],
     "cost plan": ["-m", "cost", "plan", f"{HOSTILE}.yaml"],
     "cost report": ["-m", "cost", "report", HOSTILE],
@@ -94,7 +121,7 @@ DOORS = {
         "guard_terminal()\nraise OSError(sys.argv[1])",
         HOSTILE + "\udcff",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -138,7 +165,16 @@ def test_the_merged_log_holds_what_a_rank_printed_and_can_be_printed(
 def test_a_record_that_was_forged_in_the_store_makes_one_line() -> None:
     forged = "\n2026-11-22T00:00:00.000Z g1 n0 r0 step 9 | all is well"
     line = LogLine(
-        t=f"2026{forged}", job="job", generation=1, node=0, rank=0, step=1, phase=None, text=forged, start=0, end=1
+        t=f"2026{forged}",
+        job="job",
+        generation=1,
+        node=0,
+        rank=0,
+        step=1,
+        phase=None,
+        text=forged,
+        start=0,
+        end=1,
     )
     assert "\n" not in line.render() and "\n" not in LogLine.from_json(line.to_json()).render()
 
@@ -147,7 +183,8 @@ class Worker:
     rank = 0
 
     def __init__(self, log: Path) -> None:
-        self.log_path, self.beat = log, beat(3)
+        self.log_path = log
+        self.beat = beat(3)
 
 
 class Group:
@@ -155,9 +192,13 @@ class Group:
         self.workers = workers
 
 
-def test_what_an_agent_shows_of_its_ranks_is_printable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_agent_shows_of_its_ranks_is_printable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "rank-0.log"
-    log.write_bytes(f"step 1 {HOSTILE}\n\n10%\r90%\nTraceback (most recent call last):\n{HOSTILE}\n".encode())
+    log.write_bytes(
+        f"step 1 {HOSTILE}\n\n10%\r90%\nTraceback (most recent call last):\n{HOSTILE}\n".encode()
+    )
     group = Group(Worker(log))
     TerminalEcho(group).echo_new_lines()
     shown = capsys.readouterr().out
@@ -174,7 +215,9 @@ def test_a_report_of_hostile_events_can_be_printed_and_written(
     from ebbflow.cost.__main__ import main
 
     store = Store.open(str(tmp_path)).sub(job_prefix("job"))
-    with EventLog(store, Origin(job="job", run="1", attempt=0, generation=1, process="report")) as events:
+    with EventLog(
+        store, Origin(job="job", run="1", attempt=0, generation=1, process="report")
+    ) as events:
         events.emit(OUTCOME, outcome="failed", step=0, message=HOSTILE + "\ud800")
     assert main(["report", "job", "--store", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Messages between launchers, agents and ranks: the results of generations, the orders, and what nodes compare."""
+"""Messages between launchers, agents and ranks: the results of generations, the orders, and what
+nodes compare.
+"""
 
 from __future__ import annotations
 
@@ -62,16 +64,25 @@ def test_a_gangs_spec_gives_each_node_its_ranks_and_the_gang_its_name() -> None:
     spec = GangSpec(**LAUNCHED, node=2, nodes=4, processes_per_node=3)
     assert (spec.world_size, spec.ranks) == (12, range(6, 9))
     assert spec.token == "job/17/3/4x3"
-    assert (spec.terms, spec.promised_gpus, spec.rehearse, spec.candidate_ports) == (None, 0, None, [])
+    assert (spec.terms, spec.promised_gpus, spec.rehearse, spec.candidate_ports) == (
+        None,
+        0,
+        None,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
-    ("floor_seconds", "silence_seconds"), [(3.0, 4.0), (4.5, 4.5), (19.5, 19.5), (60.0, 20.0), (None, 20.0)]
+    ("floor_seconds", "silence_seconds"),
+    [(3.0, 4.0), (4.5, 4.5), (19.5, 19.5), (60.0, 20.0), (None, 20.0)],
 )
 def test_a_node_is_lost_after_the_hang_floor_within_four_to_twenty_seconds(
     floor_seconds: float | None, silence_seconds: float
 ) -> None:
-    config = {} if floor_seconds is None else {"survival": {"hang_floor_seconds": floor_seconds}}
+    if floor_seconds is None:
+        config = {}
+    else:
+        config = {"survival": {"hang_floor_seconds": floor_seconds}}
     spec = GangSpec(**{**LAUNCHED, "config": config}, node=0, nodes=1, processes_per_node=1)
     assert spec.silence_seconds == silence_seconds
 
@@ -86,7 +97,12 @@ def test_a_rank_reads_its_spec_from_the_file_that_the_agent_names(
     path.write_text(json.dumps(asdict(spec)))
     monkeypatch.setenv(SPEC_VARIABLE, str(path))
     assert WorkerSpec.from_environment() == spec
-    assert (spec.rehearse, spec.overrides, spec.colocated_ranks, spec.agent_pid) == (None, {}, 1, None)
+    assert (spec.rehearse, spec.overrides, spec.colocated_ranks, spec.agent_pid) == (
+        None,
+        {},
+        1,
+        None,
+    )
 
 
 class Clock:
@@ -95,7 +111,9 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
         monkeypatch.setattr(
-            messages, "time", SimpleNamespace(monotonic_ns=lambda: int(self.seconds * 1e9), time=time.time)
+            messages,
+            "time",
+            SimpleNamespace(monotonic_ns=lambda: int(self.seconds * 1e9), time=time.time),
         )
 
 
@@ -126,7 +144,11 @@ def test_a_rank_reads_what_the_agent_writes(tmp_path: Path, clock: Clock) -> Non
     record.write(SAVE)
     assert (rank.saves, rank.leave_at, rank.cause) == (2, math.inf, "")
     record.write(leave(7.0))
-    assert (rank.saves, rank.leave_at, rank.cause) == (2, 1007.0, "spot interruption notice to node 1")
+    assert (rank.saves, rank.leave_at, rank.cause) == (
+        2,
+        1007.0,
+        "spot interruption notice to node 1",
+    )
     assert not rank.ending
     record.announce_end()
     assert rank.ending and (rank.saves, rank.leave_at) == (2, 1007.0)
@@ -158,7 +180,10 @@ def test_an_order_whose_time_has_passed_is_due_now(
     [
         ("SIGTERM", "SIGTERM"),
         ("spot interruption notice", "spot interruption notice to node 1"),
-        ("Metaflow's notice of a spot interruption", "Metaflow's notice of a spot interruption to node 1"),
+        (
+            "Metaflow's notice of a spot interruption",
+            "Metaflow's notice of a spot interruption to node 1",
+        ),
         ("rehearsed notice", "rehearsed notice to node 1"),
         ("rebalance recommendation", "rebalance recommendation to node 1"),
         ("a lost node is back", "a lost node is back"),
@@ -215,13 +240,21 @@ def test_a_differing_setting_keeps_a_node_from_starting_whatever_else_differs() 
     spec = spec_with(SETTINGS)
     own = describe_node(spec)
     settings = own["settings"] | {"training.seed": 2}
-    assert find_differences(spec, own | {"settings": settings}) == (["training.seed 1 (node 0: 2)"], True)
+    assert find_differences(spec, own | {"settings": settings}) == (
+        ["training.seed 1 (node 0: 2)"],
+        True,
+    )
     versions = own["versions"] | {"numpy": "0"}
     texts, fatal = find_differences(spec, {"settings": settings, "versions": versions})
-    assert fatal and texts == ["training.seed 1 (node 0: 2)", f"numpy {own['versions']['numpy']} (node 0: 0)"]
+    assert fatal and texts == [
+        "training.seed 1 (node 0: 2)",
+        f"numpy {own['versions']['numpy']} (node 0: 0)",
+    ]
 
 
-@pytest.mark.parametrize(("package", "fatal"), [("python", True), ("torch", True), ("numpy", False)])
+@pytest.mark.parametrize(
+    ("package", "fatal"), [("python", True), ("torch", True), ("numpy", False)]
+)
 def test_only_another_python_or_torch_keeps_a_node_from_starting(package: str, fatal: bool) -> None:
     spec = spec_with(SETTINGS)
     versions = describe_node(spec)["versions"]
@@ -232,22 +265,40 @@ def test_only_another_python_or_torch_keeps_a_node_from_starting(package: str, f
 def test_a_package_of_one_node_alone_is_a_difference() -> None:
     spec = spec_with(SETTINGS)
     versions = describe_node(spec)["versions"]
-    assert find_differences(spec, {"versions": versions | {"apex": "1"}}) == (["apex None (node 0: 1)"], False)
+    assert find_differences(spec, {"versions": versions | {"apex": "1"}}) == (
+        ["apex None (node 0: 1)"],
+        False,
+    )
     without = {package: version for package, version in versions.items() if package != "torch"}
-    assert find_differences(spec, {"versions": without}) == ([f"torch {versions['torch']} (node 0: None)"], True)
+    assert find_differences(spec, {"versions": without}) == (
+        [f"torch {versions['torch']} (node 0: None)"],
+        True,
+    )
 
 
 def test_a_generations_end_survives_a_message() -> None:
     outcome = GangOutcome(outcome="completed", step=9, generation=2, weights_sha256="ab")
-    for end in (GenerationEnd(outcome=outcome, reason="completed"), GenerationEnd(culprit="rank 1: it failed")):
+    for end in (
+        GenerationEnd(outcome=outcome, reason="completed"),
+        GenerationEnd(culprit="rank 1: it failed"),
+    ):
         message = json.loads(json.dumps(asdict(end)))
         assert GenerationEnd.from_message(message) == replace(end, ranks=[], at=[], left_out=[])
 
 
 def test_a_generations_end_is_curable_and_final_unless_it_says_otherwise() -> None:
     end = GenerationEnd()
-    assert (end.curable, end.again, end.user_code, end.failed_as, end.generation) == (True, False, False, "failed", 0)
-    assert (GangOutcome("completed", 1, 1).goes_on, GangOutcome("completed", 1, 1).message) == (False, "")
+    assert (end.curable, end.again, end.user_code, end.failed_as, end.generation) == (
+        True,
+        False,
+        False,
+        "failed",
+        0,
+    )
+    assert (GangOutcome("completed", 1, 1).goes_on, GangOutcome("completed", 1, 1).message) == (
+        False,
+        "",
+    )
 
 
 def test_a_stop_before_the_start_is_an_interruption() -> None:
@@ -262,7 +313,9 @@ def test_a_stop_before_the_start_is_an_interruption() -> None:
     ("end", "cause", "step", "message"),
     [
         (
-            GenerationEnd(outcome=GangOutcome("interrupted", step=7, generation=2), details={"step": 5}),
+            GenerationEnd(
+                outcome=GangOutcome("interrupted", step=7, generation=2), details={"step": 5}
+            ),
             "spot interruption notice",
             7,
             "asked to leave (spot interruption notice); the others go on",
@@ -280,11 +333,15 @@ def test_a_node_that_is_left_out_ends_while_the_others_go_on(
     end: GenerationEnd, cause: str, step: int, message: str
 ) -> None:
     outcome = GangOutcome("interrupted", step=step, generation=0, message=message, goes_on=True)
-    assert end_for_left_out_node(end, cause) == GenerationEnd(outcome=outcome, reason="agent_stopped")
+    assert end_for_left_out_node(end, cause) == GenerationEnd(
+        outcome=outcome, reason="agent_stopped"
+    )
 
 
-DEADLOCK = "Expected to have finished reduction in the prior iteration"  # a rule of `diagnose` calls it incurable
-USER, ENGINE = "user/loss.py:9 in log", "training/engine.py:73 in forward_backward"
+# a rule of `diagnose` calls it incurable
+DEADLOCK = "Expected to have finished reduction in the prior iteration"
+USER = "user/loss.py:9 in log"
+ENGINE = "training/engine.py:73 in forward_backward"
 
 
 def lost_peer(rank: int, **known: Any) -> WorkerFailure:
@@ -299,28 +356,55 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
         [failed(1, error="CheckpointError")],
         ("rank_failed", True, True, True, "failed"),
     ),
-    "a mistake in the configuration": ([failed(1, error="DataError")], ("rank_failed", False, False, True, "config")),
-    "a newer generation": ([failed(1, error="GenerationSuperseded")], ("superseded", False, False, False, "failed")),
-    "nothing to restore": ([failed(1, error="NothingToRestore")], ("store", False, False, False, "no_restore")),
-    "a reader that cannot be trusted": ([failed(1, error="UnreliableReader")], ("store", True, True, False, "failed")),
-    "a start that was wanted": ([failed(1, error="Rewind")], ("rewind", True, True, False, "failed")),
-    "an agent's own failure": ([failed(1, error="AgentFailure")], ("agent_failed", True, True, True, "failed")),
+    "a mistake in the configuration": (
+        [failed(1, error="DataError")],
+        ("rank_failed", False, False, True, "config"),
+    ),
+    "a newer generation": (
+        [failed(1, error="GenerationSuperseded")],
+        ("superseded", False, False, False, "failed"),
+    ),
+    "nothing to restore": (
+        [failed(1, error="NothingToRestore")],
+        ("store", False, False, False, "no_restore"),
+    ),
+    "a reader that cannot be trusted": (
+        [failed(1, error="UnreliableReader")],
+        ("store", True, True, False, "failed"),
+    ),
+    "a start that was wanted": (
+        [failed(1, error="Rewind")],
+        ("rewind", True, True, False, "failed"),
+    ),
+    "an agent's own failure": (
+        [failed(1, error="AgentFailure")],
+        ("agent_failed", True, True, True, "failed"),
+    ),
     "a lost node": ([failed(1, killed_by="node 1")], ("node_lost", False, True, False, "failed")),
     "a kill": ([failed(1, killed_by="SIGKILL")], ("rank_killed", True, True, False, "failed")),
     "a hang": ([hung(1, waiting=False), hung(0)], ("hang", True, True, False, "failed")),
     "a stopped rank": ([hung(1, stopped=True), hung(0)], ("hang", True, True, False, "failed")),
-    "positions without a failure": ([seen(1, waiting=False), seen(0)], ("hang", True, True, False, "failed")),
+    "positions without a failure": (
+        [seen(1, waiting=False), seen(0)],
+        ("hang", True, True, False, "failed"),
+    ),
     "a broken GPU": (
         [failed(1, error="RuntimeError", gpu_fault="Xid 79")],
         ("rank_failed", True, True, False, "failed"),
     ),
-    "a network that broke": ([lost_peer(1), lost_peer(0)], ("rank_failed", True, True, False, "failed")),
+    "a network that broke": (
+        [lost_peer(1), lost_peer(0)],
+        ("rank_failed", True, True, False, "failed"),
+    ),
     "calls that broke at different places": (
         [lost_peer(1, where=USER), lost_peer(0, where=ENGINE)],
         ("rank_failed", True, True, True, "failed"),
     ),
     "calls of which gloo saw other sizes": (
-        [lost_peer(1, where=USER), lost_peer(0, where=ENGINE, message="op.preamble.length <= op.nbytes")],
+        [
+            lost_peer(1, where=USER),
+            lost_peer(0, where=ENGINE, message="op.preamble.length <= op.nbytes"),
+        ],
         ("rank_failed", False, False, True, "failed"),
     ),
     "recorders that differ": (
@@ -330,7 +414,9 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
     "a rank that may be alone in a collective": (
         [
             seen(1, where=USER, step=9, calls=calls("g", "g", "u")),
-            hung(0, where=ENGINE, step=9, calls=calls("g", "g")),  # in a backward pass, healthy ranks wait
+            hung(
+                0, where=ENGINE, step=9, calls=calls("g", "g")
+            ),  # in a backward pass, healthy ranks wait
         ],
         ("rank_failed", True, True, True, "failed"),
     ),
@@ -339,7 +425,10 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
         ("rank_failed", False, False, True, "failed"),
     ),
     "a rank that was interrupted first": (
-        [failed(1, left=True, witness=True, message="left after step 19: interrupted"), lost_peer(0)],
+        [
+            failed(1, left=True, witness=True, message="left after step 19: interrupted"),
+            lost_peer(0),
+        ],
         ("rank_failed", True, True, True, "failed"),
     ),
     "an exception whose text ends like a result": (
@@ -371,7 +460,18 @@ def test_a_failed_generation_ends_as_its_culprit_demands(name: str) -> None:
 
 @pytest.mark.parametrize(
     "sign",
-    ["Timeout", "timed out", "Connection", "socket", "HTTP", "NCCL", "gloo", "DistBackendError", "OSError", "IOError"],
+    [
+        "Timeout",
+        "timed out",
+        "Connection",
+        "socket",
+        "HTTP",
+        "NCCL",
+        "gloo",
+        "DistBackendError",
+        "OSError",
+        "IOError",
+    ],
 )
 def test_an_error_of_a_network_or_file_is_tried_again_whatever_else_it_says(sign: str) -> None:
     assert end_from_failures([failed(0, error="RuntimeError", message=f"{DEADLOCK}: {sign}")]).again
@@ -385,7 +485,9 @@ def test_a_failed_generations_end_has_the_culprits_evidence() -> None:
     assert (end.culprit, end.error, end.ranks) == ("rank 3: ValueError: x", "ValueError", [3, 4, 5])
     assert (end.fingerprint, end.details["step"]) == (f"ValueError at {USER}", 7)
     assert before[0] <= end.at[0] <= after[0] and before[1] <= end.at[1] <= after[1]
-    lost = end_from_failures([failed(1, killed_by="node 1", message="node 1 (b) was lost: silent for 20 s")])
+    lost = end_from_failures(
+        [failed(1, killed_by="node 1", message="node 1 (b) was lost: silent for 20 s")]
+    )
     assert (lost.culprit, lost.ranks) == ("node 1 (b) was lost: silent for 20 s", [1])
 
 
@@ -425,7 +527,9 @@ def test_results_that_agree_are_the_gangs_outcome() -> None:
     outcome = GangOutcome("completed", step=9, generation=4, weights_sha256="ab", message="done")
     assert end_from_results(finished, 4) == GenerationEnd(outcome=outcome, reason="completed")
     bare = end_from_results({0: {0: result("interrupted")}}, 4)
-    assert bare == GenerationEnd(outcome=GangOutcome("interrupted", step=9, generation=4), reason="interrupted")
+    assert bare == GenerationEnd(
+        outcome=GangOutcome("interrupted", step=9, generation=4), reason="interrupted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -444,11 +548,17 @@ def test_ranks_that_end_unlike_are_a_failure_that_only_unequal_weights_may_not_r
     unlike = "ranks did not end alike"
     culprit = f"{unlike}: rank 0 {tuple(first.values())}, rank 2 {tuple(other.values())}"
     assert end == GenerationEnd(
-        culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike, again=again, curable=again
+        culprit=culprit,
+        reason=EndReason.RANK_FAILED,
+        fingerprint=unlike,
+        again=again,
+        curable=again,
     )
 
 
-RESERVE = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01)
+RESERVE = Fallback(
+    seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01
+)
 
 
 def terms(**known: Any) -> dict[str, Any]:
@@ -456,7 +566,8 @@ def terms(**known: Any) -> dict[str, Any]:
 
 
 SPENT = terms(budget_usd=10.0, spent_usd=9.5, reserve_usd=0.5)
-# With a restart, 100 steps need $1 + 100 × $0.01 + $0.50 = $2.50 on demand, so $7.60 of $10 are too much.
+# With a restart, 100 steps need $1 + 100 × $0.01 + $0.50 = $2.50 on demand, so $7.60 of $10 are too
+# much.
 NEARLY_SPENT = terms(budget_usd=10.0, spent_usd=7.6, fallback=RESERVE)
 
 
@@ -479,14 +590,26 @@ def test_ranks_start_while_money_is_left(affordable: dict[str, Any] | None, rest
     ("unaffordable", "restart", "outcome", "words"),
     [
         (SPENT, False, "budget", "budget: $9.5000 of $10.0000 is spent"),
-        (SPENT | {"fallback": asdict(RESERVE)}, True, "budget", "budget: $9.5000 of $10.0000 is spent"),
-        (NEARLY_SPENT, True, "interrupted", "leaves Spot for on-demand: $7.6000 of $10.0000 is spent"),
+        (
+            SPENT | {"fallback": asdict(RESERVE)},
+            True,
+            "budget",
+            "budget: $9.5000 of $10.0000 is spent",
+        ),
+        (
+            NEARLY_SPENT,
+            True,
+            "interrupted",
+            "leaves Spot for on-demand: $7.6000 of $10.0000 is spent",
+        ),
     ],
 )
 def test_ranks_do_not_start_without_money(
     unaffordable: dict[str, Any], restart: bool, outcome: str, words: str
 ) -> None:
-    ended = end_if_unaffordable(replace(START, terms=unaffordable), 20, max_steps=120, restart=restart)
+    ended = end_if_unaffordable(
+        replace(START, terms=unaffordable), 20, max_steps=120, restart=restart
+    )
     assert ended is not None and ended.message.startswith(words)
     assert replace(ended, message="") == GangOutcome(outcome, step=20, generation=4)
 

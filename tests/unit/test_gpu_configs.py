@@ -1,4 +1,6 @@
-"""The configurations of GPU size and the presets: they load, pass their workload's check, and fit the planned GPU."""
+"""The configurations of GPU size and the presets: they load, pass their workload's check, and fit
+the planned GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _TRIED = "ebbflow.training.workloads.trial.LARGEST_TRIED_BYTES"
         ("policy-optimization-ddp", 22),
     ],
 )
-def test_eight_gpus_hold_the_job(name: str, gpu_gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_gpus_hold_the_job(
+    name: str, gpu_gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_TRIED, 0)  # shapes suffice; the denoiser takes a minute on a CPU
     config = load_gpu_config(name, tmp_path)
     context = prepared_context(config)
@@ -39,7 +43,8 @@ def test_eight_gpus_hold_the_job(name: str, gpu_gib: int, tmp_path: Path, monkey
     if name == "point-clouds-gpu":
         assert config.training.batch_size * int(config.workload_options["num_points"]) > 1.4e6
         return
-    # The reference, and in a sharded mode the engine's weights: bfloat16 there, float32 in mode ddp.
+    # The reference, and in a sharded mode the engine's weights: bfloat16 there, float32 in mode
+    # ddp.
     assert shape.other_bytes == (4 if config.parallel.mode == "ddp" else 2 * 2) * shape.parameters
     assert "= 0" not in PolicyOptimization.check(context)
 
@@ -47,11 +52,17 @@ def test_eight_gpus_hold_the_job(name: str, gpu_gib: int, tmp_path: Path, monkey
 def test_moments_in_main_memory_are_planned_there(tmp_path: Path) -> None:
     """Eight bytes per parameter and rank, in mode ddp without shards."""
     here = load_gpu_config("policy-optimization-ddp", tmp_path)
-    there = load_gpu_config("policy-optimization-ddp", tmp_path, "workload_options.adam_offload=false")
+    there = load_gpu_config(
+        "policy-optimization-ddp", tmp_path, "workload_options.adam_offload=false"
+    )
     (own, host), (other, other_host) = (
-        (memory_fit(config, 8, shape).optimizer, gpu_host_bytes(config, shape, HostGang(nodes=1, processes_per_node=8)))
+        (
+            memory_fit(config, 8, shape).optimizer,
+            gpu_host_bytes(config, shape, HostGang(nodes=1, processes_per_node=8)),
+        )
         for config, shape in (
-            (config, try_workload(config, prepared_context(config)).shape) for config in (here, there)
+            (config, try_workload(config, prepared_context(config)).shape)
+            for config in (here, there)
         )
         if shape is not None
     )
@@ -60,7 +71,9 @@ def test_moments_in_main_memory_are_planned_there(tmp_path: Path) -> None:
 
 
 def test_preflight_refuses_a_job_without_rollouts(tmp_path: Path) -> None:
-    config = load_gpu_config("policy-optimization-gpu", tmp_path, "workload_options.rollout_batch_size=1024")
+    config = load_gpu_config(
+        "policy-optimization-gpu", tmp_path, "workload_options.rollout_batch_size=1024"
+    )
     found = check_workload(PreflightContext(config=config, project_root=PROJECT_ROOT))
     assert found.status == "failed"
     assert "num_rollouts_per_episodes = 744 prompts // 1024 prompts per rollout = 0" in found.detail

@@ -1,4 +1,6 @@
-"""What an agent tells of GPUs, by a library that stands in for NVIDIA's: no GPU is there to be asked."""
+"""What an agent tells of GPUs, by a library that stands in for NVIDIA's: no GPU is there to be
+asked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import pytest
 from ebbflow.infra.events import EndReason
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration
-from ebbflow.training.launch.gpus import GpuMonitor, _visible_devices, fault_from_error, fault_from_xid
+from ebbflow.training.launch.gpus import (
+    GpuMonitor,
+    _visible_devices,
+    fault_from_error,
+    fault_from_xid,
+)
 from ebbflow.training.launch.heartbeat import HangLimits, HeartbeatReading
 from ebbflow.training.launch.messages import end_from_failures
 from ebbflow.training.launch.watch import RankWatch
@@ -30,7 +37,8 @@ class Library:
     NVML_TEMPERATURE_GPU = 0
 
     def __init__(self) -> None:
-        self.stuck, self.released = False, threading.Event()
+        self.stuck = False
+        self.released = threading.Event()
 
     def nvmlInit(self) -> None:  # noqa: N802 - the library's names
         pass
@@ -92,11 +100,15 @@ def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: 
     }
 
 
-def test_a_page_that_is_asked_for_rarely_waits_for_the_first_answer(library: Library, counters: GpuMonitor) -> None:
+def test_a_page_that_is_asked_for_rarely_waits_for_the_first_answer(
+    library: Library, counters: GpuMonitor
+) -> None:
     assert counters.sample(wait_seconds=60.0)["gpus"] == 2
 
 
-def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counters: GpuMonitor) -> None:
+def test_a_driver_that_does_not_answer_holds_nobody_up(
+    library: Library, counters: GpuMonitor
+) -> None:
     """The agent's loop, which watches the ranks, asks this once a second."""
     wait_until("an answer", counters.sample, timeout=60)
     library.stuck = True
@@ -107,7 +119,9 @@ def test_a_driver_that_hangs_keeps_one_thread_however_many_generations_come(
     library: Library, counters: GpuMonitor, tmp_path: Path
 ) -> None:
     library.stuck = True
-    deadlines = HangLimits(floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
+    deadlines = HangLimits(
+        floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0
+    )
     before = set(threading.enumerate())  # the thread of a former test may end meanwhile
     for _ in range(3):
         watch = RankWatch([Here(tmp_path)], deadlines, tmp_path, gpus=counters)
@@ -126,10 +140,8 @@ class Here:
     process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
 
     def __init__(self, folder: Path) -> None:
-        self.log_path, self.beat = (
-            folder / "rank-0.log",
-            HeartbeatReading(pid=os.getpid(), step=1, phase="data", t_mono=0.0),
-        )
+        self.log_path = folder / "rank-0.log"
+        self.beat = HeartbeatReading(pid=os.getpid(), step=1, phase="data", t_mono=0.0)
 
     def result(self) -> None:
         return None
@@ -138,7 +150,9 @@ class Here:
         return None
 
 
-def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch, counters: GpuMonitor) -> None:
+def test_without_the_library_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch, counters: GpuMonitor
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     before = set(threading.enumerate())
     assert counters.sample() == {}
@@ -147,17 +161,28 @@ def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch, co
 
 
 class Faulty(Library):
-    """Two devices, whose faults and memory a test sets. NVML's events are a queue of (device, Xid)."""
+    """Two devices, whose faults and memory a test sets.
+
+    NVML's events are a queue of (device, Xid).
+    """
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
-    NVML_NVLINK_MAX_LINKS, NVML_ERROR_GPU_IS_LOST, nvmlEventTypeXidCriticalError = 4, 15, 8  # noqa: N815
-    nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 8, 0x20  # noqa: N815
-    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x40, 0x80  # noqa: N815
+    NVML_NVLINK_MAX_LINKS = 4
+    NVML_ERROR_GPU_IS_LOST = 15
+    nvmlEventTypeXidCriticalError = 8  # noqa: N815
+    nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815
+    nvmlClocksThrottleReasonSwThermalSlowdown = 0x20  # noqa: N815
+    nvmlClocksThrottleReasonHwThermalSlowdown = 0x40  # noqa: N815
+    nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x80  # noqa: N815
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[int, int]] = []
-        self.ecc, self.rows, self.link, self.lost, self.used = 0, 0, 1, False, [1, 1]
+        self.ecc = 0
+        self.rows = 0
+        self.link = 1
+        self.lost = False
+        self.used = [1, 1]
 
     def nvmlDeviceGetPciInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(busId=f"00000000:0{device + 7}:00.0".encode())
@@ -184,7 +209,10 @@ class Faulty(Library):
         return self.link
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:  # noqa: N802
-        return 0x40 if device else 0x4  # hardware is too hot; a power cap, which is usual
+        # hardware is too hot; a power cap, which is usual
+        if device:
+            return 0x40
+        return 0x4
 
     def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         if self.lost and device:
@@ -195,8 +223,11 @@ class Faulty(Library):
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Faulty, GpuMonitor, Path]]:
-    library, log = Faulty(), tmp_path / "kmsg"
+def faulty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[Faulty, GpuMonitor, Path]]:
+    library = Faulty()
+    log = tmp_path / "kmsg"
     log.write_text("")
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monitor = GpuMonitor(kernel_log=str(log))
@@ -208,7 +239,10 @@ def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Fa
 @pytest.mark.parametrize(
     ("cause", "expected"),
     [
-        (lambda library: library.events.append((1, 79)), "GPU 0000:08:00: Xid 79, GPU has fallen off the bus"),
+        (
+            lambda library: library.events.append((1, 79)),
+            "GPU 0000:08:00: Xid 79, GPU has fallen off the bus",
+        ),
         (lambda library: setattr(library, "ecc", 2), "GPU 0000:08:00: uncorrectable ECC error"),
         (lambda library: setattr(library, "rows", 1), "GPU 0000:07:00: row remapping failed"),
         (lambda library: setattr(library, "link", 0), "GPU 0000:07:00: NVLink 0 is down"),
@@ -226,21 +260,34 @@ def test_faults_of_hardware_are_found(faulty: tuple, cause: Any, expected: str) 
 
 def test_the_kernel_log_shows_xids_of_this_nodes_gpus_alone(faulty: tuple) -> None:
     _, monitor, log = faulty
-    other, own = "0000:c1:00", "0000:07:00"
+    other = "0000:c1:00"
+    own = "0000:07:00"
     for device in (other, own):
         with log.open("a") as file:
-            file.write(f"3,1,5,-;NVRM: Xid (PCI:{device}): 95, pid=77, name=python, Uncontained ECC error\n")
+            file.write(
+                f"3,1,5,-;NVRM: Xid (PCI:{device}): 95, pid=77, name=python, Uncontained ECC "
+                "error\n"
+            )
         assert monitor.refresh(30)
         assert [fault.device for fault in monitor.faults] == [own] * (device == own)
-    assert fault_from_xid(own, 43) is None and (passing := fault_from_xid(own, 94)) and not passing.fatal
+    assert (
+        fault_from_xid(own, 43) is None
+        and (passing := fault_from_xid(own, 94))
+        and not passing.fatal
+    )
     assert fault_from_error("CUDA error: uncorrectable ECC error encountered")
     assert fault_from_error("CUDA error: an illegal memory access was encountered") is None
 
 
 def test_a_broken_gpu_is_blamed_and_counts_towards_no_crash_loop() -> None:
     """Rank 0 has raised before, in a collective that broke."""
-    broken: dict[str, Any] = {"message": "CUDA error: unspecified launch failure", "error": "AcceleratorError"}
-    user = WorkerFailure(rank=0, message="ValueError: x", error="ValueError", where="user/a.py:1 in f", timestamp=1.0)
+    broken: dict[str, Any] = {
+        "message": "CUDA error: unspecified launch failure",
+        "error": "AcceleratorError",
+    }
+    user = WorkerFailure(
+        rank=0, message="ValueError: x", error="ValueError", where="user/a.py:1 in f", timestamp=1.0
+    )
     fault = WorkerFailure(rank=3, **broken, gpu_fault="GPU 0000:07:00: Xid 79", timestamp=2.0)
     end = end_from_failures([user, fault])
     assert (end.ranks, end.fingerprint, end.user_code, end.again) == ([3], "", False, True)
@@ -267,18 +314,29 @@ def test_a_node_with_a_broken_gpu_leaves(faulty: tuple, tmp_path: Path) -> None:
     """The end of its generation, with the fault found only after the rank's failure was reported."""
     library, monitor, _ = faulty
     generation: Any = object.__new__(NodeGeneration)
-    generation._gpus, generation._spec, generation._faults_before = monitor, SimpleNamespace(node=2), 0
-    failed = WorkerFailure(rank=5, message="RuntimeError: CUDA error: unknown error", error="RuntimeError")
+    generation._gpus = monitor
+    generation._spec = SimpleNamespace(node=2)
+    generation._faults_before = 0
+    failed = WorkerFailure(
+        rank=5, message="RuntimeError: CUDA error: unknown error", error="RuntimeError"
+    )
     assert generation._add_gpu_fault(failed) == failed
     library.events.append((0, 79))
     known = generation._add_gpu_fault(failed)
-    assert known.gpu_fault == "GPU 0000:07:00: Xid 79, GPU has fallen off the bus" and known.kind == "GPU fault"
+    assert (
+        known.gpu_fault == "GPU 0000:07:00: Xid 79, GPU has fallen off the bus"
+        and known.kind == "GPU fault"
+    )
     end = generation._after_ranks(end_from_failures([known]), {})
     assert (end.reason, end.again) == (EndReason.NODE_LOST, False) and "Xid 79" in end.culprit
 
 
-@pytest.mark.parametrize(("visible", "expected"), [(None, [0, 1, 2]), ("1", [1]), ("GPU-c,0", [0, 2]), ("9", [])])
-def test_gpus_of_other_jobs_are_left_out(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list) -> None:
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, [0, 1, 2]), ("1", [1]), ("GPU-c,0", [0, 2]), ("9", [])]
+)
+def test_gpus_of_other_jobs_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list
+) -> None:
     library = SimpleNamespace(
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=lambda index: index,

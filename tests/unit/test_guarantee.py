@@ -1,4 +1,6 @@
-"""The guarantee of deadline and budget: admission, the reserve of attempts on Spot, and clocks that jump."""
+"""The guarantee of deadline and budget: admission, the reserve of attempts on Spot, and clocks that
+jump.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> 
     assert first_plan(low, "cost.deadline_hours=null").refusal is None
 
 
-SLOW_COMMITS = ("checkpoint.interval=seconds", "checkpoint.interval_seconds=900", "batch.runnable_minutes=20")
+SLOW_COMMITS = (
+    "checkpoint.interval=seconds",
+    "checkpoint.interval_seconds=900",
+    "batch.runnable_minutes=20",
+)
 
 
 def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
@@ -78,13 +84,17 @@ def test_a_clock_set_back_neither_delays_on_demand_nor_makes_the_job_late() -> N
     config = batch_config("cost.deadline_hours=6", "batch.runnable_minutes=20")
     for seed in range(2):
         course = VirtualBatch(
-            [True, False, False], seed=seed, slowest=True, clock=lambda at: at - (1800 if at > 600 else 0)
+            [True, False, False],
+            seed=seed,
+            slowest=True,
+            clock=lambda at: at - (1800 if at > 600 else 0),
         ).run(config)
         assert course.finished is not None and course.finished <= 6 * HOUR
 
 
 def test_the_stores_clock_corrects_the_launchers(tmp_path: Path) -> None:
-    store, now = Store.open(str(tmp_path)), time.time()
+    store = Store.open(str(tmp_path))
+    now = time.time()
     assert ClockReading.of(store).ahead_seconds == 0.0
     back = ClockReading.of(store, now - 1800)
     assert back.ahead_seconds == pytest.approx(1800, abs=CLOCK_TOLERANCE_SECONDS)
@@ -93,35 +103,57 @@ def test_the_stores_clock_corrects_the_launchers(tmp_path: Path) -> None:
 
 def test_waits_before_the_first_start_count_towards_the_deadline() -> None:
     chosen = {"instance_type": "g5.xlarge"}
-    plans = [event(PLAN, WALL + at, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0, 7200.0)]
+    plans = [
+        event(PLAN, WALL + at, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0, 7200.0)
+    ]
     run = plans[0].run
     assert read_progress(plans, run=run).started_utc == WALL
     assert read_progress(plans, run="another").started_utc is None
-    start = replace(event(GENERATION_STARTED, WALL + 7300, nodes=1, processes_per_node=1), generation=1)
+    start = replace(
+        event(GENERATION_STARTED, WALL + 7300, nodes=1, processes_per_node=1), generation=1
+    )
     assert read_progress([*plans, start]).started_utc == WALL
-    ahead = [event(PLAN, WALL + at + 9000, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0)]
-    assert read_progress([*ahead, start]).started_utc == WALL, "a launcher's clock that is ahead gives no more time"
+    ahead = [
+        event(PLAN, WALL + at + 9000, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0)
+    ]
+    assert read_progress([*ahead, start]).started_utc == WALL, (
+        "a launcher's clock that is ahead gives no more time"
+    )
 
 
 def test_refused_zones_leave_untried_pools_unknown() -> None:
-    """One pool without capacity says nothing of the others: each is tried before any is tried again."""
-    config, log = batch_config("cluster.instance_types=[g5]", "batch.runnable_minutes=20"), JobLog()
-    where = queues(queue("od", "on_demand", ["g5"]), *(queue(f"spot-{name}", "spot", ["g5.xlarge"]) for name in "abc"))
+    """One pool without capacity says nothing of the others: each is tried before any is tried
+    again.
+    """
+    config = batch_config("cluster.instance_types=[g5]", "batch.runnable_minutes=20")
+    log = JobLog()
+    where = queues(
+        queue("od", "on_demand", ["g5"]),
+        *(queue(f"spot-{name}", "spot", ["g5.xlarge"]) for name in "abc"),
+    )
     tried = []
     for number in range(4):
         found = placed_now(config, log, number * 1200.0, where=where)
         assert found.market == "spot"
         tried.append(found.queue)
-        log.told("never_started", found, (number + 1) * 1200.0 - 1, started=None, job_id=f"job-{number}")
+        log.told(
+            "never_started", found, (number + 1) * 1200.0 - 1, started=None, job_id=f"job-{number}"
+        )
     assert sorted(tried[:3]) == ["spot-a", "spot-b", "spot-c"] and tried[3] == tried[0], tried
 
 
 def test_an_attempt_leaves_spot_while_on_demand_still_keeps_both_limits() -> None:
-    reserve = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01)
-    terms = Terms(usd_per_rank_second=1e-4, budget_usd=10.0, deadline_utc=WALL + 10 * 3600, fallback=reserve)
+    reserve = Fallback(
+        seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01
+    )
+    terms = Terms(
+        usd_per_rank_second=1e-4, budget_usd=10.0, deadline_utc=WALL + 10 * 3600, fallback=reserve
+    )
     last = WALL + 10 * 3600 - 1800 - 100 * 10
     assert terms.why_leave(100, spent_usd=5.0, now_utc=last) == ""
-    assert "finishing on demand may take 0.78 h" in terms.why_leave(100, spent_usd=5.0, now_utc=last + 1)
+    assert "finishing on demand may take 0.78 h" in terms.why_leave(
+        100, spent_usd=5.0, now_utc=last + 1
+    )
     assert terms.why_leave(100, spent_usd=5.0, now_utc=last - 299, restart=True)
     assert terms.why_leave(100, spent_usd=5.0, now_utc=last - 400, slowness=1.5)
     assert "$8.0100 of $10.0000" in terms.why_leave(100, spent_usd=8.01, now_utc=WALL)
@@ -129,12 +161,16 @@ def test_an_attempt_leaves_spot_while_on_demand_still_keeps_both_limits() -> Non
 
 
 def test_a_decision_never_uses_a_time_before_the_last_one_that_batch_reported() -> None:
-    config, log = batch_config("cost.deadline_hours=6", "batch.runnable_minutes=20"), JobLog()
+    config = batch_config("cost.deadline_hours=6", "batch.runnable_minutes=20")
+    log = JobLog()
     first = placed_now(config, log, 0.0)
     at = (6 - WORK_HOURS - 0.5) * HOUR
     log.told("reclaimed", first, at, started=60.0)
-    plan, history = planned(config, BEGAN_UTC + at), read_attempts(log.events)
-    back = choose_placement(config, plan=plan, history=history, queues=queues(*BOTH_STATES), now_utc=WALL + at - 1800)
+    plan = planned(config, BEGAN_UTC + at)
+    history = read_attempts(log.events)
+    back = choose_placement(
+        config, plan=plan, history=history, queues=queues(*BOTH_STATES), now_utc=WALL + at - 1800
+    )
     assert back.market == "on_demand"
 
 
@@ -142,19 +178,26 @@ BOTH_STATES = (queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_deman
 
 
 def test_a_rank_and_its_agent_leave_spot_before_the_reserve_is_used_up() -> None:
-    reserve = Fallback(seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01)
+    reserve = Fallback(
+        seconds=1800, restart_seconds=300, restart_usd=0.1, step_seconds=10, usd=1.0, step_usd=0.01
+    )
     for left, stays, restarts in ((3000, True, True), (2800, True, False), (2500, False, False)):
         terms = Terms(usd_per_rank_second=1e-4, deadline_utc=time.time() + left, fallback=reserve)
         limits = Limits(terms, world_size=1, elapsed_seconds=lambda: 0.0)
         stop = limits.stop(80)
         assert (stop is Stop.NONE) is stays
         if not stays:
-            assert stop.outcome is Outcome.INTERRUPTED and "leaves Spot for on-demand" in limits.describe(stop)
+            assert (
+                stop.outcome is Outcome.INTERRUPTED
+                and "leaves Spot for on-demand" in limits.describe(stop)
+            )
         assert limits.stop(0) is Stop.NONE, "the last step is worth no other machine"
         start: Any = SimpleNamespace(terms=terms.to_json(), generation=2)
         refused = end_if_unaffordable(start, 0, max_steps=80, restart=True)
         assert (refused is None) is restarts
-        assert end_if_unaffordable(start, 0, max_steps=80, restart=False) is None, "a first start was checked already"
+        assert end_if_unaffordable(start, 0, max_steps=80, restart=False) is None, (
+            "a first start was checked already"
+        )
 
 
 def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
@@ -162,7 +205,9 @@ def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
     config = batch_config("cost.deadline_hours=12", "batch.runnable_minutes=20")
     best = {one.market: one for one in reversed(planned(config, BEGAN_UTC).ranked)}
     others = {name: zone for name, zone in ZONE_SPELLS.items() if name != "us-east-1a"}
-    runs = simulate_live(config, best["spot"], best["on_demand"], hours_left=12.0, usd_left=100.0, zones=others)
+    runs = simulate_live(
+        config, best["spot"], best["on_demand"], hours_left=12.0, usd_left=100.0, zones=others
+    )
     assert float(numpy.quantile(runs.usd, 0.9)) > 3.5
     assert float(numpy.quantile(runs.usd, 0.1)) < 1.7
 

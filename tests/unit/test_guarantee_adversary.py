@@ -1,4 +1,6 @@
-"""The guarantee against an adversary at the tightest limits: each term of the reserve is needed, and they suffice."""
+"""The guarantee against an adversary at the tightest limits: each term of the reserve is needed,
+and they suffice.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,19 @@ JOB = (
     "cost.budget_usd=60",
     "checkpoint.interval=seconds",
 )
-# A loss undoes much: 15 min of work. Or less than a last save may take: 5 s, and 3 s until a hang is noticed.
+# A loss undoes much: 15 min of work. Or less than a last save may take: 5 s, and 3 s until a hang
+# is noticed.
 LONG = batch_config(*JOB, "checkpoint.interval_seconds=900")
 SHORT = batch_config(*JOB, "checkpoint.interval_seconds=5", "survival.hang_floor_seconds=3")
 # A g4dn.xlarge takes four times as long as a g5.xlarge.
-MIXED = batch_config(*JOB, "checkpoint.interval_seconds=900", "cluster.instance_types=[g5.xlarge,g4dn.xlarge]")
+MIXED = batch_config(
+    *JOB, "checkpoint.interval_seconds=900", "cluster.instance_types=[g5.xlarge,g4dn.xlarge]"
+)
 FAST_SPOT = queues(queue("spot", "spot", ["g5"]), queue("on-demand", "on_demand", ["g4dn"]))
 SLOW_SPOT = queues(queue("spot", "spot", ["g4dn"]), queue("on-demand", "on_demand", ["g5"]))
 
-HOURS, USD = "deadline_hours", "budget_usd"
+HOURS = "deadline_hours"
+USD = "budget_usd"
 LATE_CONTAINER = TightCase(limit=HOURS, late_containers=True)
 LOSES_MOST = partial(LastMoment, "reclaim")
 LEAVES = partial(LastMoment, "leave")
@@ -42,14 +48,18 @@ FAILS_LATE = partial(LastMoment, "fail")
 
 @dataclass(frozen=True)
 class Course:
-    """A job, its tightest limit and the adversary's course. moves: attempts on Spot that have to leave it."""
+    """A job, its tightest limit and the adversary's course. moves: attempts on Spot that have to
+    leave it.
+    """
 
     config: RunConfig
     case: TightCase
     moves: int = 0
 
     def holds(self, verdict: Verdict) -> bool:
-        """Whether the job kept both limits, and its attempts on Spot stayed as long as they were meant to."""
+        """Whether the job kept both limits, and its attempts on Spot stayed as long as they were
+        meant to.
+        """
         in_time = verdict.late_hours * 3600 < 0.1
         within_budget = verdict.over_usd < 1e-4
         return in_time and within_budget and verdict.moves == self.moves
@@ -61,14 +71,24 @@ COURSES = {
     "container as late as allowed": Course(LONG, LATE_CONTAINER),
     "container as late as allowed, slow saves": Course(SHORT, LATE_CONTAINER),
     "Spot slower than on-demand": Course(MIXED, replace(LATE_CONTAINER, queues=SLOW_SPOT)),
-    "failure at the first step": Course(LONG, TightCase(limit=HOURS, adversary=partial(FailOnce, False))),
-    "failure before the first commit": Course(LONG, TightCase(limit=USD, adversary=partial(FailOnce, True))),
+    "failure at the first step": Course(
+        LONG, TightCase(limit=HOURS, adversary=partial(FailOnce, False))
+    ),
+    "failure before the first commit": Course(
+        LONG, TightCase(limit=USD, adversary=partial(FailOnce, True))
+    ),
 }
 for limit, name in ((HOURS, "time"), (USD, "money")):
     COURSES |= {
-        f"{name}: loss at the last moment": Course(LONG, TightCase(limit=limit, adversary=LOSES_MOST)),
-        f"{name}: departure at the last moment": Course(SHORT, TightCase(limit=limit, adversary=LEAVES), moves=1),
-        f"{name}: restart at the last moment": Course(SHORT, TightCase(limit=limit, adversary=FAILS_LATE), moves=1),
+        f"{name}: loss at the last moment": Course(
+            LONG, TightCase(limit=limit, adversary=LOSES_MOST)
+        ),
+        f"{name}: departure at the last moment": Course(
+            SHORT, TightCase(limit=limit, adversary=LEAVES), moves=1
+        ),
+        f"{name}: restart at the last moment": Course(
+            SHORT, TightCase(limit=limit, adversary=FAILS_LATE), moves=1
+        ),
         f"{name}: loss, on-demand slower than Spot": Course(
             MIXED, TightCase(limit=limit, adversary=LOSES_MOST, queues=FAST_SPOT)
         ),
@@ -103,7 +123,12 @@ def needing_less(name: str, term: Callable[[RunConfig, Candidate], float]) -> We
 def sparing_more(name: str, term: Term) -> Weaker:
     """Weaken `spare_hours` or `spare_usd` by a term."""
     strong = getattr(guarantee, name)
-    return name, lambda config, spot, last, left: strong(config, spot, last, left) + term(config, spot, last)
+    return (
+        name,
+        lambda config, spot, last, left: (
+            strong(config, spot, last, left) + term(config, spot, last)
+        ),
+    )
 
 
 def keeping_less(name: str, term: Term) -> Weaker:
@@ -164,27 +189,42 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
         "container as late as allowed",
     ),
     "start without a save when it leaves": (
-        sparing_more("spare_hours", lambda config, spot, last: _save_hours(config) - undone_hours(config, spot, last)),
+        sparing_more(
+            "spare_hours",
+            lambda config, spot, last: _save_hours(config) - undone_hours(config, spot, last),
+        ),
         "container as late as allowed, slow saves",
     ),
     "start without the time by which Spot is slower": (
-        sparing_more("spare_hours", lambda config, spot, last: spot.case.work_hours - last.case.work_hours),
+        sparing_more(
+            "spare_hours", lambda config, spot, last: spot.case.work_hours - last.case.work_hours
+        ),
         "Spot slower than on-demand",
     ),
     "start with the dollars of one start-up": (
-        sparing_more("spare_usd", lambda config, spot, last: start_hours(spot) * spot.gang_usd_per_hour),
+        sparing_more(
+            "spare_usd", lambda config, spot, last: start_hours(spot) * spot.gang_usd_per_hour
+        ),
         "failure before the first commit",
     ),
     "start without the dollars of the lost work": (
-        sparing_more("spare_usd", lambda config, spot, last: undone_hours(config, spot, last) * spot.gang_usd_per_hour),
+        sparing_more(
+            "spare_usd",
+            lambda config, spot, last: undone_hours(config, spot, last) * spot.gang_usd_per_hour,
+        ),
         "failure before the first commit",
     ),
     "start without the dollars of redoing it on demand": (
-        sparing_more("spare_usd", lambda config, spot, last: undone_hours(config, spot, last) * last.gang_usd_per_hour),
+        sparing_more(
+            "spare_usd",
+            lambda config, spot, last: undone_hours(config, spot, last) * last.gang_usd_per_hour,
+        ),
         "failure before the first commit",
     ),
     "start without the dollars of a save when it leaves": (
-        sparing_more("spare_usd", lambda config, spot, last: _save_hours(config) * spot.gang_usd_per_hour),
+        sparing_more(
+            "spare_usd", lambda config, spot, last: _save_hours(config) * spot.gang_usd_per_hour
+        ),
         "failure before the first commit",
     ),
     "reserve without D": (
@@ -200,7 +240,10 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
         "time: loss at the last moment",
     ),
     "reserve without the interval": (
-        keeping_less("seconds", lambda config, spot, last: 3600 * (spot.case.interval_hours - _save_hours(config))),
+        keeping_less(
+            "seconds",
+            lambda config, spot, last: 3600 * (spot.case.interval_hours - _save_hours(config)),
+        ),
         "time: loss at the last moment",
     ),
     "reserve without hang detection": (
@@ -209,14 +252,19 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
     ),
     "reserve without a save when it leaves": (
         keeping_less(
-            "seconds", lambda config, spot, last: 3600 * (_save_hours(config) - undone_hours(config, spot, last))
+            "seconds",
+            lambda config, spot, last: (
+                3600 * (_save_hours(config) - undone_hours(config, spot, last))
+            ),
         ),
         "time: departure at the last moment",
     ),
     "reserve of an interval at the speed of Spot": (
         keeping_less(
             "seconds",
-            lambda config, spot, last: 3600 * (undone_hours(config, spot, last) - undone_hours(config, spot, spot)),
+            lambda config, spot, last: (
+                3600 * (undone_hours(config, spot, last) - undone_hours(config, spot, spot))
+            ),
         ),
         "time: loss, on-demand slower than Spot",
     ),
@@ -224,21 +272,31 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
         keeping_less("restart_seconds", lambda config, spot, last: 3600 * start_hours(spot)),
         "time: restart at the last moment",
     ),
-    "reserve of 97 % of the steps": (counting_a_share("step_seconds", 0.97), "time: loss at the last moment"),
+    "reserve of 97 % of the steps": (
+        counting_a_share("step_seconds", 0.97),
+        "time: loss at the last moment",
+    ),
     "reserve without the dollars of a start": (
         keeping_less("usd", lambda config, spot, last: start_hours(last) * last.gang_usd_per_hour),
         "money: loss at the last moment",
     ),
     "reserve without the dollars of redone work": (
-        keeping_less("usd", lambda config, spot, last: undone_hours(config, spot, last) * last.gang_usd_per_hour),
+        keeping_less(
+            "usd",
+            lambda config, spot, last: undone_hours(config, spot, last) * last.gang_usd_per_hour,
+        ),
         "money: loss at the last moment",
     ),
     "reserve without the dollars of a last save": (
-        keeping_less("usd", lambda config, spot, last: _save_hours(config) * last.gang_usd_per_hour),
+        keeping_less(
+            "usd", lambda config, spot, last: _save_hours(config) * last.gang_usd_per_hour
+        ),
         "money: departure at the last moment",
     ),
     "reserve without the dollars of a save when it leaves": (
-        keeping_less("usd", lambda config, spot, last: _save_hours(config) * spot.gang_usd_per_hour),
+        keeping_less(
+            "usd", lambda config, spot, last: _save_hours(config) * spot.gang_usd_per_hour
+        ),
         "money: departure at the last moment",
     ),
     "reserve without the dollars of storage": (
@@ -249,13 +307,16 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
         keeping_less(
             "usd",
             lambda config, spot, last: (
-                (undone_hours(config, spot, last) - undone_hours(config, spot, spot)) * last.gang_usd_per_hour
+                (undone_hours(config, spot, last) - undone_hours(config, spot, spot))
+                * last.gang_usd_per_hour
             ),
         ),
         "money: loss, on-demand slower than Spot",
     ),
     "reserve without the dollars of a restart": (
-        keeping_less("restart_usd", lambda config, spot, last: start_hours(spot) * spot.gang_usd_per_hour),
+        keeping_less(
+            "restart_usd", lambda config, spot, last: start_hours(spot) * spot.gang_usd_per_hour
+        ),
         "money: restart at the last moment",
     ),
     "reserve of dollars for 90 % of the steps": (

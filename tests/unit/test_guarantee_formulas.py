@@ -32,7 +32,8 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from tests.support.pools import changed_pool, make_config, on_demand_pool, spot_pool
 
-# Of `spot_pool` and `on_demand_pool`, by hand: D = 1/2, s = 1/8, I = 1 + 1/16 h; d = 1/4 h on Spot, 1/2 h on demand.
+# Of `spot_pool` and `on_demand_pool`, by hand: D = 1/2, s = 1/8, I = 1 + 1/16 h; d = 1/4 h on Spot,
+# 1/2 h on demand.
 BASE = {
     "finish_hours": 0.5 + 4.5 + 0.125,
     "finish_usd": (4.5 + 0.125) * 4 + 0.09375,
@@ -47,7 +48,9 @@ BASE = {
 }
 
 
-def figures(config: RunConfig, spot: Candidate, last: Candidate, steps: int = 1000) -> dict[str, float]:
+def figures(
+    config: RunConfig, spot: Candidate, last: Candidate, steps: int = 1000
+) -> dict[str, float]:
     """Compute all results of the guarantee, with 20 h and $100 left."""
     fallback = make_fallback(config, spot, last, steps=steps)
     names = ("seconds", "usd", "restart_seconds", "restart_usd", "step_seconds", "step_usd")
@@ -63,7 +66,11 @@ def figures(config: RunConfig, spot: Candidate, last: Candidate, steps: int = 10
 @pytest.mark.parametrize(
     ("of", "change", "moved"),
     [
-        ("config", {"runnable_minutes": 60}, {"finish_hours": 0.5, "spare_hours": -0.5, "seconds": 1800}),
+        (
+            "config",
+            {"runnable_minutes": 60},
+            {"finish_hours": 0.5, "spare_hours": -0.5, "seconds": 1800},
+        ),
         (
             "config",
             {"save_seconds": 900},
@@ -92,22 +99,47 @@ def figures(config: RunConfig, spot: Candidate, last: Candidate, steps: int = 10
             {"spare_hours": -0.5, "spare_usd": -1.5, "restart_seconds": 900, "restart_usd": 0.75},
         ),
         ("spot", {"fixed_lost_hours": 0.2}, {}),
-        ("spot", {"interval_hours": 1.5}, {"spare_hours": -0.5, "spare_usd": -3.5, "seconds": 1800, "usd": 2}),
+        (
+            "spot",
+            {"interval_hours": 1.5},
+            {"spare_hours": -0.5, "spare_usd": -3.5, "seconds": 1800, "usd": 2},
+        ),
         ("spot", {"work_hours": 9}, {"spare_hours": -1}),
         ("spot", {"work_hours": 3}, {"spare_hours": 4}),
         ("spot", {"usd_per_hour": 2}, {"spare_usd": -1.6875, "usd": 0.125, "restart_usd": 0.25}),
         ("spot", {"step_seconds": 4}, {}),
-        ("spot", {"step_seconds": 1}, {"spare_hours": -1, "spare_usd": -7, "seconds": 3600, "usd": 4}),
-        ("last", {"step_seconds": 4}, {"spare_hours": -1, "spare_usd": -7, "seconds": 3600, "usd": 4}),
+        (
+            "spot",
+            {"step_seconds": 1},
+            {"spare_hours": -1, "spare_usd": -7, "seconds": 3600, "usd": 4},
+        ),
+        (
+            "last",
+            {"step_seconds": 4},
+            {"spare_hours": -1, "spare_usd": -7, "seconds": 3600, "usd": 4},
+        ),
         (
             "last",
             {"work_hours": 5},
-            {"finish_hours": 1, "finish_usd": 4, "spare_usd": -4, "step_seconds": 3.6, "step_usd": 0.004},
+            {
+                "finish_hours": 1,
+                "finish_usd": 4,
+                "spare_usd": -4,
+                "step_seconds": 3.6,
+                "step_usd": 0.004,
+            },
         ),
         (
             "last",
             {"fixed_lost_hours": 0.75},
-            {"finish_hours": 0.25, "finish_usd": 1, "spare_hours": -0.25, "spare_usd": -1, "seconds": 900, "usd": 1},
+            {
+                "finish_hours": 0.25,
+                "finish_usd": 1,
+                "spare_hours": -0.25,
+                "spare_usd": -1,
+                "seconds": 900,
+                "usd": 1,
+            },
         ),
         (
             "last",
@@ -135,15 +167,26 @@ def figures(config: RunConfig, spot: Candidate, last: Candidate, steps: int = 10
 def test_each_term_of_the_guarantee_moved_alone_moves_the_reserve(
     of: str, change: dict[str, float], moved: dict[str, float]
 ) -> None:
-    config = make_config(**change) if of == "config" else make_config()
-    spot = spot_pool(**change) if of == "spot" else spot_pool()
-    last = on_demand_pool(**change) if of == "last" else on_demand_pool()
+    if of == "config":
+        config = make_config(**change)
+    else:
+        config = make_config()
+    if of == "spot":
+        spot = spot_pool(**change)
+    else:
+        spot = spot_pool()
+    if of == "last":
+        last = on_demand_pool(**change)
+    else:
+        last = on_demand_pool()
     expected = {name: value + moved.get(name, 0.0) for name, value in BASE.items()}
     assert figures(config, spot, last) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize(("steps", "step_hours"), [(1, 4.0), (0, 4.0), (2, 2.0)])
-def test_the_fallback_spreads_the_work_on_demand_over_the_steps(steps: int, step_hours: float) -> None:
+def test_the_fallback_spreads_the_work_on_demand_over_the_steps(
+    steps: int, step_hours: float
+) -> None:
     found = figures(make_config(), spot_pool(), on_demand_pool(), steps)
     assert (found["step_seconds"], found["step_usd"]) == (3600 * step_hours, 4 * step_hours)
 
@@ -159,7 +202,9 @@ def test_the_reserve_in_time_holds_a_last_save_if_a_loss_undoes_less() -> None:
 
 
 def test_the_fallback_knows_when_its_last_resort_begins_and_ends() -> None:
-    fallback = make_fallback(make_config(), spot_pool(), on_demand_pool(ends_utc=9000.0), steps=1, begin_utc=4000.0)
+    fallback = make_fallback(
+        make_config(), spot_pool(), on_demand_pool(ends_utc=9000.0), steps=1, begin_utc=4000.0
+    )
     assert (fallback.begin_utc, fallback.end_utc, fallback.guards) == (4000.0, 9000.0, True)
     plain = make_fallback(make_config(), spot_pool(), on_demand_pool(), steps=1)
     assert (plain.begin_utc, plain.end_utc) == (0.0, None)
@@ -190,7 +235,9 @@ def test_last_resorts_are_plain_on_demand_pools_or_else_reservations() -> None:
     assert last_resorts([spot]) == []
 
 
-def reservation(*, starts: float | None, ends: float | None = None, usd: str | None = "0.5") -> Reservation:
+def reservation(
+    *, starts: float | None, ends: float | None = None, usd: str | None = "0.5"
+) -> Reservation:
     """Make a reservation that starts and ends at so many hours."""
     return Reservation(
         id="cr-1",
@@ -206,13 +253,18 @@ def reservation(*, starts: float | None, ends: float | None = None, usd: str | N
 @pytest.mark.parametrize(
     ("held", "changes", "saved"),
     [
-        # 2 h until it begins, 1/4 h of them to start: 6.25 h of work are left, 1/8 h of which on Spot is the save.
+        # 2 h until it begins, 1/4 h of them to start: 6.25 h of work are left, 1/8 h of which on
+        # Spot is the save.
         (reservation(starts=3), {}, (6.25 - 0.125) * 3 - (6.25 + 0.25) * 0.5 * 2),
         (reservation(starts=4), {}, (5.25 - 0.125) * 3 - (5.25 + 0.25) * 0.5 * 2),
         (reservation(starts=3, usd="0.25"), {}, (6.25 - 0.125) * 3 - (6.25 + 0.25) * 0.25 * 2),
         (reservation(starts=3), {"work_hours": 9.0}, (7.25 - 0.125) * 3 - (7.25 + 0.25) * 0.5 * 2),
         (reservation(starts=3), {"start_hours": 0.5}, (6.5 - 0.125) * 3 - (6.5 + 0.5) * 0.5 * 2),
-        (reservation(starts=3), {"usd_per_hour": 1.0}, (6.25 - 0.125) * 2 - (6.25 + 0.25) * 0.5 * 2),
+        (
+            reservation(starts=3),
+            {"usd_per_hour": 1.0},
+            (6.25 - 0.125) * 2 - (6.25 + 0.25) * 0.5 * 2,
+        ),
         (reservation(starts=3), {"nodes": 1}, (6.25 - 0.125) * 1.5 - (6.25 + 0.25) * 0.5),
         # It begins within the start, or after the work.
         (reservation(starts=1.125), {}, (8 - 0.125) * 3 - (8 + 0.25) * 0.5 * 2),
@@ -228,7 +280,9 @@ def reservation(*, starts: float | None, ends: float | None = None, usd: str | N
 def test_what_a_move_to_a_reservation_saves_follows_from_the_work_that_it_does(
     held: Reservation, changes: dict[str, Any], saved: float
 ) -> None:
-    assert usd_saved_by_moving(make_config(), spot_pool(**changes), held, 3600.0) == pytest.approx(saved, rel=1e-12)
+    assert usd_saved_by_moving(make_config(), spot_pool(**changes), held, 3600.0) == pytest.approx(
+        saved, rel=1e-12
+    )
 
 
 PLAIN = on_demand_pool()  # 5.125 h and $18.59375 to finish
@@ -273,7 +327,9 @@ def refused(
     **cost: Any,
 ) -> dict[str, Any] | None:
     config = make_config(**cost).changed("cluster", market=market)
-    return refuse_unguaranteed(config, pools, rejected, now_utc=now_utc, hours_left=hours_left, usd_left=usd_left)
+    return refuse_unguaranteed(
+        config, pools, rejected, now_utc=now_utc, hours_left=hours_left, usd_left=usd_left
+    )
 
 
 def test_a_new_job_is_admitted_up_to_the_last_second_and_cent_that_on_demand_needs() -> None:
@@ -292,12 +348,13 @@ def test_a_refused_deadline_names_each_term_and_a_deadline_that_suffices() -> No
     found = refused([on_demand_pool(work_hours=5.0), PLAIN], hours_left=4.0, deadline_hours=10.0)
     assert found is not None and found["outcome"] is Outcome.DEADLINE
     assert found["message"] == (
-        f"the deadline cannot be guaranteed: {PLAIN} takes 4.00 h of work + 0.50 h to start + 0.50 h for on-demand "
-        "capacity (batch.runnable_minutes) + 0.12 h for a last save + 0.08 h to place it = 5.21 h, of 4.00 h"
+        f"the deadline cannot be guaranteed: {PLAIN} takes 4.00 h of work + 0.50 h to start + "
+        "0.50 h for on-demand capacity (batch.runnable_minutes) + 0.12 h for a last save + 0.08 "
+        "h to place it = 5.21 h, of 4.00 h"
     )
     assert found["hint"] == (
-        "set cost.deadline_hours to 11.21 or more, or batch.runnable_minutes lower; without this guarantee: "
-        "cluster.market=spot"
+        "set cost.deadline_hours to 11.21 or more, or batch.runnable_minutes lower; without this "
+        "guarantee: cluster.market=spot"
     )
     assert found["enough"] == pytest.approx(10.0 - 4.0 + 5.125 + DECIDE_HOURS, rel=1e-12)
     without = refused([PLAIN], hours_left=4.0, deadline_hours=None)
@@ -311,8 +368,8 @@ def test_a_reservation_that_ends_before_the_job_is_refused_for_its_end() -> None
     assert found is not None and found["outcome"] is Outcome.DEADLINE
     assert found["message"].endswith("+ 0.08 h to place it = 5.21 h, and ends in 5.11 h")
     assert found["hint"] == (
-        "use a reservation that ends later, or a queue of on-demand machines; without this guarantee: "
-        "cluster.market=spot"
+        "use a reservation that ends later, or a queue of on-demand machines; without this "
+        "guarantee: cluster.market=spot"
     )
     short = refused([held], hours_left=5.0)
     assert short is not None and "lower" in short["hint"]
@@ -322,9 +379,13 @@ def test_a_refused_budget_names_the_cheapest_pool_and_a_budget_that_suffices() -
     found = refused([DEAR, PLAIN], usd_left=10.0, budget_usd=12.0)
     assert found is not None and found["outcome"] is Outcome.BUDGET
     assert found["message"] == (
-        f"deadline and budget cannot be guaranteed together: finishing on {PLAIN} takes $18.5938, of $10.0000"
+        f"deadline and budget cannot be guaranteed together: finishing on {PLAIN} takes "
+        "$18.5938, of $10.0000"
     )
-    assert found["hint"] == "set cost.budget_usd to 20.60 or more; without this guarantee: cluster.market=spot"
+    assert (
+        found["hint"]
+        == "set cost.budget_usd to 20.60 or more; without this guarantee: cluster.market=spot"
+    )
     assert found["enough"] == 20.59375
     without = refused([PLAIN], usd_left=10.0, budget_usd=None)
     assert without is not None and without["enough"] == 8.59375
@@ -356,7 +417,8 @@ def test_without_an_on_demand_pool_the_nearest_rejected_one_says_which_limit_is_
         assert found == {
             "outcome": outcome,
             "message": (
-                f"no on-demand pool can take over if Spot has no capacity; the nearest, {nearest}, {nearest.reason}"
+                "no on-demand pool can take over if Spot has no capacity; the nearest, "
+                f"{nearest}, {nearest.reason}"
             ),
             "hint": f"{hint}; without this guarantee: cluster.market=spot",
         }

@@ -26,15 +26,19 @@ from ebbflow.training.guards.memory import (
 from ebbflow.training.workload import Loss
 from tests.support.rank_threads import call_on_ranks
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 CUDA = torch.device("cuda", 0)
 
 
 class Memory:
     """A monitor with a clock by hand, whose process holds `held(samples so far)` bytes."""
 
-    def __init__(self, held: Callable[[int], float], *, left: float, sharers: int = 1, began: float = 0.0) -> None:
-        self.now, self.samples = began, 0
+    def __init__(
+        self, held: Callable[[int], float], *, left: float, sharers: int = 1, began: float = 0.0
+    ) -> None:
+        self.now = began
+        self.samples = 0
         self._held = held
         self.monitor = MemoryGrowthMonitor(
             "memory", held=self._sample, left=lambda: left, sharers=sharers, now=lambda: self.now
@@ -58,7 +62,8 @@ def test_the_monitor_samples_once_per_second() -> None:
     memory = Memory(lambda number: 0.0, left=1.0)
     sampled = []
     for now in (0.0, 0.5, 0.9990234375, 1.0, 1.75, 2.0, 5.5, 6.0, 6.5):
-        memory.now, before = now, memory.samples
+        memory.now = now
+        before = memory.samples
         memory.monitor.look(1.0)
         if memory.samples > before:
             sampled.append(now)
@@ -71,7 +76,9 @@ def test_the_monitor_judges_the_last_sixty_samples_at_each_tenth() -> None:
     assert set(warnings) == {60, 70, 80}
     assert warnings[60] == "memory grows by 3.0 MiB/s and 0.03 GiB are left: full in 10 s"
     grown = Memory(lambda number: min(number, 61) * MIB, left=MIB)
-    assert set(grown.watch(200)) == {60, 70, 80, 90}, "at the 100th sample, too few pairs of the last 60 rise"
+    assert set(grown.watch(200)) == {60, 70, 80, 90}, (
+        "at the 100th sample, too few pairs of the last 60 rise"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,11 +107,15 @@ def test_the_monitor_is_silent_if_training_ends_before_memory_is_full() -> None:
 
 @pytest.mark.parametrize(("level", "warned"), [(30, True), (31, False)])
 @pytest.mark.parametrize("slope", [0.0, -1.0], ids=["constant", "falling"])
-def test_the_monitor_warns_only_if_three_quarters_of_the_pairs_rise(level: int, warned: bool, slope: float) -> None:
+def test_the_monitor_warns_only_if_three_quarters_of_the_pairs_rise(
+    level: int, warned: bool, slope: float
+) -> None:
     """30 and 31 samples without growth are 435 and 465 of 1770 pairs, of which a quarter are 442."""
 
     def held(number: int) -> float:
-        return slope * number if number <= level else float(number * GIB)
+        if number <= level:
+            return slope * number
+        return float(number * GIB)
 
     assert bool(Memory(held, left=1.0).watch(60)) is warned
 
@@ -147,7 +158,9 @@ def test_an_error_means_full_memory_by_its_class_or_text(error: BaseException, f
 def test_memory_of_other_processes_counts_beyond_what_libraries_hold(
     monkeypatch: pytest.MonkeyPatch, total: float, free: float, reserved: float, text: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int(total * GIB)))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int(total * GIB))
+    )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(reserved * GIB))
     assert memory_of_other_processes(CUDA) == text
     assert memory_of_other_processes(torch.device("cpu")) == ""
@@ -177,20 +190,27 @@ def config_of(batch_size: int = 48, accumulation: int = 1, **sections: Any) -> R
 def test_micro_batches_are_the_fewest_that_divide_the_samples(
     batch_size: int, world_size: int, accumulation: int, factor: int, expected: int
 ) -> None:
-    assert more_micro_batches(config_of(batch_size), world_size, accumulation, factor=factor) == expected
+    assert (
+        more_micro_batches(config_of(batch_size), world_size, accumulation, factor=factor)
+        == expected
+    )
     if factor == 2:
         assert more_micro_batches(config_of(batch_size), world_size, accumulation) == expected
 
 
 def test_ranks_of_a_tensor_group_share_their_samples() -> None:
-    config = config_of(8, parallel={"tensor_size": 2, "mode": "fsdp2"}, cluster={"nodes": 1, "processes_per_node": 4})
+    config = config_of(
+        8,
+        parallel={"tensor_size": 2, "mode": "fsdp2"},
+        cluster={"nodes": 1, "processes_per_node": 4},
+    )
     assert more_micro_batches(config, 4, 2) == 4
     with pytest.raises(BatchCannotBeSplit) as caught:
         more_micro_batches(config, 4, 4)
     assert str(caught.value) == (
-        "training.batch_size 8 / 2 ranks = 4 samples per rank, in 4 micro-batches of one sample each, which is the "
-        "least there can be; fix: parallel.recompute full, parallel.mode fsdp2, fsdp.use_mixed_precision, a shorter "
-        "model.sequence_length, or more memory"
+        "training.batch_size 8 / 2 ranks = 4 samples per rank, in 4 micro-batches of one sample "
+        "each, which is the least there can be; fix: parallel.recompute full, parallel.mode "
+        "fsdp2, fsdp.use_mixed_precision, a shorter model.sequence_length, or more memory"
     )
     with pytest.raises(BatchCannotBeSplit):
         more_micro_batches(config, 4, 5)
@@ -209,20 +229,26 @@ def test_a_static_graph_with_compression_allows_one_micro_batch(
     mode: str, static_graph: bool, compression: str, refused: bool
 ) -> None:
     ddp = {"static_graph": static_graph, "gradient_compression": compression}
-    config = config_of(48, parallel={"mode": mode}).model_copy(update={"ddp": RunConfig(ddp=ddp).ddp})
+    config = config_of(48, parallel={"mode": mode}).model_copy(
+        update={"ddp": RunConfig(ddp=ddp).ddp}
+    )
     if not refused:
         assert more_micro_batches(config, 2, 1) == 2
         return
     with pytest.raises(BatchCannotBeSplit) as caught:
         more_micro_batches(config, 2, 1)
     assert str(caught.value) == (
-        "ddp.static_graph reduces gradients after each micro-batch, and ddp.gradient_compression bfloat16 would "
-        "compress what was compressed before, so that there can be only one; fix: set ddp.static_graph to false"
+        "ddp.static_graph reduces gradients after each micro-batch, and ddp.gradient_compression "
+        "bfloat16 would compress what was compressed before, so that there can be only one; fix: "
+        "set ddp.static_graph to false"
     )
 
 
 def test_all_ranks_take_the_micro_batches_that_fit_on_each() -> None:
-    """The first ranks need 2 micro-batches and the last one 3. Each rank hears at most five names."""
+    """The first ranks need 2 micro-batches and the last one 3.
+
+    Each rank hears at most five names.
+    """
 
     def find(gang: Gang) -> tuple[int, list[int], list[str]]:
         tried: list[int] = []
@@ -243,7 +269,9 @@ def test_all_ranks_take_the_micro_batches_that_fit_on_each() -> None:
 
 
 def test_micro_batches_are_never_fewer_than_configured() -> None:
-    assert fitting_accumulation(config_of(48, accumulation=4), Gang(), lambda parts: parts >= 5) == 6
+    assert (
+        fitting_accumulation(config_of(48, accumulation=4), Gang(), lambda parts: parts >= 5) == 6
+    )
     assert fitting_accumulation(config_of(48, accumulation=4), Gang(), lambda parts: True) == 4
 
 
@@ -251,7 +279,8 @@ class Samples:
     """A batch whose micro-batches have the given weights."""
 
     def __init__(self, weights: list[float]) -> None:
-        self.weights, self.weight = weights, sum(weights)
+        self.weights = weights
+        self.weight = sum(weights)
 
     def split(self, parts: int) -> list[Samples]:
         assert parts == len(self.weights)
@@ -262,7 +291,8 @@ class Task:
     """A workload that keeps the weight of the batch whose loss it took, and fails with `error`."""
 
     def __init__(self, error: BaseException | None = None) -> None:
-        self.error, self.taken = error, list[float]()
+        self.error = error
+        self.taken = list[float]()
         self.activations: weakref.ref[Tensor] | None = None
 
     def loss(self, model: nn.Module, batch: Samples) -> Loss:
@@ -292,10 +322,12 @@ def frozen_and_trained() -> nn.Module:
 def test_a_trial_takes_the_largest_micro_batch_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, error: BaseException | None, fits: bool, has_state: bool
 ) -> None:
-    model, task = frozen_and_trained(), Task(error)
+    model = frozen_and_trained()
+    task = Task(error)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     shapes: list[torch.Size] = []
-    allocate, emptied = torch.empty_like, list[bool]()
+    allocate = torch.empty_like
+    emptied = list[bool]()
 
     def allocate_and_record(like: Tensor) -> Tensor:
         shapes.append(like.shape)
@@ -306,8 +338,12 @@ def test_a_trial_takes_the_largest_micro_batch_and_leaves_no_trace(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     gc.disable()
     try:
-        assert try_micro_batch(task, model, Samples([2.0, 5.0, 3.0]), 3, has_state=has_state) is fits  # type: ignore[arg-type]
-        assert task.activations is not None and task.activations() is None, "the activations are freed"
+        assert (
+            try_micro_batch(task, model, Samples([2.0, 5.0, 3.0]), 3, has_state=has_state) is fits
+        )  # type: ignore[arg-type]
+        assert task.activations is not None and task.activations() is None, (
+            "the activations are freed"
+        )
     finally:
         gc.enable()
     assert task.taken == [5.0] and emptied == [True]
@@ -319,10 +355,14 @@ def test_a_trial_takes_the_largest_micro_batch_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), ValueError("out of memory")])
-def test_a_trial_passes_on_other_errors_and_frees_its_memory(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    model, allocated = frozen_and_trained(), list[weakref.ref[Tensor]]()
+def test_a_trial_passes_on_other_errors_and_frees_its_memory(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    model = frozen_and_trained()
+    allocated = list[weakref.ref[Tensor]]()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    allocate, emptied = torch.empty_like, list[bool]()
+    allocate = torch.empty_like
+    emptied = list[bool]()
 
     def allocate_and_record(like: Tensor) -> Tensor:
         tensor = allocate(like)

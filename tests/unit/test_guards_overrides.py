@@ -16,7 +16,13 @@ from ebbflow.training.checkpoint.lineage import NO_PARENT
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import CorruptOverride
-from ebbflow.training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
+from ebbflow.training.guards.overrides import (
+    Overrides,
+    read_overrides,
+    record_rewind,
+    record_split,
+    rewind_parent,
+)
 
 NONE = Overrides(gradient_accumulation_steps=None, first_sample=0, rewinds=0)
 
@@ -32,7 +38,12 @@ def test_overrides_are_records_with_readable_keys(store: Store) -> None:
     record_rewind(store, generation=13, rank=0, limit=4, first_sample=0, sound=False)
     found = {meta.key: json.loads(store.get(meta.key)) for meta in store.list("overrides")}
     assert found == {
-        "overrides/000003-1-split-8.json": {"action": "split", "generation": 3, "rank": 1, "accumulation": 8},
+        "overrides/000003-1-split-8.json": {
+            "action": "split",
+            "generation": 3,
+            "rank": 1,
+            "accumulation": 8,
+        },
         "overrides/000012-0-rewind-6-80-1.json": {
             "action": "rewind",
             "generation": 12,
@@ -76,7 +87,11 @@ def test_overrides_are_given_by_name_and_cannot_be_changed() -> None:
         ([4, 8, 2], [], Overrides(gradient_accumulation_steps=8)),
         ([], [0], NONE),  # replicas with different weights skip no samples
         ([], [1], Overrides(first_sample=1, rewinds=1)),
-        ([2], [80, 0, 120, 40], Overrides(gradient_accumulation_steps=2, first_sample=120, rewinds=3)),
+        (
+            [2],
+            [80, 0, 120, 40],
+            Overrides(gradient_accumulation_steps=2, first_sample=120, rewinds=3),
+        ),
     ],
 )
 def test_every_record_counts_for_every_later_start(
@@ -85,11 +100,15 @@ def test_every_record_counts_for_every_later_start(
     for generation, accumulation in enumerate(splits, start=1):
         record_split(store, generation=generation, rank=0, accumulation=accumulation)
     for generation, first_sample in enumerate(rewinds, start=1):
-        record_rewind(store, generation=generation, rank=0, limit=1, first_sample=first_sample, sound=True)
+        record_rewind(
+            store, generation=generation, rank=0, limit=1, first_sample=first_sample, sound=True
+        )
     assert read_overrides(store) == expected
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b'{"action": "split"}', b'{"generation": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"3", b'{"action": "split"}', b'{"generation": 3}', b"\xff"]
+)
 def test_an_unreadable_override_is_an_error_that_names_it(store: Store, content: bytes) -> None:
     store.put("overrides/000003-1-split-8.json", content)
     for read in (read_overrides, rewind_parent):
@@ -98,7 +117,8 @@ def test_an_unreadable_override_is_an_error_that_names_it(store: Store, content:
         assert not caught.value.curable
         assert str(caught.value) == (
             f"{store.uri}/overrides/000003-1-split-8.json: is no record of what a guard ordered "
-            f"({len(content)} bytes); fix: put it back as it was, or delete it, and what it ordered is not done"
+            f"({len(content)} bytes); fix: put it back as it was, or delete it, and what it "
+            "ordered is not done"
         )
 
 
@@ -129,7 +149,9 @@ def test_a_rewind_leads_to_the_newest_commit_up_to_its_limit(
     generation = open_generation(store, run="run", attempt=0)
     keys = {step: put_commit(store, step) for step in steps}
     assert rewind_parent(store) is None
-    record_rewind(store, generation=generation.number, rank=0, limit=limit, first_sample=0, sound=sound)
+    record_rewind(
+        store, generation=generation.number, rank=0, limit=limit, first_sample=0, sound=sound
+    )
     assert rewind_parent(store) == keys.get(expected, expected)
 
 

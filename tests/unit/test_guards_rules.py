@@ -1,4 +1,6 @@
-"""What guards decide, from numbers alone: spikes, odd replicas, slow ranks, growing memory, smaller micro-batches."""
+"""What guards decide, from numbers alone: spikes, odd replicas, slow ranks, growing memory, smaller
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from ebbflow.infra import process
 from ebbflow.infra.config.schema import GuardsConfig
 from ebbflow.infra.layout import commit_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint import FROM_SCRATCH, open_generation, reachable_commits, record_permits
+from ebbflow.training.checkpoint import (
+    FROM_SCRATCH,
+    open_generation,
+    reachable_commits,
+    record_permits,
+)
 from ebbflow.training.checkpoint.lineage import NO_PARENT
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
@@ -47,14 +54,18 @@ from tests.support.rank_threads import call_in_process_group
 
 
 def test_the_window_is_median_and_mad_of_the_last_values() -> None:
-    drawn, size = random.Random(1), 30
-    window, values = RobustWindow(size), []
+    drawn = random.Random(1)
+    size = 30
+    window = RobustWindow(size)
+    values = []
     for _ in range(200):
         value = drawn.gauss(5.0, 1.0) * (40.0 if drawn.random() < 0.05 else 1.0)
         if 2 * len(values[-size:]) >= size:
             median = statistics.median(values[-size:])
             mad = statistics.median(abs(other - median) for other in values[-size:])
-            assert window.z_score(value) == pytest.approx(max(0.0, (value - median) / (1.4826 * mad)))
+            assert window.z_score(value) == pytest.approx(
+                max(0.0, (value - median) / (1.4826 * mad))
+            )
         else:
             assert window.z_score(value) == 0.0, "too little is known"
         window.values.append(value)
@@ -89,7 +100,9 @@ def test_the_score_of_a_value_is_its_robust_distance_above_the_median(
 def judged(guard: LossGuard, losses: list[float]) -> list[str]:
     return [
         guard.judge(
-            loss=loss, gradient_norm=1.0, non_finite="" if math.isfinite(loss) else "loss is not finite on rank 0"
+            loss=loss,
+            gradient_norm=1.0,
+            non_finite="" if math.isfinite(loss) else "loss is not finite on rank 0",
         ).action.value
         for loss in losses
     ]
@@ -97,12 +110,21 @@ def judged(guard: LossGuard, losses: list[float]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("stop", ["stop"]), ("skip", ["skip", "skip", "step", "skip", "skip", "rewind"]), ("rewind", ["rewind"])],
+    [
+        ("stop", ["stop"]),
+        ("skip", ["skip", "skip", "step", "skip", "skip", "rewind"]),
+        ("rewind", ["rewind"]),
+    ],
 )
-def test_what_is_not_finite_stops_is_left_out_or_goes_back(policy: str, expected: list[str]) -> None:
+def test_what_is_not_finite_stops_is_left_out_or_goes_back(
+    policy: str, expected: list[str]
+) -> None:
     guard = LossGuard(GuardsConfig(non_finite=policy, skips_in_a_row=2))
     assert judged(guard, [1.0] * 5) == ["step"] * 5
-    assert judged(guard, [math.nan, math.inf, 1.0, math.nan, math.nan, math.nan][: len(expected)]) == expected
+    assert (
+        judged(guard, [math.nan, math.inf, 1.0, math.nan, math.nan, math.nan][: len(expected)])
+        == expected
+    )
 
 
 def test_a_spike_is_left_out_and_not_remembered_and_a_fall_is_no_spike() -> None:
@@ -113,7 +135,10 @@ def test_a_spike_is_left_out_and_not_remembered_and_a_fall_is_no_spike() -> None
     assert 9.0 not in guard.to_json()["losses"]
     judgement = guard.judge(loss=3.0, gradient_norm=50.0, non_finite="")
     assert judgement.action is Action.SKIP and "gradient norm 50 is" in judgement.reason
-    assert LossGuard(GuardsConfig()).judge(loss=1e9, gradient_norm=1.0, non_finite="").action is Action.STEP
+    assert (
+        LossGuard(GuardsConfig()).judge(loss=1e9, gradient_norm=1.0, non_finite="").action
+        is Action.STEP
+    )
 
 
 def test_a_spike_is_larger_than_its_limit() -> None:
@@ -134,8 +159,12 @@ def test_the_reason_of_a_spike_has_its_figures() -> None:
     judgement = guard.judge(loss=3.0 + 10 * 1.4826, gradient_norm=99.0, non_finite="")
     assert judgement == Judgement(Action.SKIP, reason, finite=True)
     judgement = guard.judge(loss=3.0, gradient_norm=6.0 + 100 * 2 * 1.4826, non_finite="")
-    reason = "gradient norm 302.5 is 100.0 robust deviations (limit 8) above the median 6 of 5 steps"
-    assert judgement == Judgement(Action.REWIND, f"{reason}, after 1 skipped steps in a row", finite=True)
+    reason = (
+        "gradient norm 302.5 is 100.0 robust deviations (limit 8) above the median 6 of 5 steps"
+    )
+    assert judgement == Judgement(
+        Action.REWIND, f"{reason}, after 1 skipped steps in a row", finite=True
+    )
     assert guard.to_json() == known | {"skipped_in_a_row": 1}
     assert guard.judge(loss=3.0, gradient_norm=6.0, non_finite="") == Judgement(Action.STEP)
     assert guard.to_json()["gradient_norms"][-1] == 6.0 and guard.skipped_in_a_row == 0
@@ -172,7 +201,9 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_at_an_overflow(
         (1.5 * 2.0**23, False, 2.0**24),
     ],
 )
-def test_the_loss_scale_stays_between_its_limits(value: float, overflow: bool, expected: float) -> None:
+def test_the_loss_scale_stays_between_its_limits(
+    value: float, overflow: bool, expected: float
+) -> None:
     scale = LossScale()
     scale.restore({"value": value, "good_steps": 1999})
     assert bool(scale.update(overflow=overflow)) is (value > expected)
@@ -187,7 +218,8 @@ def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> No
     whole = judged(straight, losses)
     assert {"step", "skip", "rewind"} == set(whole)
     for cut in (1, 7, 100, 255):
-        first, second = LossGuard(config), LossGuard(config)
+        first = LossGuard(config)
+        second = LossGuard(config)
         begun = judged(first, losses[:cut])
         second.restore(json.loads(json.dumps(first.to_json())))
         assert begun + judged(second, losses[cut:]) == whole
@@ -199,7 +231,12 @@ def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> No
         ([5, 5, 5, 5], 4, [], True),
         ([5, 5, 6, 5], 4, [2], True),
         ([5, 6], 2, [0, 1], False),
-        ([1, 2, 1, 2, 1, 3], 3, [5], True),  # two ranks hold a copy: only every second rank is compared
+        (
+            [1, 2, 1, 2, 1, 3],
+            3,
+            [5],
+            True,
+        ),  # two ranks hold a copy: only every second rank is compared
         ([1, 2, 3, 4], 1, [], True),
         ([5, 5, 6, 6], 4, [0, 1, 2, 3], False),
         ([5, 6, 7], 3, [0, 1, 2], False),
@@ -209,7 +246,9 @@ def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> No
         ([9, 1, 9, 2, 8, 3], 3, [1, 3, 4, 5], False),
     ],
 )
-def test_the_odd_rank_is_named_by_majority(sums: list[int], copies: int, odd: list[int], certain: bool) -> None:
+def test_the_odd_rank_is_named_by_majority(
+    sums: list[int], copies: int, odd: list[int], certain: bool
+) -> None:
     assert find_divergent_ranks(sums, copies) == (odd, certain)
 
 
@@ -219,7 +258,9 @@ def test_every_single_changed_bit_changes_the_sum() -> None:
     before = weights_checksum(model)
     assert before == weights_checksum(model) and 0 < before < 2**53
     for parameter in model.parameters():
-        bits = parameter.data.view(-1).view(torch.int32 if parameter.element_size() == 4 else torch.int16)
+        bits = parameter.data.view(-1).view(
+            torch.int32 if parameter.element_size() == 4 else torch.int16
+        )
         for place in range(bits.numel()):
             for bit in (0, 7, 14):
                 bits[place] ^= 1 << bit
@@ -243,7 +284,9 @@ def test_the_checksum_of_weights_is_a_sum_of_bits_modulo_a_prime() -> None:
         transposed = torch.from_numpy(value).T  # is not contiguous
         module.register_parameter(f"p{number}", nn.Parameter(transposed, requires_grad=False))
         if value.size:
-            expected = (expected * 1_000_003 + int(value.view(kind).sum(dtype=np.int64))) % (2**47 - 115)
+            expected = (expected * 1_000_003 + int(value.view(kind).sum(dtype=np.int64))) % (
+                2**47 - 115
+            )
     assert weights_checksum(module) == expected + 1
     assert weights_checksum(nn.Module()) == 1
 
@@ -266,7 +309,9 @@ def test_the_checksum_of_a_shard_is_that_of_its_own_values() -> None:
 
 def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
     model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         weights_checksum(model)
     sums = [event for event in profile.events() if event.name == "aten::sum"]
     assert len(sums) == 4 + 1, "one of each four million elements, and one of these"
@@ -281,14 +326,21 @@ def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
         (lambda t: 1e9 + 1e6 * t, 2e9, 1e6, False),  # far away
         (lambda t: 1e9 + (5e8 if t > 30 else 0), 2e8, 1e6, False),  # one leap
         (lambda t: 1e9 + 1e8 * (t % 10), 2e8, 1e6, False),  # up and down
-        (lambda t: 1e9 + 1e6 * min(t, 100.0), 2e8, 1e6, False),  # settling down: full after longer than it has lived
+        (
+            lambda t: 1e9 + 1e6 * min(t, 100.0),
+            2e8,
+            1e6,
+            False,
+        ),  # settling down: full after longer than it has lived
     ],
 )
 def test_memory_that_runs_out_soon_is_seen_coming(
     held: Callable[[float], float], left: float, needed: float, warns: bool
 ) -> None:
     now = 0.0
-    watch = MemoryGrowthMonitor("memory", held=lambda: held(now), left=lambda: left, sharers=1, now=lambda: now)
+    watch = MemoryGrowthMonitor(
+        "memory", held=lambda: held(now), left=lambda: left, sharers=1, now=lambda: now
+    )
     reasons = []
     for tick in range(2000):
         now = tick / 8
@@ -316,7 +368,9 @@ def test_files_that_are_mapped_or_cached_are_no_memory_that_runs_out(tmp_path: P
 def test_memory_left_is_that_of_the_tightest_group_with_its_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, unlimited: str
 ) -> None:
-    """A container has its own group as the root, or sees where it is; a group around it may leave less."""
+    """A container has its own group as the root, or sees where it is; a group around it may leave
+    less.
+    """
     limit, use, (inactive, active) = process._CGROUP_FILES[version]
     monkeypatch.setattr(process, "_CGROUPS", tmp_path)
 
@@ -353,7 +407,9 @@ def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> No
         store.put(commit_key(step, first.number, f"{step:064x}"), b"torn")
     record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=80, sound=True)
     assert rewind_parent(store) is None
-    with pytest.raises(NothingToRestore, match="none of its 2 commits can be restored, the newest of step 8"):
+    with pytest.raises(
+        NothingToRestore, match="none of its 2 commits can be restored, the newest of step 8"
+    ):
         open_generation(store, run="run", attempt=1)
     record_permits(store, FROM_SCRATCH)
     assert open_generation(store, run="run", attempt=1).parent is None
@@ -363,7 +419,10 @@ def test_commits_whose_weights_may_differ_are_left_and_not_quarantined(tmp_path:
     store = Store.open(str(tmp_path))
     first = open_generation(store, run="run", attempt=0)
     raw = Manifest(
-        save=CheckpointId(job="job", generation=first.name, step=8, world_size=0), data=(), indexes=(), tensors={}
+        save=CheckpointId(job="job", generation=first.name, step=8, world_size=0),
+        data=(),
+        indexes=(),
+        tensors={},
     )
     store.put(commit_key(8, first.number, sha256_text(raw.to_bytes())), raw.to_bytes())
     record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=0, sound=False)

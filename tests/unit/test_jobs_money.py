@@ -19,7 +19,12 @@ from ebbflow.cost.errors import PriceError, ReportError
 from ebbflow.cost.jobs import list_jobs, list_known_jobs, load_report
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.prices.source import read_price_changes
-from ebbflow.cost.report.figure_text import CAUSE_HEADER, format_cause_rows, format_comparison_rows, format_key_figures
+from ebbflow.cost.report.figure_text import (
+    CAUSE_HEADER,
+    format_cause_rows,
+    format_comparison_rows,
+    format_key_figures,
+)
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.render_text import render_table
@@ -29,7 +34,16 @@ from ebbflow.flows.reporting import record_prices
 from ebbflow.infra.config.schema import CostConfig, RunConfig
 from ebbflow.infra.errors import CloudRefused
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, Origin, read_events
+from ebbflow.infra.events import (
+    BUDGET,
+    CONFIGURED,
+    NODE_STARTED,
+    PLAN,
+    PRICES,
+    Event,
+    Origin,
+    read_events,
+)
 from ebbflow.infra.layout import KnownJob, event_key
 from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
@@ -38,7 +52,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def killed_job(*, deadline_hours: float | None = None) -> list[Event]:
-    """5 s of start and 4 steps of 2 s; a kill after 20 s that wastes 2 steps; 3 s of start and 4 steps again."""
+    """5 s of start and 4 steps of 2 s; a kill after 20 s that wastes 2 steps; 3 s of start and 4
+    steps again.
+    """
     first = GangLog(1, 0.0, [[0]])
     first.phase("startup", 5.0)
     first.steps(1, 6, useful_step=2.0)
@@ -62,14 +78,15 @@ def killed_job(*, deadline_hours: float | None = None) -> list[Event]:
 
 
 def put_job(store: Path, name: str, events: Sequence[Event]) -> None:
-    content = "\n".join(one.to_json() for one in events).encode()
+    content = "\n".join(event.to_json() for event in events).encode()
     Store.open(str(store / "jobs" / name)).put(event_key(1, 0, "test", "000000.a"), content)
 
 
 def test_an_interruption_carries_all_that_it_cost() -> None:
     report = build_report(killed_job())
     usd = {line["cause"]: Decimal(str(line["usd"])) for line in report.money["causes"]}
-    # A tenth of a cent a second: 8 kept steps; 2 redone, 3 s until the node's end, the second start with its restore.
+    # A tenth of a cent a second: 8 kept steps; 2 redone, 3 s until the node's end, the second start
+    # with its restore.
     assert usd == {
         "useful work": Decimal("0.016"),
         "interruption: node lost": Decimal("0.004") + Decimal("0.003") + Decimal("0.003"),
@@ -88,7 +105,16 @@ def test_the_forecast_is_the_first_plans_and_the_budget_says_how_much_is_gone() 
     later = plan_event(t=29.0)
     later.data["chosen"]["expected_usd"] = 0.1  # of what was left
     later.data["budget_usd"] = 0.064
-    told = event(BUDGET, 31.0, generation=2, rank=0, threshold=0.5, spent_usd=0.033, budget_usd=0.064, reserve_usd=0.0)
+    told = event(
+        BUDGET,
+        31.0,
+        generation=2,
+        rank=0,
+        threshold=0.5,
+        spent_usd=0.033,
+        budget_usd=0.064,
+        reserve_usd=0.0,
+    )
     report = build_report([*events, later, told])
     assert {row[0]: row[1] for row in format_comparison_rows(report)}["dollars"] == "$0.9000"
     assert format_key_figures(report)["budget"] == "50.0 % of $0.0640, notified at 50 %"
@@ -99,11 +125,15 @@ def test_hindsight_at_one_price_is_the_work_and_one_start() -> None:
     assert found["usd"] == pytest.approx(0.001 * (16.0 + 5.0))
     assert found["regret_usd"] == pytest.approx(0.032 - 0.021)
     assert (found["kind"], found["pools"]) == ("estimated", 2)
-    assert build_report([one for one in killed_job() if one.name != "plan"]).money["hindsight"] is None
+    assert (
+        build_report([one for one in killed_job() if one.name != "plan"]).money["hindsight"] is None
+    )
 
 
 def test_hindsight_waits_and_moves_as_the_recorded_prices_would_have_had_it() -> None:
-    """Of 3,600 s until the deadline the last 1,000 were cheap in another zone: with the future known, it waits."""
+    """Of 3,600 s until the deadline the last 1,000 were cheap in another zone: with the future
+    known, it waits.
+    """
     cheap = prices_event([(0.0, 3.6), (2600.0, 0.36)], zone="use1-az9", t=50.0)
     found = build_report([*killed_job(deadline_hours=1.0), cheap]).money["hindsight"]
     assert found["usd"] == pytest.approx(0.0001 * 21.0, rel=0.02)
@@ -112,7 +142,9 @@ def test_hindsight_waits_and_moves_as_the_recorded_prices_would_have_had_it() ->
 
 
 def test_hindsight_knows_what_each_plan_of_the_job_quoted() -> None:
-    """The second plan is dearer: all of the work at the first one's price is the least that it could have cost."""
+    """The second plan is dearer: all of the work at the first one's price is the least that it
+    could have cost.
+    """
     dearer = plan_event(7.0, t=25.0)
     report = build_report([*killed_job(), dearer])
     found = report.money["hindsight"]
@@ -122,9 +154,9 @@ def test_hindsight_knows_what_each_plan_of_the_job_quoted() -> None:
 
 def test_time_between_generations_on_one_instance_is_in_their_lines() -> None:
     events = killed_job()
-    for one in events:
-        if one.name == NODE_STARTED:
-            one.data.update(instance_id="i-1", uptime_seconds=60.0)
+    for recorded in events:
+        if recorded.name == NODE_STARTED:
+            recorded.data.update(instance_id="i-1", uptime_seconds=60.0)
     report = build_report(events)
     assert [line["paid_rank_seconds"] for line in report.events["generations"]] == [30.0, 12.0]
     assert report.paid_rank_seconds == 42.0
@@ -142,7 +174,9 @@ def test_several_jobs_stand_side_by_side_and_add_up(tmp_path: Path) -> None:
 def run(*words: str, runs: Path) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, EBBFLOW_RUNS=str(runs))
     command = [sys.executable, "-m", "cost", "report", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
@@ -157,11 +191,16 @@ def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["total_usd"] for row in rows] == ["0.032000", "0.032000"]
-    assert {(row["owner"], row["project"], row["outcome"]) for row in rows} == {("ada", "engine", "completed")}
+    assert {(row["owner"], row["project"], row["outcome"]) for row in rows} == {
+        ("ada", "engine", "completed")
+    }
     (runs / "gone").mkdir()
     (runs / "gone" / "job.json").write_bytes(KnownJob("gone", str(tmp_path / "store")).note())
     others = run("--csv", runs=runs)
-    assert (others.returncode, others.stdout) == (0, done.stdout) and "gone is left out" in others.stderr
+    assert (others.returncode, others.stdout) == (
+        0,
+        done.stdout,
+    ) and "gone is left out" in others.stderr
     nobody = run("--json", runs=tmp_path / "empty")
     assert nobody.returncode == 2 and "no job in the list of this machine" in nobody.stderr
 
@@ -187,9 +226,20 @@ def test_a_report_is_loaded_by_file_folder_and_name(tmp_path: Path) -> None:
 
 def test_changes_of_price_since_the_plan_are_taken_from_the_recording(tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
-    plain = {"InstanceType": "g5.xlarge", "AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4"}
-    times = ("2027-01-15T07:00:00Z", "2027-01-15T07:59:00Z", "2027-01-15T08:00:30Z", "2027-01-15T09:00:00Z")
-    records = [{**plain, "Timestamp": at, "SpotPrice": f"0.{i}"} for i, at in enumerate(times, start=1)]
+    plain = {
+        "InstanceType": "g5.xlarge",
+        "AvailabilityZone": "us-east-1a",
+        "AvailabilityZoneId": "use1-az4",
+    }
+    times = (
+        "2027-01-15T07:00:00Z",
+        "2027-01-15T07:59:00Z",
+        "2027-01-15T08:00:30Z",
+        "2027-01-15T09:00:00Z",
+    )
+    records = [
+        {**plain, "Timestamp": at, "SpotPrice": f"0.{i}"} for i, at in enumerate(times, start=1)
+    ]
     other = {**plain, "InstanceType": "p3.2xlarge", "Timestamp": times[1], "SpotPrice": "1.0"}
     path.write_text(json.dumps({"SpotPriceHistory": [*records, other]}))
     plan = {"made_utc": WALL, "chosen": {"instance_type": "g5.xlarge"}}  # 08:00 UTC of that day
@@ -208,15 +258,27 @@ def test_changes_of_price_since_the_plan_are_taken_from_the_recording(tmp_path: 
 def test_changes_are_recorded_of_every_type_that_a_plan_chose(tmp_path: Path) -> None:
     """The first plan was refused for want of a pool, the next two chose one type each."""
     path = tmp_path / "prices.json"
-    place = {"AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4", "Timestamp": "2026-01-15T08:30:00Z"}
+    place = {
+        "AvailabilityZone": "us-east-1a",
+        "AvailabilityZoneId": "use1-az4",
+        "Timestamp": "2026-01-15T08:30:00Z",
+    }
     types = ("g5.xlarge", "g6.xlarge", "p3.2xlarge")
-    path.write_text(json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types]))
+    path.write_text(
+        json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types])
+    )
     config = RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path)))
     job = Job(name="demo", run="1", config=config)
     with EventLog(job.store, Origin(job="demo", run="1", process="plan")) as log:
         for kind in (None, "g5.xlarge", "g6.xlarge"):
-            chosen = None if kind is None else {"instance_type": kind, "market": "spot", "usd_per_hour": 1.0}
+            if kind is None:
+                chosen = None
+            else:
+                chosen = {"instance_type": kind, "market": "spot", "usd_per_hour": 1.0}
             log.emit(PLAN, made_utc=WALL - 366 * 86400, chosen=chosen)
     record_prices(job)
-    [told] = [one for one in read_events(job.store) if one.name == PRICES]
-    assert sorted(pool["instance_type"] for pool in told.data["pools"]) == ["g5.xlarge", "g6.xlarge"]
+    [told] = [event for event in read_events(job.store) if event.name == PRICES]
+    assert sorted(pool["instance_type"] for pool in told.data["pools"]) == [
+        "g5.xlarge",
+        "g6.xlarge",
+    ]

@@ -31,7 +31,9 @@ def kinds_of(ledger: Ledger) -> dict[str, str]:
 
 
 def clean_run(ranks: int = 2) -> list[Event]:
-    """One node for 20 s: a second until the process began, 3 s of start, 4 steps of 3 s, 2 s of end, 2 s of agent."""
+    """One node for 20 s: a second until the process began, 3 s of start, 4 steps of 3 s, 2 s of
+    end, 2 s of agent.
+    """
     gang = GangLog(1, 100.0, [list(range(ranks))])
     gang.wait(1.0)
     gang.phase("startup", 3.0)
@@ -61,7 +63,10 @@ def test_a_short_second_interval_is_not_taken_for_a_part_of_the_first() -> None:
 
 
 def killed_run() -> list[Event]:
-    """6 steps of 2 s, a commit after step 4, a kill; then steps 5 to 8 again. One node, one rank."""
+    """6 steps of 2 s, a commit after step 4, a kill; then steps 5 to 8 again.
+
+    One node, one rank.
+    """
     first = GangLog(1, 0.0, [[0]])
     first.phase("startup", 5.0)
     first.steps(1, 6, useful_step=1.5, data_wait=0.5)
@@ -80,7 +85,12 @@ def killed_run() -> list[Event]:
 
 def test_a_clean_run_by_hand():
     ledger = fold(clean_run())
-    assert seconds_of(ledger) == {"useful_step": 20.0, "data_wait": 4.0, "startup": 8.0, "shutdown": 8.0}
+    assert seconds_of(ledger) == {
+        "useful_step": 20.0,
+        "data_wait": 4.0,
+        "startup": 8.0,
+        "shutdown": 8.0,
+    }
     # $3.60 per node and hour is $0.0005 per second of each of its two ranks.
     assert usd_of(ledger) == {
         "useful_step": Decimal("0.010000"),
@@ -91,8 +101,14 @@ def test_a_clean_run_by_hand():
     assert ledger.total_usd == Decimal("0.020000")
     assert ledger.paid_rank_seconds == 40.0
     assert set(kinds_of(ledger).values()) == {"measured"}
-    assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == ("recorded 2026-07-20", 0, 0.0)
-    assert ledger.useful_on_demand_usd == Decimal("0.020000"), "20 rank-seconds of useful steps at twice the price"
+    assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == (
+        "recorded 2026-07-20",
+        0,
+        0.0,
+    )
+    assert ledger.useful_on_demand_usd == Decimal("0.020000"), (
+        "20 rank-seconds of useful steps at twice the price"
+    )
     assert compute_spent_usd(clean_run()) == pytest.approx(0.02)
 
 
@@ -110,7 +126,9 @@ def test_a_kill_by_hand():
     assert ledger.redone_steps == 2
     assert ledger.paid_rank_seconds == 34.0
     assert ledger.total_usd == Decimal("0.034000")
-    assert ledger.useful_on_demand_usd == Decimal("0.024000"), "8 kept steps of 1.5 s at $7.20 per hour"
+    assert ledger.useful_on_demand_usd == Decimal("0.024000"), (
+        "8 kept steps of 1.5 s at $7.20 per hour"
+    )
 
 
 def test_a_node_without_an_end_is_billed_to_its_last_sign_of_life_and_says_so():
@@ -123,12 +141,18 @@ def test_a_node_without_an_end_is_billed_to_its_last_sign_of_life_and_says_so():
     ledger = fold([plan_event(), *gang.events])
     assert ledger.paid_rank_seconds == 10.0 + 12.5
     assert seconds_of(ledger) == {"useful_step": 12.0, "startup": 8.0, "interruption": 2.5}
-    assert kinds_of(ledger) == {"useful_step": "measured", "startup": "measured", "interruption": "estimated"}
+    assert kinds_of(ledger) == {
+        "useful_step": "measured",
+        "startup": "measured",
+        "interruption": "estimated",
+    }
     assert ledger.total_usd == Decimal("0.022500")
 
 
 def gang_with_phases_emitted_together(*, heartbeats: bool = True, ends: bool = True) -> list[Event]:
-    """Two nodes for 20 s, ranks [0] and [1]: a process start at 1 s, then start-up and restore, emitted together."""
+    """Two nodes for 20 s, ranks [0] and [1]: a process start at 1 s, then start-up and restore,
+    emitted together.
+    """
     gang = GangLog(1, 100.0, [[0], [1]])
     gang.wait(6.0)
     for rank, node in ((0, 0), (1, 1)):
@@ -149,8 +173,12 @@ def gang_with_phases_emitted_together(*, heartbeats: bool = True, ends: bool = T
     ("heartbeats", "ends", "paid_seconds"),
     [(True, True, 20.0), (True, False, 19.0), (False, True, 20.0), (False, False, 18.0)],
 )
-def test_a_node_whose_start_is_lost_is_billed_from_what_else_is_known(heartbeats, ends, paid_seconds):
-    """By its agent's other events it is paid as before; without any, from its first rank's process start."""
+def test_a_node_whose_start_is_lost_is_billed_from_what_else_is_known(
+    heartbeats, ends, paid_seconds
+):
+    """By its agent's other events it is paid as before; without any, from its first rank's process
+    start.
+    """
     whole = gang_with_phases_emitted_together(heartbeats=heartbeats, ends=ends)
     left = [event for event in whole if event.name != NODE_STARTED]
     [node, _] = read_paid_nodes(left)
@@ -165,14 +193,22 @@ def test_a_log_that_lost_any_one_event_still_has_a_ledger():
     whole = gang_with_phases_emitted_together()
     for lost, event in enumerate(whole):
         left = [*whole[:lost], *whole[lost + 1 :]]
-        usd = Decimal("0") if event.name == PLAN else Decimal("0.039") if event.name == NODE_ENDED else Decimal("0.04")
+        if event.name == PLAN:
+            usd = Decimal("0")
+        elif event.name == NODE_ENDED:
+            usd = Decimal("0.039")
+        else:
+            usd = Decimal("0.04")
         assert fold(left).total_usd == usd, event
 
 
 def test_a_node_of_which_only_the_agents_end_is_left_is_still_billed():
     whole = gang_with_phases_emitted_together()
     left = [event for event in whole if event.node == 0 or event.name == NODE_ENDED]
-    assert [(node.ranks, node.paid_seconds) for node in read_paid_nodes(left)] == [([0], 20.0), ([1], 20.0)]
+    assert [(node.ranks, node.paid_seconds) for node in read_paid_nodes(left)] == [
+        ([0], 20.0),
+        ([1], 20.0),
+    ]
     assert fold(left).total_usd == Decimal("0.04")
 
 
@@ -185,7 +221,8 @@ def test_two_nodes_that_end_apart_and_a_rank_that_never_spoke():
     gang.node_ended(0, 11.0)
     gang.node_ended(1, 6.0)
     ledger = fold([plan_event(), *gang.events])
-    # No commit: both steps are lost. Node 0 waited one second for its end, node 1 was never heard of.
+    # No commit: both steps are lost. Node 0 waited one second for its end, node 1 was never heard
+    # of.
     assert seconds_of(ledger) == {"startup": 4.0, "redone_step": 6.0, "interruption": 1.0 + 6.0}
     assert ledger.total_usd == Decimal("0.017000")
 
@@ -210,7 +247,11 @@ def test_lineage_decides_what_was_thrown_away_not_the_step_number():
 
 
 def test_the_parent_commit_names_its_generation_even_when_a_step_was_never_recorded():
-    lost = [one for one in killed_run() if not (one.generation == 1 and one.step == 4 and one.name == STEP)]
+    lost = [
+        one
+        for one in killed_run()
+        if not (one.generation == 1 and one.step == 4 and one.name == STEP)
+    ]
     ledger = fold(lost)
     assert ledger.redone_steps == 2
     assert seconds_of(ledger)["unattributed"] == 2.0
@@ -229,7 +270,10 @@ def test_a_job_that_did_not_complete_loses_what_lies_after_its_last_commit(reaso
     ledger = fold(events)
     assert seconds_of(ledger) == {"useful_step": 5.0, "checkpoint_stall": 3.5, "redone_step": 2.0}
     assert ledger.redone_steps == 2
-    still_going = fold([one for one in events if one.name not in ("outcome", "generation_ended")], running=True)
+    still_going = fold(
+        [event for event in events if event.name not in ("outcome", "generation_ended")],
+        running=True,
+    )
     assert still_going.redone_steps == 0
 
 
@@ -240,7 +284,8 @@ def test_intervals_that_cannot_all_be_true_are_an_error_that_names_the_rank():
     gang.add(PHASE, 14.0, rank=0, **{"class": "data_wait", "seconds": 9.0})
     gang.ended("completed", 14.0)
     with pytest.raises(
-        LedgerError, match=r"generation 1, node 0, rank 0: .* exceed .* by 7\.000 s: .*data_wait 9\.000"
+        LedgerError,
+        match=r"generation 1, node 0, rank 0: .* exceed .* by 7\.000 s: .*data_wait 9\.000",
     ):
         fold([plan_event(), *gang.events])
 
@@ -254,7 +299,7 @@ def test_jitter_comes_off_the_largest_class_and_gaps_are_unattributed():
     gang.ended("completed", 8.0)
     ledger = fold([plan_event(), *gang.events])
     assert seconds_of(ledger) == {"useful_step": 4.97, "startup": 1.0, "shutdown": 2.03}
-    gang.events = [one for one in gang.events if one.data.get("class") != "shutdown"]
+    gang.events = [event for event in gang.events if event.data.get("class") != "shutdown"]
     ledger = fold([plan_event(), *gang.events])
     assert seconds_of(ledger) == {"useful_step": 5.0, "startup": 1.0, "unattributed": 2.0}
     assert ledger.unattributed_share == pytest.approx(0.25)
@@ -282,7 +327,9 @@ def test_each_node_is_priced_by_the_plan_that_was_in_force():
     second.ended("completed", 10.0)
     plans = [plan_event(3.6, simulated=True, t=0.0), plan_event(36.0, None, t=30.0)]
     ledger = fold([*plans, *first.events, *second.events])
-    assert ledger.total_usd == Decimal("0.110000")  # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
+    assert ledger.total_usd == Decimal(
+        "0.110000"
+    )  # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
     assert ledger.price_kind == "recorded 2026-07-20"
     assert ledger.useful_on_demand_usd is None
     assert fold(first.events).price_kind == "unpriced"
@@ -296,11 +343,17 @@ def test_ranks_without_an_agent_are_billed_from_their_own_events():
     assert fold([]).total_usd == 0
 
 
-@given(st.lists(st.decimals(min_value=0, max_value=1000, places=9), min_size=1, max_size=12), st.integers(0, 6))
+@given(
+    st.lists(st.decimals(min_value=0, max_value=1000, places=9), min_size=1, max_size=12),
+    st.integers(0, 6),
+)
 def test_apportioned_parts_sum_to_the_rounded_whole(amounts: list[Decimal], decimals: int):
     parts = apportion(amounts, decimals)
     assert sum(parts) == round_amount(sum(amounts), decimals)
-    assert all(abs(part - amount) < Decimal(1).scaleb(-decimals) for part, amount in zip(parts, amounts, strict=True))
+    assert all(
+        abs(part - amount) < Decimal(1).scaleb(-decimals)
+        for part, amount in zip(parts, amounts, strict=True)
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -320,7 +373,7 @@ def test_every_paid_rank_second_is_in_exactly_one_class(timeline: tuple[list[Eve
 @settings(max_examples=40, deadline=None)
 @given(timelines(), st.data())
 def test_any_prefix_of_a_log_has_a_ledger(timeline: tuple[list[Event], int], data: st.DataObject):
-    events = sorted(timeline[0], key=lambda one: one.t_wall)
+    events = sorted(timeline[0], key=lambda event: event.t_wall)
     ledger = fold(events[: data.draw(st.integers(0, len(events)))])
     assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
     assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
@@ -329,7 +382,9 @@ def test_any_prefix_of_a_log_has_a_ledger(timeline: tuple[list[Event], int], dat
 def test_an_unknown_class_is_named():
     gang = GangLog(1, 0.0, [[0]])
     gang.phase("coffee", 2.0)
-    with pytest.raises(LedgerError, match=r"rank 0: a phase event without classes and seconds: .*coffee"):
+    with pytest.raises(
+        LedgerError, match=r"rank 0: a phase event without classes and seconds: .*coffee"
+    ):
         fold(gang.events)
 
 
@@ -364,15 +419,20 @@ def test_evaluation_after_the_last_step_of_a_completed_job_is_evaluation():
     gang.phase("shutdown", 1.0)
     gang.ended("completed", 8.5)
     assert seconds_of(fold([plan_event(), *gang.events])) == {
-        "useful_step": 4.0, "evaluation": 3.0, "shutdown": 0.5 + 1.0
-    }  # fmt: skip
+        "useful_step": 4.0,
+        "evaluation": 3.0,
+        "shutdown": 0.5 + 1.0,
+    }
 
 
 @settings(max_examples=200, deadline=None)
 @given(faulty_jobs())
-def test_useful_time_is_that_of_completed_steps_in_the_final_weights(job: tuple[list[Event], float]):
+def test_useful_time_is_that_of_completed_steps_in_the_final_weights(
+    job: tuple[list[Event], float],
+):
     events, own_seconds = job
-    ledger, report = fold(events), build_report(events)
+    ledger = fold(events)
+    report = build_report(events)
     useful = seconds_of(ledger).get("useful_step", 0.0)
     assert useful == pytest.approx(own_seconds, abs=1e-3)
     assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
@@ -380,4 +440,6 @@ def test_useful_time_is_that_of_completed_steps_in_the_final_weights(job: tuple[
     assert goodput == pytest.approx(own_seconds / ledger.paid_rank_seconds, abs=1e-6)
     if own_seconds == 0.0:
         assert goodput == 0.0 and (report.savings_usd is None or report.savings_usd <= 0)
-        assert format_job_rows([report, report])[-1][JOB_HEADER.index("goodput")] == "0.0 %", "of the fleet"
+        assert format_job_rows([report, report])[-1][JOB_HEADER.index("goodput")] == "0.0 %", (
+            "of the fleet"
+        )

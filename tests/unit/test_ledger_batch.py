@@ -1,4 +1,6 @@
-"""The bill of AWS Batch's jobs: what agents told, what nobody heard, each second once, whatever the clocks say."""
+"""The bill of AWS Batch's jobs: what agents told, what nobody heard, each second once, whatever the
+clocks say.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,43 @@ from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 MICRO = 1_000_000
 
 
-def told(job_id: str, started: float | None, stopped: float | None, *, at: float = 1e6, **data) -> Event:
+def told(
+    job_id: str, started: float | None, stopped: float | None, *, at: float = 1e6, **data
+) -> Event:
     """Batch's word of a job of one node and two ranks at $3.60 an hour: a tenth of a cent a second."""
-    of_job = {"job_id": job_id, "job_name": "train", "nodes": 1, "cause": "reclaimed", "processes_per_node": 2}
-    where = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 3.6, "quoted_usd_per_hour": "3.6"}
+    of_job = {
+        "job_id": job_id,
+        "job_name": "train",
+        "nodes": 1,
+        "cause": "reclaimed",
+        "processes_per_node": 2,
+    }
+    where = {
+        "instance_type": "g5.xlarge",
+        "market": "spot",
+        "usd_per_hour": 3.6,
+        "quoted_usd_per_hour": "3.6",
+    }
     times = {"created_utc": None, "started_utc": _wall(started), "stopped_utc": _wall(stopped)}
-    return event(BATCH_ATTEMPT, at, **{**of_job, **where, "price_kind": "recorded 2026-07-20", **times, **data})
+    return event(
+        BATCH_ATTEMPT,
+        at,
+        **{**of_job, **where, "price_kind": "recorded 2026-07-20", **times, **data},
+    )
 
 
 def _wall(seconds: float | None) -> float | None:
-    return None if seconds is None else WALL + seconds
+    if seconds is None:
+        return None
+    return WALL + seconds
 
 
-def gang(job_id: str | None, *, start: float = 0.0, number: int = 1, ends: bool = False, **machine) -> GangLog:
-    """40 s of one node with two ranks: 10 of start-up, 4 steps of 5 s, 10 that are lost or lead to the end."""
+def gang(
+    job_id: str | None, *, start: float = 0.0, number: int = 1, ends: bool = False, **machine
+) -> GangLog:
+    """40 s of one node with two ranks: 10 of start-up, 4 steps of 5 s, 10 that are lost or lead to
+    the end.
+    """
     known = {**machine, **({"batch_job_id": job_id} if job_id else {})}
     log = GangLog(number, start, [[0, 1]], machines=[known])
     log.phase("startup", 10.0)
@@ -63,13 +88,19 @@ def test_a_killed_attempt_pays_from_batchs_start_to_its_stop() -> None:
     ledger = fold(events)
     assert ledger.total_usd == Decimal("0.16") == Decimal(str(compute_spent_usd(events)))
     found = seconds_of(ledger)
-    assert found["startup"] == 2 * (100 + 10), "Batch's start to the first word, and the agent's own"
-    assert found["interruption"] == 2 * (10 + 20), "from the last step to the last word, and on to the stop"
+    assert found["startup"] == 2 * (100 + 10), (
+        "Batch's start to the first word, and the agent's own"
+    )
+    assert found["interruption"] == 2 * (10 + 20), (
+        "from the last step to the last word, and on to the stop"
+    )
     assert_adds_up(ledger)
 
 
 def test_what_came_after_a_planned_end_is_idle() -> None:
-    ledger = fold([plan_event(3.6), *gang("j", ends=True).events, told("j", -5.0, 43.0, cause="ended")])
+    ledger = fold(
+        [plan_event(3.6), *gang("j", ends=True).events, told("j", -5.0, 43.0, cause="ended")]
+    )
     assert seconds_of(ledger)["idle"] == 2 * 3.0 and seconds_of(ledger)["startup"] == 2 * 15.0
     assert ledger.total_usd == Decimal("0.048")
 
@@ -78,7 +109,9 @@ def test_a_node_that_never_spoke_was_starting() -> None:
     one = told("silent", 0.0, 50.0, nodes=2)
     ledger = fold([plan_event(3.6), one])
     assert seconds_of(ledger) == {"startup": 2 * 2 * 50.0} and ledger.total_usd == Decimal("0.1")
-    assert [line.cause for line in ledger.causes] == ["interruption: reclaimed before the first event"]
+    assert [line.cause for line in ledger.causes] == [
+        "interruption: reclaimed before the first event"
+    ]
     assert_adds_up(ledger)
     both = fold([plan_event(3.6), *gang("silent").events, one])
     assert both.total_usd == Decimal("0.1"), "node 0 spoke, node 1 did not: each is paid for 50 s"
@@ -86,14 +119,25 @@ def test_a_node_that_never_spoke_was_starting() -> None:
 
 
 def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
-    """The second started later than the main node and was lost earlier; the third Batch has told nothing of."""
+    """The second started later than the main node and was lost earlier; the third Batch has told
+    nothing of.
+    """
     times = [[WALL - 10.0, WALL + 60.0], [WALL + 0.0, WALL + 50.0], [None, None]]
     job = told("j", -10.0, 60.0, nodes=3, processes_per_node=1, node_times=times)
     ledger = fold([plan_event(3.6), job])
     assert [bill.rank_microseconds / MICRO for bill in ledger.unreported] == [70.0, 50.0, 70.0]
     assert ledger.total_usd == Decimal("0.19")
-    half = told("j", -10.0, 60.0, nodes=2, processes_per_node=1, node_times=[[None, WALL + 40.0], [WALL, None]])
-    assert [bill.rank_microseconds / MICRO for bill in fold([plan_event(3.6), half]).unreported] == [50.0, 60.0]
+    half = told(
+        "j",
+        -10.0,
+        60.0,
+        nodes=2,
+        processes_per_node=1,
+        node_times=[[None, WALL + 40.0], [WALL, None]],
+    )
+    assert [
+        bill.rank_microseconds / MICRO for bill in fold([plan_event(3.6), half]).unreported
+    ] == [50.0, 60.0]
     log = GangLog(1, 0.0, [[0], [1]], machines=[{"batch_job_id": "j"}] * 2)
     for node in (0, 1):
         log.heartbeat(node, 40.0)
@@ -105,7 +149,9 @@ def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
 
 @pytest.mark.parametrize("times", [(None, None), (None, 60.0), (10.0, None)])
 def test_without_both_times_only_the_agents_word_is_billed(times) -> None:
-    assert fold([plan_event(3.6), *gang("j").events, told("j", *times)]).total_usd == Decimal("0.04")
+    assert fold([plan_event(3.6), *gang("j").events, told("j", *times)]).total_usd == Decimal(
+        "0.04"
+    )
     assert fold([plan_event(3.6), told("j", *times)]).total_usd == 0
 
 
@@ -124,7 +170,8 @@ def test_clocks_minutes_apart_change_no_total(skew: float) -> None:
 
 
 def test_a_job_is_known_by_the_time_where_its_agent_does_not_say_it() -> None:
-    first, second = gang(None), gang(None, number=2, start=500.0)
+    first = gang(None)
+    second = gang(None, number=2, start=500.0)
     jobs = [told("one", -10.0, 50.0), told("two", 490.0, 550.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
     assert ledger.total_usd == Decimal("0.12")
@@ -132,18 +179,25 @@ def test_a_job_is_known_by_the_time_where_its_agent_does_not_say_it() -> None:
 
 
 def test_each_node_of_a_job_has_an_instance_of_its_own_whatever_the_metadata_service_says() -> None:
-    """AWS Batch puts no two nodes of a job on one, and a service of one address for all gives all the same id."""
+    """AWS Batch puts no two nodes of a job on one, and a service of one address for all gives all
+    the same id.
+    """
     log = GangLog(1, 0.0, [[0], [1]], machines=[{"instance_id": "i-1", "batch_job_id": "j"}] * 2)
     for node in (0, 1):
         log.heartbeat(node, 40.0)
-    ledger = fold([plan_event(3.6), *log.events, told("j", 0.0, 100.0, nodes=2, processes_per_node=1)])
+    ledger = fold(
+        [plan_event(3.6), *log.events, told("j", 0.0, 100.0, nodes=2, processes_per_node=1)]
+    )
     assert ledger.total_usd == Decimal("0.2")
     assert_adds_up(ledger)
 
 
 def test_an_attempt_has_the_price_of_its_own_placement() -> None:
-    """Spot, then on demand at twice the price; the second agent's clock is five minutes behind the launcher's."""
-    spot, dear = gang("spot"), gang("dear", number=2, start=200.0)
+    """Spot, then on demand at twice the price; the second agent's clock is five minutes behind the
+    launcher's.
+    """
+    spot = gang("spot")
+    dear = gang("dear", number=2, start=200.0)
     where = {"market": "on_demand", "usd_per_hour": 7.2, "quoted_usd_per_hour": "7.2"}
     plans = [plan_event(3.6, t=-400.0), plan_event(3.6, t=450.0)]
     jobs = [told("spot", 0.0, 40.0, at=60.0), told("dear", 500.0, 540.0, **where)]
@@ -154,7 +208,8 @@ def test_an_attempt_has_the_price_of_its_own_placement() -> None:
 
 def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:
     known = {"instance_id": "i-1", "uptime_seconds": 300.0}
-    first, second = gang("j", **known), gang("j", number=2, start=50.0, **known)
+    first = gang("j", **known)
+    second = gang("j", number=2, start=50.0, **known)
     ledger = fold([plan_event(3.6), *first.events, *second.events, told("j", 0.0, 100.0)])
     assert ledger.total_usd == Decimal("0.1") and seconds_of(ledger)["idle"] == 2 * 10.0
     assert_adds_up(ledger)
@@ -162,24 +217,41 @@ def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:
 
 def test_an_instance_between_two_jobs_goes_on_being_billed_and_its_minute_counts_jobs() -> None:
     known = {"instance_id": "i-1", "uptime_seconds": 20.0}
-    first, second = gang("a", **known), gang("b", number=2, start=100.0, **known)
+    first = gang("a", **known)
+    second = gang("b", number=2, start=100.0, **known)
     jobs = [told("a", -10.0, 45.0, cause="user_code"), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
-    assert ledger.total_usd == Decimal("0.155"), "from the first job's start to the second's stop, nothing else"
+    assert ledger.total_usd == Decimal("0.155"), (
+        "from the first job's start to the second's stop, nothing else"
+    )
     jobs = [told("a", -10.0, 45.0), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
-    assert ledger.total_usd == Decimal("0.11"), "one that was taken away waits for nobody, whatever its successor says"
+    assert ledger.total_usd == Decimal("0.11"), (
+        "one that was taken away waits for nobody, whatever its successor says"
+    )
     short = fold([plan_event(3.6), *gang("a", **known).events, told("a", -10.0, 40.0)])
-    assert short.total_usd == Decimal("0.05"), "10 s before its job, and 50 in it: a minute, and nothing is missing"
-    shorter = fold([plan_event(3.6), *gang("a", **{**known, "uptime_seconds": 12.0}).events, told("a", -10.0, 40.0)])
+    assert short.total_usd == Decimal("0.05"), (
+        "10 s before its job, and 50 in it: a minute, and nothing is missing"
+    )
+    shorter = fold(
+        [
+            plan_event(3.6),
+            *gang("a", **{**known, "uptime_seconds": 12.0}).events,
+            told("a", -10.0, 40.0),
+        ]
+    )
     assert shorter.total_usd == Decimal("0.058"), "2 s and 50 s: 8 are missing"
 
 
 @settings(max_examples=60, deadline=None)
 @given(timelines(), st.integers(0, 10**6))
 def test_every_paid_second_is_in_one_class_and_all_sum_to_the_cent(timeline, seed: int) -> None:
-    """Random kills and lost ends in random jobs of Batch: overlapping, skewed, told twice, without times, silent."""
-    draw, events, jobs = random.Random(seed), [], {}
+    """Random kills and lost ends in random jobs of Batch: overlapping, skewed, told twice, without
+    times, silent.
+    """
+    draw = random.Random(seed)
+    events = []
+    jobs = {}
     for one in timeline[0]:
         if one.name == NODE_STARTED:
             job_id = f"job-{one.generation // draw.choice([1, 1, 2])}"
@@ -192,9 +264,17 @@ def test_every_paid_second_is_in_one_class_and_all_sum_to_the_cent(timeline, see
         began = start - draw.uniform(-50, 400) + draw.choice([-300, 0, 300])
         stopped = began + draw.choice([0.0, draw.uniform(0, 300), draw.uniform(0, 3000)])
         times = draw.choice([(began, stopped)] * 4 + [(None, stopped), (began, None)])
-        nodes, cause = draw.randint(1, 4), draw.choice(["reclaimed", "ended", "user_code", "unknown"])
-        own = [[_wall(began + draw.uniform(0, 50)), _wall(stopped + draw.uniform(-50, 50))] for _ in range(nodes)]
-        known = {"nodes": nodes, "cause": cause, "node_times": draw.choice([(), own, [*own[:-1], [None, None]]])}
+        nodes = draw.randint(1, 4)
+        cause = draw.choice(["reclaimed", "ended", "user_code", "unknown"])
+        own = [
+            [_wall(began + draw.uniform(0, 50)), _wall(stopped + draw.uniform(-50, 50))]
+            for _ in range(nodes)
+        ]
+        known = {
+            "nodes": nodes,
+            "cause": cause,
+            "node_times": draw.choice([(), own, [*own[:-1], [None, None]]]),
+        }
         words += [told(job_id, *times, at=1e6 + n, **known) for n in range(draw.choice([1, 1, 2]))]
     ledger = fold([*events, *words])
     assert_adds_up(ledger)
@@ -202,27 +282,36 @@ def test_every_paid_second_is_in_one_class_and_all_sum_to_the_cent(timeline, see
 
 
 def expected_micros(ledger: Ledger, words: list[Event]) -> int:
-    """Rank-microseconds: of each node of each job the longer of what agents and what Batch told; else the agents'."""
-    total, spoke = 0, {}
+    """Rank-microseconds: of each node of each job the longer of what agents and what Batch told;
+    else the agents'.
+    """
+    total = 0
+    spoke = {}
     for bill in ledger.nodes:
         total += bill.node.paid_micros * len(bill.node.ranks)
         if bill.job is not None:
             spoke.setdefault((bill.job.job_id, bill.node.node), []).append(bill)
-    for word in {one.data["job_id"]: one for one in words}.values():
+    for word in {word.data["job_id"]: word for word in words}.values():
         data = word.data
         if data["started_utc"] is None or data["stopped_utc"] is None:
             continue
         for node in range(data["nodes"]):
-            started, stopped = data["node_times"][node] if data["node_times"] else (None, None)
+            if data["node_times"]:
+                started, stopped = data["node_times"][node]
+            else:
+                started, stopped = (None, None)
             if started is None:
-                started, stopped = data["started_utc"], data["stopped_utc"]
+                started = data["started_utc"]
+                stopped = data["stopped_utc"]
             whole = max(0, round(stopped * MICRO) - round(started * MICRO))
             bills = spoke.pop((data["job_id"], node), [])
             if not bills:
                 total += whole * data["processes_per_node"]
                 continue
             missing = max(0, whole - sum(bill.node.paid_micros for bill in bills))
-            extra = [(extra.micros, len(bill.node.ranks)) for bill in bills for extra in bill.extras]
+            extra = [
+                (extra.micros, len(bill.node.ranks)) for bill in bills for extra in bill.extras
+            ]
             assert sum(micros for micros, _ in extra) == missing
             total += sum(micros * ranks for micros, ranks in extra)
     for bills in spoke.values():  # beyond the nodes that Batch knows of: as one that it does know

@@ -1,4 +1,6 @@
-"""Lines, causes and steps of a ledger: each class of time in its cause, each discarded step counted once."""
+"""Lines, causes and steps of a ledger: each class of time in its cause, each discarded step counted
+once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, compute_spent_usd, fold, last_notified_threshold
+from ebbflow.cost.ledger.ledger import (
+    Ledger,
+    LedgerLine,
+    compute_spent_usd,
+    fold,
+    last_notified_threshold,
+)
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
     BUDGET,
@@ -27,7 +35,9 @@ from ebbflow.infra.events import (
 from tests.support.timelines import WALL, GangLog, event, plan_event
 
 
-def phases_log(number: int, start: float, reason: str, *kinds: str, ranks: int = 1, **machine: Any) -> list[Event]:
+def phases_log(
+    number: int, start: float, reason: str, *kinds: str, ranks: int = 1, **machine: Any
+) -> list[Event]:
     """One node whose ranks spend 10 s in each of the classes, and end with the last of them."""
     log = GangLog(number, start, [list(range(ranks))], machines=[machine])
     for kind in kinds:
@@ -79,16 +89,27 @@ def test_each_class_of_a_planned_generation_has_its_cause() -> None:
 
 
 def test_an_interruption_is_charged_its_own_waste_and_the_start_up_after_it() -> None:
-    """A hang loses 20 s and makes the second start necessary; that is killed, and the third start ends as planned."""
+    """A hang loses 20 s and makes the second start necessary; that is killed, and the third start
+    ends as planned.
+    """
     first = phases_log(
-        1, 0.0, "hang", "startup", "useful_step", "checkpoint_stall", instance_id="i-1", uptime_seconds=90
+        1,
+        0.0,
+        "hang",
+        "startup",
+        "useful_step",
+        "checkpoint_stall",
+        instance_id="i-1",
+        uptime_seconds=90,
     )
     second = phases_log(2, 40.0, "rank_killed", "startup", "restore", "useful_step")
     third = phases_log(3, 100.0, "completed", "startup", "shutdown")
     fourth = phases_log(4, 200.0, "completed", "startup")
     ledger = fold([plan_event(), *first, *second, *third, *fourth])
     assert causes_of(ledger) == {
-        "start and end": 10.0 + 10.0 + 10.0,  # of the first start, the end of the third, and the start of the fourth
+        "start and end": 10.0
+        + 10.0
+        + 10.0,  # of the first start, the end of the third, and the start of the fourth
         "interruption: hang": 10.0 + 20.0,
         "interruption: rank killed": 10.0 + 10.0,
         "saves": 10.0,
@@ -129,7 +150,9 @@ def test_a_minimum_charge_is_a_cause_of_its_own() -> None:
 )
 def test_a_node_without_events_is_charged_to_what_ended_its_job(cause: str, named: str) -> None:
     times = {"started_utc": WALL, "stopped_utc": WALL + 50.0}
-    attempt = event(BATCH_ATTEMPT, 99.0, job_id="j", nodes=1, processes_per_node=3, cause=cause, **times)
+    attempt = event(
+        BATCH_ATTEMPT, 99.0, job_id="j", nodes=1, processes_per_node=3, cause=cause, **times
+    )
     ledger = fold([plan_event(), attempt])
     assert causes_of(ledger) == {named: 150.0}
     assert (ledger.total_usd, ledger.paid_rank_seconds) == (Decimal("0.05"), 150.0)
@@ -188,8 +211,15 @@ def test_useful_work_on_demand_is_unknown_as_soon_as_one_price_is() -> None:
         return gang.events
 
     known = [plan_event(3.6, 7.2), *log(1, 0.0)]
-    assert fold(known).useful_on_demand_usd == Decimal("0.04"), "two nodes for 10 s at $0.002 a second, without waits"
-    first_unknown = [plan_event(3.6, None), plan_event(3.6, 7.2, t=50.0), *log(1, 0.0), *log(2, 60.0)]
+    assert fold(known).useful_on_demand_usd == Decimal("0.04"), (
+        "two nodes for 10 s at $0.002 a second, without waits"
+    )
+    first_unknown = [
+        plan_event(3.6, None),
+        plan_event(3.6, 7.2, t=50.0),
+        *log(1, 0.0),
+        *log(2, 60.0),
+    ]
     assert fold(first_unknown).useful_on_demand_usd is None
     idle = fold([plan_event(3.6, 7.2), *phases_log(1, 0.0, "completed", "startup")])
     assert idle.useful_on_demand_usd == 0
@@ -205,12 +235,16 @@ def test_the_share_of_unattributed_time_is_of_all_paid_time() -> None:
 
 
 def test_a_line_has_its_time_in_seconds() -> None:
-    line = LedgerLine(ledger_class=LedgerClass.IDLE, rank_microseconds=1_500_000, usd=Decimal(1), kind="measured")
+    line = LedgerLine(
+        ledger_class=LedgerClass.IDLE, rank_microseconds=1_500_000, usd=Decimal(1), kind="measured"
+    )
     assert line.rank_seconds == 1.5
 
 
 def test_events_are_ordered_by_wall_clock_and_then_by_the_monotonic_clock() -> None:
-    """Two heartbeats of one second of the wall clock, of which the second is the last word on the settings."""
+    """Two heartbeats of one second of the wall clock, of which the second is the last word on the
+    settings.
+    """
 
     def settings(t_mono: float, owner: str) -> Event:
         one = event(CONFIGURED, 5.0, settings=[{"key": "cost.owner", "value": owner}])
@@ -238,7 +272,9 @@ def test_owner_and_project_are_of_the_newest_configuration_or_empty() -> None:
     assert (nothing.owner, nothing.project) == ("", "")
 
 
-@pytest.mark.parametrize(("budget", "threshold"), [(10.0, 0.8), (20.0, 0.9), (None, 0.0), (30.0, 0.0)])
+@pytest.mark.parametrize(
+    ("budget", "threshold"), [(10.0, 0.8), (20.0, 0.9), (None, 0.0), (30.0, 0.0)]
+)
 def test_the_last_notified_threshold_is_the_highest_of_the_current_budget(
     budget: float | None, threshold: float
 ) -> None:
@@ -248,7 +284,9 @@ def test_the_last_notified_threshold_is_the_highest_of_the_current_budget(
     assert last_notified_threshold([*events, other], budget) == threshold
 
 
-def killed(trained: int | None, *steps: int, committed: int | None = None, ranks: int = 1) -> list[Event]:
+def killed(
+    trained: int | None, *steps: int, committed: int | None = None, ranks: int = 1
+) -> list[Event]:
     """A generation that was killed after these steps, and whose agent knows the last one."""
     log = GangLog(1, 0.0, [list(range(ranks))])
     for step in steps:
@@ -276,7 +314,9 @@ def killed(trained: int | None, *steps: int, committed: int | None = None, ranks
         (killed(3, 1, 2, 3, ranks=3), 3),  # all ranks execute a step together
     ],
 )
-def test_redone_steps_are_counted_once_up_to_the_last_that_the_agent_knows(events: list[Event], redone: int) -> None:
+def test_redone_steps_are_counted_once_up_to_the_last_that_the_agent_knows(
+    events: list[Event], redone: int
+) -> None:
     assert fold(events).redone_steps == redone
 
 
@@ -293,9 +333,13 @@ def test_redone_steps_of_a_later_generation_count_from_its_parent() -> None:
     events = [plan_event(), *first.events, *second.events]
     assert fold(events).redone_steps == 1 + 2, "step 5, and then steps 5 and 6"
     unknown = event(NODE_HEARTBEAT, 50.0, generation=9, trained=6, seconds=1.0)
-    assert fold([*events, unknown]).redone_steps == 3, "a generation that no event proves executed nothing"
+    assert fold([*events, unknown]).redone_steps == 3, (
+        "a generation that no event proves executed nothing"
+    )
     placed = event(PLACED, 50.0, generation=2, step="train", trained=9)
-    assert fold([*events, placed]).redone_steps == 3, "another event's step is the name of a step of the flow"
+    assert fold([*events, placed]).redone_steps == 3, (
+        "another event's step is the name of a step of the flow"
+    )
     evaluated = event(STEP, 30.0, generation=2, rank=0, step=None, seconds={"evaluation": 1.0})
     assert fold([*events, evaluated]).redone_steps == 3
 
@@ -309,33 +353,50 @@ def test_spent_dollars_are_those_of_all_nodes_even_if_intervals_contradict_each_
     silent = event(BATCH_ATTEMPT, 99.0, job_id="j", nodes=3, cause="ended", **times)
     late = plan_event(36.0, t=70.0)
     events = [late, plan_event(), *log.events, silent]
-    # Two nodes of 20 s; by their times they are nodes 0 and 1 of the job, which was paid for 50 s on three nodes.
+    # Two nodes of 20 s; by their times they are nodes 0 and 1 of the job, which was paid for 50 s
+    # on three nodes.
     assert compute_spent_usd(events) == 0.15
     assert compute_spent_usd([late, plan_event(), *log.events]) == 0.04
     assert compute_spent_usd([]) == 0.0
     plans = [plan_event(36.0, t=-5.0), plan_event(3.6, t=-10.0)]
-    assert compute_spent_usd([*plans, *log.events]) == 0.4, "the newer of two plans, wherever it is in the list"
+    assert compute_spent_usd([*plans, *log.events]) == 0.4, (
+        "the newer of two plans, wherever it is in the list"
+    )
 
 
-def test_start_up_and_end_of_a_node_are_in_the_order_of_events_whatever_the_order_of_the_list() -> None:
+def test_start_up_and_end_of_a_node_are_in_the_order_of_events_whatever_the_order_of_the_list() -> (
+    None
+):
     events = phases_log(1, 0.0, "completed", "startup", ranks=2)
-    shuffled = [one for name in (NODE_ENDED, PHASE, NODE_STARTED) for one in events if one.name == name]
-    rest = [one for one in events if one not in shuffled]
+    shuffled = []
+    for name in (NODE_ENDED, PHASE, NODE_STARTED):
+        for one in events:
+            if one.name == name:
+                shuffled.append(one)
+    rest = [event for event in events if event not in shuffled]
     assert fold([plan_event(), *shuffled, *rest]) == fold([plan_event(), *events])
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_total_of_half_a_unit_is_rounded_once_for_lines_and_causes(seed: int) -> None:
-    """A sum of Decimals depends on its order in the 28th digit, which decides how a half is rounded."""
+    """A sum of Decimals depends on its order in the 28th digit, which decides how a half is
+    rounded.
+    """
     draw = random.Random(seed)
     first, second = sorted(draw.sample(range(1, 9_000_000), 2))
     log = GangLog(1, 0.0, [list(range(7))])
-    for kind, micros in (("shutdown", first), ("restore", second - first), ("evaluation", 9_000_000 - second)):
+    for kind, micros in (
+        ("shutdown", first),
+        ("restore", second - first),
+        ("evaluation", 9_000_000 - second),
+    ):
         log.phase(kind, micros / 1e6)
     log.ended("completed", 9.0)
     plan = plan_event()
     # Nine seconds at an odd multiple of $0.0002 an hour are an odd number of half micro-dollars.
-    plan.data["chosen"]["quoted_usd_per_hour"] = str((2 * draw.randrange(2000) + 1) * Decimal("0.0002"))
+    plan.data["chosen"]["quoted_usd_per_hour"] = str(
+        (2 * draw.randrange(2000) + 1) * Decimal("0.0002")
+    )
     ledger = fold([plan, *log.events])
     assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
     assert sum((line.usd for line in ledger.causes), Decimal(0)) == ledger.total_usd

@@ -1,4 +1,6 @@
-"""Paid time that no agent recorded: pauses, the minimum of an instance, and the parts of a Batch job."""
+"""Paid time that no agent recorded: pauses, the minimum of an instance, and the parts of a Batch
+job.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def found_extras(
 
 
 @pytest.mark.parametrize(
-    ("pause", "counts"), [(0.0, False), (0.25, True), (30.0, True), (600.0, True), (600.25, False), (-5.0, False)]
+    ("pause", "counts"),
+    [(0.0, False), (0.25, True), (30.0, True), (600.0, True), (600.25, False), (-5.0, False)],
 )
 def test_a_pause_of_an_instance_is_idle_up_to_ten_minutes(pause: float, counts: bool) -> None:
     nodes = [on(0.0, 70.0), on(70.0 + pause, 70.0)]
@@ -52,7 +55,12 @@ def test_a_pause_of_an_instance_is_idle_up_to_ten_minutes(pause: float, counts: 
 
 
 def test_pauses_are_of_one_instance_between_nodes_in_the_order_of_their_start() -> None:
-    nodes = [on(300.0, 100.0), on(0.0, 100.0), on(150.0, 100.0, instance_id="i-2"), on(120.0, 100.0, instance_id=None)]
+    nodes = [
+        on(300.0, 100.0),
+        on(0.0, 100.0),
+        on(150.0, 100.0, instance_id="i-2"),
+        on(120.0, 100.0, instance_id=None),
+    ]
     assert found_extras(nodes) == [(1, "idle", 100.0, 200.0)]
 
 
@@ -63,7 +71,9 @@ def test_a_pause_begins_when_the_last_of_overlapping_nodes_ends() -> None:
     nodes = [on(0.0, 100.0), on(20.0, 90.0, node=1), on(130.0, 70.0)]
     assert found_extras(nodes) == [(1, "idle", 110.0, 20.0)]
     nodes = [on(0.0, 100.0), on(20.0, 80.0, node=1), on(130.0, 70.0)]
-    assert found_extras(nodes) == [(1, "idle", 100.0, 30.0)], "of two that end together, the one that started last"
+    assert found_extras(nodes) == [(1, "idle", 100.0, 30.0)], (
+        "of two that end together, the one that started last"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,8 +89,13 @@ def test_a_pause_begins_when_the_last_of_overlapping_nodes_ends() -> None:
         ([(0.0, 20.0), (1000.0, 15.0)], 25.0),  # too long a pause is not
     ],
 )
-def test_an_instance_is_billed_a_minute_at_least(nodes: list[tuple[float, float]], missing: float) -> None:
-    listed = [on(start, seconds, number, uptime_seconds=None) for number, (start, seconds) in enumerate(nodes)]
+def test_an_instance_is_billed_a_minute_at_least(
+    nodes: list[tuple[float, float]], missing: float
+) -> None:
+    listed = [
+        on(start, seconds, number, uptime_seconds=None)
+        for number, (start, seconds) in enumerate(nodes)
+    ]
     charges = [extra for extra in found_extras(listed) if extra[1] == "minimum_charge"]
     end = max(start + seconds for start, seconds in nodes)
     last = [start + seconds for start, seconds in nodes].index(end)
@@ -97,9 +112,14 @@ def test_an_instance_is_billed_a_minute_at_least(nodes: list[tuple[float, float]
         (3.0, 5.0, 35.0),
     ],
 )
-def test_the_minute_counts_from_the_boot_of_the_instance(uptime: float | None, before: float, missing: float) -> None:
+def test_the_minute_counts_from_the_boot_of_the_instance(
+    uptime: float | None, before: float, missing: float
+) -> None:
     node = on(0.0, 20.0, uptime_seconds=uptime)
-    stays = {id(node): PaidStay(started=WALL - before, stopped=WALL + 20.0, cause="ended")} if before else {}
+    if before:
+        stays = {id(node): PaidStay(started=WALL - before, stopped=WALL + 20.0, cause="ended")}
+    else:
+        stays = {}
     found = found_extras([node], stays)
     assert found == ([(0, "minimum_charge", 20.0, missing)] if missing else [])
 
@@ -132,11 +152,19 @@ def test_a_pause_between_batch_jobs_is_measured_by_their_times(cause: str, found
 
 
 def test_nodes_of_an_unknown_instance_are_in_no_group() -> None:
-    first, second, other, unknown = on(50.0, 1.0), on(10.0, 1.0), on(0.0, 1.0, instance_id="i-2"), paid_node(0.0, 1.0)
-    assert group_by_instance([first, second, other, unknown]) == {"i-2": [other], "i-1": [second, first]}
+    first = on(50.0, 1.0)
+    second = on(10.0, 1.0)
+    other = on(0.0, 1.0, instance_id="i-2")
+    unknown = paid_node(0.0, 1.0)
+    assert group_by_instance([first, second, other, unknown]) == {
+        "i-2": [other],
+        "i-1": [second, first],
+    }
 
 
-def attempt(started: float | None = 0.0, stopped: float | None = 100.0, at: float = 1e6, **data: Any) -> Event:
+def attempt(
+    started: float | None = 0.0, stopped: float | None = 100.0, at: float = 1e6, **data: Any
+) -> Event:
     times = {"started_utc": started, "stopped_utc": stopped}
     return event(BATCH_ATTEMPT, at, **{"job_id": "j", **times, **data})
 
@@ -152,11 +180,16 @@ def test_a_batch_job_is_read_with_its_defaults() -> None:
     assert (job.cause, job.placed_wall, job.candidate, job.node_times) == ("unknown", 5.0, {}, {})
     full = only_job(attempt(nodes=3, processes_per_node=8, cause="reclaimed", created_utc=2.0))
     assert (full.nodes, full.ranks, full.cause, full.placed_wall) == (3, 8, "reclaimed", 2.0)
-    assert (only_job(attempt(nodes=0, processes_per_node=0)).nodes, only_job(attempt(nodes=-2)).ranks) == (1, 1)
+    assert (
+        only_job(attempt(nodes=0, processes_per_node=0)).nodes,
+        only_job(attempt(nodes=-2)).ranks,
+    ) == (1, 1)
 
 
 def test_a_batch_job_was_placed_when_it_was_submitted() -> None:
-    submitted = [event(BATCH_SUBMITTED, at, job_id=job_id) for at, job_id in ((3.0, "j"), (4.0, "other"))]
+    submitted = [
+        event(BATCH_SUBMITTED, at, job_id=job_id) for at, job_id in ((3.0, "j"), (4.0, "other"))
+    ]
     assert only_job(*submitted, attempt(created_utc=2.0)).placed_wall == WALL + 3.0
     assert only_job(*submitted[1:], attempt(created_utc=2.0)).placed_wall == 2.0
     assert only_job(event(PLACED, 3.0, job_id="j"), attempt()).placed_wall == 0.0
@@ -174,14 +207,25 @@ def test_a_batch_job_was_placed_when_it_was_submitted() -> None:
     ],
 )
 def test_a_batch_job_without_an_id_or_both_times_was_not_paid_for(data: dict[str, Any]) -> None:
-    assert read_batch_jobs([attempt(**{"started": 0.0, "stopped": 9.0}), attempt(**data)]).keys() == {"j"}
+    assert read_batch_jobs(
+        [attempt(**{"started": 0.0, "stopped": 9.0}), attempt(**data)]
+    ).keys() == {"j"}
     assert read_batch_jobs([attempt(**data)]) == {}
 
 
 def test_the_newest_record_of_a_batch_job_counts_if_it_is_complete() -> None:
     other = event(PLACED, 2e6, **attempt(stopped=90.0).data)
-    records = [attempt(stopped=50.0), attempt(stopped=70.0), attempt(stopped=None), attempt(job_id="k"), other]
-    assert {name: job.stopped for name, job in read_batch_jobs(records).items()} == {"j": 70.0, "k": 100.0}
+    records = [
+        attempt(stopped=50.0),
+        attempt(stopped=70.0),
+        attempt(stopped=None),
+        attempt(job_id="k"),
+        other,
+    ]
+    assert {name: job.stopped for name, job in read_batch_jobs(records).items()} == {
+        "j": 70.0,
+        "k": 100.0,
+    }
 
 
 def test_the_pool_of_a_batch_job_is_known_only_with_its_instance_type() -> None:
@@ -207,25 +251,37 @@ def test_a_node_of_a_batch_job_has_its_own_times_where_batch_reported_them() -> 
     assert {job.stay(node).cause for node in range(5)} == {"reclaimed"}
 
 
-@pytest.mark.parametrize(("started", "stopped", "micros"), [(1.0, 2.5, 1_500_000), (2.0, 2.0, 0), (2.0, 1.0, 0)])
+@pytest.mark.parametrize(
+    ("started", "stopped", "micros"), [(1.0, 2.5, 1_500_000), (2.0, 2.0, 0), (2.0, 1.0, 0)]
+)
 def test_a_paid_stay_is_never_negative(started: float, stopped: float, micros: int) -> None:
     assert PaidStay(started=started, stopped=stopped, cause="ended").micros == micros
 
 
 def test_extra_time_is_in_whole_microseconds() -> None:
-    extra = ExtraTime(node=on(0.0, 1.0), ledger_class=LedgerClass.IDLE, start=0.0, seconds=1.2345678)
+    extra = ExtraTime(
+        node=on(0.0, 1.0), ledger_class=LedgerClass.IDLE, start=0.0, seconds=1.2345678
+    )
     assert extra.micros == 1_234_568
 
 
 def job(job_id: str, started: float, stopped: float, nodes: int = 1, **fields: Any) -> BatchJob:
     times = {"started": WALL + started, "stopped": WALL + stopped, "placed_wall": WALL + started}
     return BatchJob(
-        **{"job_id": job_id, "nodes": nodes, "ranks": 1, "cause": "ended", "candidate": {}, **times, **fields}
+        **{
+            "job_id": job_id,
+            "nodes": nodes,
+            "ranks": 1,
+            "cause": "ended",
+            "candidate": {},
+            **times,
+            **fields,
+        }
     )
 
 
 def assigned(node: NodeTime, *jobs: BatchJob) -> str | None:
-    known = {one.job_id: one for one in jobs}
+    known = {job.job_id: job for job in jobs}
     grouped = group_nodes_by_job([node], known)
     assert grouped.keys() == known.keys()
     return next((job_id for job_id, nodes in grouped.items() if nodes), None)
@@ -254,7 +310,9 @@ def test_a_node_belongs_to_the_job_that_it_names_and_to_no_other() -> None:
         (280.0, 10.0, ((0, 190), (400, 500)), "0"),
     ],
 )
-def test_a_node_without_a_job_id_belongs_to_the_job_that_ran_at_its_time(start, seconds, jobs, expected) -> None:
+def test_a_node_without_a_job_id_belongs_to_the_job_that_ran_at_its_time(
+    start, seconds, jobs, expected
+) -> None:
     listed = [job(str(number), *times) for number, times in enumerate(jobs)]
     assert assigned(paid_node(start, seconds), *listed) == expected
 
@@ -265,7 +323,12 @@ def test_a_node_without_a_job_id_is_compared_with_its_own_times_in_jobs_that_hav
     assert assigned(paid_node(0.0, 100.0, node=1), small, large) == "small"
     assert assigned(paid_node(0.0, 100.0, node=2), small, large) == "large"
     own = {1: (WALL + 90.0, WALL + 100.0)}
-    assert assigned(paid_node(0.0, 100.0, node=1), job("small", 0.0, 100.0, nodes=2, node_times=own), large) == "large"
+    assert (
+        assigned(
+            paid_node(0.0, 100.0, node=1), job("small", 0.0, 100.0, nodes=2, node_times=own), large
+        )
+        == "large"
+    )
 
 
 def generations(*unplanned: bool) -> dict[int, RecordedGeneration]:
@@ -290,8 +353,12 @@ def batch_extras(
     of: BatchJob, *nodes: NodeTime, known: dict[int, RecordedGeneration] | None = None
 ) -> list[tuple[str, float, float]]:
     """Each extra as (class, start after `WALL`, seconds)."""
-    extras = find_batch_extras({of.job_id: nodes}, {of.job_id: of}, known or generations(True, True, True))
-    return [(str(extra.ledger_class), round(extra.start - WALL, 6), extra.seconds) for extra in extras]
+    extras = find_batch_extras(
+        {of.job_id: nodes}, {of.job_id: of}, known or generations(True, True, True)
+    )
+    return [
+        (str(extra.ledger_class), round(extra.start - WALL, 6), extra.seconds) for extra in extras
+    ]
 
 
 @pytest.mark.parametrize(
@@ -302,20 +369,32 @@ def batch_extras(
         (0.0, 60.0, [("interruption", 40.0, 20.0)]),
         (0.0, 40.0, []),
         (0.0, 30.0, []),  # Batch reports less than the agents: nothing is missing
-        (-300.0, -230.0, [("startup", -300.0, 30.0)]),  # its clock is minutes behind: all of it seems lead
+        (
+            -300.0,
+            -230.0,
+            [("startup", -300.0, 30.0)],
+        ),  # its clock is minutes behind: all of it seems lead
         (300.0, 370.0, [("interruption", 340.0, 30.0)]),  # or ahead: all of it seems tail
         (-10.0, 40.000001, [("startup", -10.0, 10.0), ("interruption", 40.0, 0.000001)]),
     ],
 )
-def test_time_before_and_after_the_agents_is_lead_and_tail(started: float, stopped: float, expected: list) -> None:
+def test_time_before_and_after_the_agents_is_lead_and_tail(
+    started: float, stopped: float, expected: list
+) -> None:
     """The agent recorded 40 s."""
     assert batch_extras(job("j", started, stopped), paid_node(0.0, 40.0)) == expected
 
 
-@pytest.mark.parametrize(("unplanned", "kind"), [((True, False), "idle"), ((False, True), "interruption")])
-def test_the_tail_is_an_interruption_if_the_last_generation_was_cut_off(unplanned, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("unplanned", "kind"), [((True, False), "idle"), ((False, True), "interruption")]
+)
+def test_the_tail_is_an_interruption_if_the_last_generation_was_cut_off(
+    unplanned, kind: str
+) -> None:
     nodes = [paid_node(0.0, 40.0, generation=1), paid_node(40.0, 40.0, generation=2)]
-    assert batch_extras(job("j", 0.0, 90.0), *nodes, known=generations(*unplanned)) == [(kind, 80.0, 10.0)]
+    assert batch_extras(job("j", 0.0, 90.0), *nodes, known=generations(*unplanned)) == [
+        (kind, 80.0, 10.0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +414,9 @@ def test_a_pause_between_generations_of_a_node_is_idle(stopped: float, expected:
 
 
 def test_generations_of_a_node_are_ordered_by_number_and_then_by_their_start() -> None:
-    """A machine that was started anew counts its seconds from zero; a number may have been started twice."""
+    """A machine that was started anew counts its seconds from zero; a number may have been started
+    twice.
+    """
     rebooted = [paid_node(10.0, 40.0, generation=2), paid_node(500.0, 40.0, generation=1)]
     known = generations(True, False)
     assert batch_extras(job("j", 500.0, 590.0), *rebooted, known=known) == [("idle", 580.0, 10.0)]
@@ -344,7 +425,10 @@ def test_generations_of_a_node_are_ordered_by_number_and_then_by_their_start() -
 
 
 def test_several_pauses_share_the_time_that_is_left() -> None:
-    nodes = [paid_node(start, 10.0, generation=number) for number, start in enumerate((0.0, 20.0, 30.0, 50.0), start=1)]
+    nodes = [
+        paid_node(start, 10.0, generation=number)
+        for number, start in enumerate((0.0, 20.0, 30.0, 50.0), start=1)
+    ]
     assert batch_extras(job("j", 0.0, 55.0), *nodes, known=generations(*[True] * 4)) == [
         ("idle", 10.0, 10.0),
         ("idle", 40.0, 5.0),
@@ -373,14 +457,24 @@ def test_nodes_without_events_are_those_of_each_job_that_were_paid_for() -> None
 _seconds = st.integers(0, 200).map(float)
 
 
-@given(st.lists(st.tuples(_seconds, _seconds), min_size=1, max_size=5), st.integers(-400, 400), st.integers(0, 1000))
-def test_extras_of_a_batch_job_are_the_whole_difference_to_its_agents(nodes, skew: int, whole: int) -> None:
+@given(
+    st.lists(st.tuples(_seconds, _seconds), min_size=1, max_size=5),
+    st.integers(-400, 400),
+    st.integers(0, 1000),
+)
+def test_extras_of_a_batch_job_are_the_whole_difference_to_its_agents(
+    nodes, skew: int, whole: int
+) -> None:
     """Generations of one node with pauses, and Batch's clock `skew` seconds from the agent's."""
     listed = []
     reached = 0.0
     for number, (pause, seconds) in enumerate(nodes, start=1):
         listed.append(paid_node(reached + pause, seconds, generation=number))
         reached += pause + seconds
-    extras = batch_extras(job("j", skew, skew + whole), *listed, known=generations(*[True] * len(listed)))
-    assert sum(seconds for _, _, seconds in extras) == max(0, whole - sum(seconds for _, seconds in nodes))
+    extras = batch_extras(
+        job("j", skew, skew + whole), *listed, known=generations(*[True] * len(listed))
+    )
+    assert sum(seconds for _, _, seconds in extras) == max(
+        0, whole - sum(seconds for _, seconds in nodes)
+    )
     assert all(seconds > 0 for _, _, seconds in extras)

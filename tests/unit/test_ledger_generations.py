@@ -1,4 +1,6 @@
-"""Generations as their events record them: their ends, the steps that are kept, and the outcome of the job."""
+"""Generations as their events record them: their ends, the steps that are kept, and the outcome of
+the job.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,15 @@ from ebbflow.infra.events import (
 from tests.support.timelines import WALL, event, key
 
 
-def of(generation: int, name: str, t: float = 0.0, *, rank: int = -1, step: int | None = None, **data: Any) -> Event:
+def of(
+    generation: int,
+    name: str,
+    t: float = 0.0,
+    *,
+    rank: int = -1,
+    step: int | None = None,
+    **data: Any,
+) -> Event:
     return event(name, t, generation=generation, rank=rank, step=step, **data)
 
 
@@ -81,13 +91,20 @@ def only(*events: Event, running: bool = False) -> RecordedGeneration:
         (STEP, -1, False, False),
     ],
 )
-def test_an_event_proves_a_generation_or_accounts_for_time(name: str, rank: int, proves: bool, accounts: bool) -> None:
+def test_an_event_proves_a_generation_or_accounts_for_time(
+    name: str, rank: int, proves: bool, accounts: bool
+) -> None:
     assert proves_generation(of(1, name, rank=rank)) is proves
     assert accounts_for_time(of(1, name, rank=rank)) is accounts
 
 
 def test_a_generation_lasts_from_its_first_event_to_its_last() -> None:
-    events = [started(1, t=7.0), of(1, COMMIT, 3.0, rank=0), of(1, COMMIT, 9.0, rank=0), of(1, NODE_HEARTBEAT, 99.0)]
+    events = [
+        started(1, t=7.0),
+        of(1, COMMIT, 3.0, rank=0),
+        of(1, COMMIT, 9.0, rank=0),
+        of(1, NODE_HEARTBEAT, 99.0),
+    ]
     found = only(*events)
     assert (found.number, found.started_wall, found.ended_wall) == (1, WALL + 3.0, WALL + 9.0)
 
@@ -101,16 +118,36 @@ def test_generations_are_ordered_by_number() -> None:
 def test_a_planned_end_is_no_interruption(reason: str) -> None:
     for events in ([started(1), ended(1, reason)], [started(1), outcome(1, reason)]):
         found = only(*events)
-        assert (found.reason, found.planned, found.running, found.unplanned) == (reason, True, False, False)
-    assert {str(end) for end in PLANNED_ENDS} == {"completed", "budget", "deadline", "non_finite", "no_capacity"}
+        assert (found.reason, found.planned, found.running, found.unplanned) == (
+            reason,
+            True,
+            False,
+            False,
+        )
+    assert {str(end) for end in PLANNED_ENDS} == {
+        "completed",
+        "budget",
+        "deadline",
+        "non_finite",
+        "no_capacity",
+    }
 
 
-@pytest.mark.parametrize("reason", ["rank_killed", "node_lost", "hang", "preflight", "failed", None])
+@pytest.mark.parametrize(
+    "reason", ["rank_killed", "node_lost", "hang", "preflight", "failed", None]
+)
 def test_any_other_end_is_an_interruption(reason: str | None) -> None:
     found = only(started(1), ended(1, reason))
-    assert (found.reason, found.planned, found.running, found.unplanned) == (reason, False, False, True)
+    assert (found.reason, found.planned, found.running, found.unplanned) == (
+        reason,
+        False,
+        False,
+        True,
+    )
     lost = only(started(1), outcome(1, reason or "failed"))
-    assert (lost.reason, lost.unplanned) == (None, True), "an outcome that is no planned end is no reason"
+    assert (lost.reason, lost.unplanned) == (None, True), (
+        "an outcome that is no planned end is no reason"
+    )
 
 
 def test_a_recorded_end_prevails_over_the_outcome_and_the_last_end_over_others() -> None:
@@ -138,7 +175,9 @@ def test_only_the_newest_generation_of_a_running_job_without_an_end_is_running()
         ("rank_killed", True, False),
     ],
 )
-def test_user_code_is_at_fault_only_if_a_rank_or_an_agent_failed(reason: str, recorded: Any, user_code: bool) -> None:
+def test_user_code_is_at_fault_only_if_a_rank_or_an_agent_failed(
+    reason: str, recorded: Any, user_code: bool
+) -> None:
     assert only(started(1), ended(1, reason, user_code=recorded)).user_code is user_code
 
 
@@ -148,7 +187,9 @@ def test_the_culprit_is_text() -> None:
 
 
 def test_a_generation_keeps_the_steps_after_its_parents_up_to_the_last() -> None:
-    found = read_generations([started(1), committed(1, 4), started(2, parent=(4, 1)), committed(2, 9)])
+    found = read_generations(
+        [started(1), committed(1, 4), started(2, parent=(4, 1)), committed(2, 9)]
+    )
     assert [[step for step in range(12) if one.keeps(step)] for one in found.values()] == [
         [1, 2, 3, 4],
         [5, 6, 7, 8, 9],
@@ -167,7 +208,9 @@ def test_a_generation_keeps_the_steps_after_its_parents_up_to_the_last() -> None
         ([outcome(1, "budget")], True, math.inf),
     ],
 )
-def test_the_newest_generation_keeps_its_steps_to_its_last_commit_or_all(events, running: bool, last: float) -> None:
+def test_the_newest_generation_keeps_its_steps_to_its_last_commit_or_all(
+    events, running: bool, last: float
+) -> None:
     earlier = [started(0), committed(0, 3)]
     found = read_generations([*earlier, started(1, parent=(3, 0)), *events], running=running)
     assert found[1].kept == (3.0, last)
@@ -191,7 +234,14 @@ def test_a_generation_that_is_no_ancestor_of_the_newest_keeps_nothing() -> None:
         ([started(1)], 0),
         ([started(1, parent=(5, 0))], 5),
         ([started(1, parent=(5, 0)), of(1, RESTORE, rank=0, step=3)], 3),
-        ([of(1, RESTORE, rank=0, step=3), of(1, RESTORE, rank=0, step=2), started(1, parent=(5, 0))], 2),
+        (
+            [
+                of(1, RESTORE, rank=0, step=3),
+                of(1, RESTORE, rank=0, step=2),
+                started(1, parent=(5, 0)),
+            ],
+            2,
+        ),
         ([started(1, parent=(5, 0)), of(1, RESTORE, rank=0, step=None)], 5),
         ([of(1, GENERATION_STARTED, parent_step=None)], 0),
         ([started(1, parent=(5, 0)), *stepped(1, 9)], 5),
@@ -200,7 +250,9 @@ def test_a_generation_that_is_no_ancestor_of_the_newest_keeps_nothing() -> None:
         ([committed(1, 4)], 0),
     ],
 )
-def test_the_parent_step_is_the_restored_one_else_the_planned_one_else_the_one_before_the_first(events, step) -> None:
+def test_the_parent_step_is_the_restored_one_else_the_planned_one_else_the_one_before_the_first(
+    events, step
+) -> None:
     assert only(*events).parent_step == step
 
 
@@ -208,18 +260,26 @@ def test_the_parent_generation_is_named_by_the_key_of_the_restored_commit() -> N
     """Generations 1 and 2 both executed step 4, and only a key tells whose commit was restored."""
     before = [started(1), *stepped(1, 1, 2, 3, 4), started(2), *stepped(2, 1, 2, 3, 4)]
     planned = [started(3, parent=(4, 1)), *stepped(3, 5)]
-    assert [one.kept for one in read_generations([*before, *planned]).values()][:2] == [(0.0, 4.0), (0.0, 0.0)]
+    assert [generation.kept for generation in read_generations([*before, *planned]).values()][
+        :2
+    ] == [(0.0, 4.0), (0.0, 0.0)]
     restored = [*planned, of(3, RESTORE, rank=0, step=4, key=key(4, 2))]
-    assert [one.kept for one in read_generations([*before, *restored]).values()][:2] == [(0.0, 0.0), (0.0, 4.0)]
+    assert [generation.kept for generation in read_generations([*before, *restored]).values()][
+        :2
+    ] == [(0.0, 0.0), (0.0, 4.0)]
 
 
 @pytest.mark.parametrize("parent", [None, "nonsense", key(4, 9), key(4, 3)])
-def test_without_a_usable_key_the_parent_is_the_newest_earlier_generation_that_executed_the_step(parent) -> None:
+def test_without_a_usable_key_the_parent_is_the_newest_earlier_generation_that_executed_the_step(
+    parent,
+) -> None:
     before = [started(1), *stepped(1, 4), started(2), *stepped(2, 3, 4), started(7), *stepped(7, 4)]
     third = of(3, GENERATION_STARTED, parent=parent, parent_step=4)
     found = read_generations([*before[:5], third, *stepped(3, 5)])
     assert [one.kept for one in found.values()] == [(0.0, 0.0), (0.0, 4.0), (4.0, 4.0)]
-    only_first = read_generations([started(1), *stepped(1, 4), started(2), *stepped(2, 3, 5), third])
+    only_first = read_generations(
+        [started(1), *stepped(1, 4), started(2), *stepped(2, 3, 5), third]
+    )
     assert [one.kept for one in only_first.values()] == [(0.0, 4.0), (0.0, 0.0), (4.0, 4.0)]
     nobody = read_generations([started(1), *stepped(1, 3), committed(1, 4), third])
     assert [one.kept for one in nobody.values()] == [(0.0, 0.0), (4.0, 4.0)]
@@ -241,7 +301,8 @@ DONE, REFUSED, BUDGET = (outcome(2, text, t=50.0) for text in ("completed", "pre
         ([DONE], DONE, None),
         ([BUDGET, DONE], DONE, None),
         ([DONE, BUDGET], BUDGET, None),
-        # A job that completed stays completed, whether preflight or the configuration refuses a later run.
+        # A job that completed stays completed, whether preflight or the configuration refuses a
+        # later run.
         ([DONE, REFUSED], DONE, REFUSED),
         ([DONE, outcome(2, "config", t=60.0)], DONE, outcome(2, "config", t=60.0)),
         ([DONE, BUDGET, REFUSED], REFUSED, None),
@@ -249,7 +310,9 @@ DONE, REFUSED, BUDGET = (outcome(2, text, t=50.0) for text in ("completed", "pre
         ([REFUSED], REFUSED, None),
     ],
 )
-def test_the_final_outcome_is_the_last_one_unless_a_run_after_completion_was_refused(events, final, refusal) -> None:
+def test_the_final_outcome_is_the_last_one_unless_a_run_after_completion_was_refused(
+    events, final, refusal
+) -> None:
     events = [started(1, t=1.0), started(2, t=40.0), *events]
     assert find_final_outcome(events) == final
     assert find_later_refusal(events) == refusal
@@ -261,11 +324,16 @@ def test_the_final_outcome_is_the_last_one_unless_a_run_after_completion_was_ref
         (outcome(2, "budget", t=50.0), True),
         (outcome(2, "budget", t=1.0), True),  # of the newest generation, whatever the clock says
         (outcome(1, "budget", t=50.0), False),  # a rank of an older one
-        (outcome(0, "budget", t=40.0, rank=-1), True),  # a step of the flow, at the start of the newest or later
+        (
+            outcome(0, "budget", t=40.0, rank=-1),
+            True,
+        ),  # a step of the flow, at the start of the newest or later
         (outcome(0, "budget", t=39.0, rank=-1), False),
     ],
 )
-def test_an_outcome_counts_if_it_is_of_the_newest_generation_or_of_a_later_flow_step(told: Event, counts: bool) -> None:
+def test_an_outcome_counts_if_it_is_of_the_newest_generation_or_of_a_later_flow_step(
+    told: Event, counts: bool
+) -> None:
     events = [started(1, t=60.0), started(2, t=40.0), started(2, t=30.0), told]
     assert (find_final_outcome(events) is told) is counts
 

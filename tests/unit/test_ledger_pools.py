@@ -1,4 +1,6 @@
-"""The pool whose price a node pays: planned, recorded, quoted for another zone or type, or the Batch job's own."""
+"""The pool whose price a node pays: planned, recorded, quoted for another zone or type, or the
+Batch job's own.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,28 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-def plan(t: float = 0.0, *, ranked: list[dict] | None = None, on_demand: dict | None = None, **chosen: Any) -> Event:
-    """A plan of $1 on spot in use1-az1. ranked, on_demand: the quotes of other pools. chosen: other than `CHOSEN`."""
-    return event(PLAN, t, simulated=False, chosen=CHOSEN | chosen, ranked=ranked, on_demand=on_demand)
+def plan(
+    t: float = 0.0,
+    *,
+    ranked: list[dict] | None = None,
+    on_demand: dict | None = None,
+    **chosen: Any,
+) -> Event:
+    """A plan of $1 on spot in use1-az1. ranked, on_demand: the quotes of other pools. chosen: other
+    than `CHOSEN`.
+    """
+    return event(
+        PLAN, t, simulated=False, chosen=CHOSEN | chosen, ranked=ranked, on_demand=on_demand
+    )
 
 
 def candidate(usd: str, **pool: Any) -> dict[str, Any]:
     return CHOSEN | {"quoted_usd_per_hour": usd, "price_kind": f"quote of {usd}"} | pool
 
 
-def price(events: list[Event], machine: dict | None = None, job: BatchJob | None = None, at: float = 100.0):
+def price(
+    events: list[Event], machine: dict | None = None, job: BatchJob | None = None, at: float = 100.0
+):
     return Pricing.of(events).price_node(paid_node(at, 10.0, **(machine or {})), job)
 
 
@@ -45,7 +59,9 @@ def usd_and_place(found: NodePrice) -> tuple[Decimal, str]:
     ("at", "usd"),
     [(99.0, 1), (100.0, 2), (150.0, 2), (200.0, 3), (0.0, 1)],
 )
-def test_a_node_has_the_price_of_the_last_plan_before_its_start_or_of_the_first(at: float, usd: int) -> None:
+def test_a_node_has_the_price_of_the_last_plan_before_its_start_or_of_the_first(
+    at: float, usd: int
+) -> None:
     plans = [plan(50.0), plan(100.0, usd_per_hour=2.0), plan(200.0, usd_per_hour=3.0)]
     assert price(plans, at=at).curve.first == usd
 
@@ -77,7 +93,9 @@ def test_a_plan_that_chose_no_pool_is_none() -> None:
         ({"instance_type": "p5.48xlarge"}, 1, "p5.48xlarge spot in use1-az1"),
     ],
 )
-def test_recorded_changes_of_the_machines_pool_come_first(machine: dict, usd: int, place: str) -> None:
+def test_recorded_changes_of_the_machines_pool_come_first(
+    machine: dict, usd: int, place: str
+) -> None:
     """A pool other than the planned one has the price of its first change before that change, too."""
     changes = [
         prices_event([(-5.0, "10")], region="us-east-1", zone="use1-az1"),
@@ -102,12 +120,18 @@ def test_a_pool_with_recorded_changes_keeps_them_after_the_plans_quote() -> None
 def test_a_simulated_run_has_the_planned_price_wherever_it_runs() -> None:
     simulated = event(PLAN, 0.0, simulated=True, chosen=CHOSEN)
     found = price(
-        [simulated, prices_event([(-1.0, "9")], zone="use1-az2")], {"zone_id": "use1-az2", "market": "on_demand"}
+        [simulated, prices_event([(-1.0, "9")], zone="use1-az2")],
+        {"zone_id": "use1-az2", "market": "on_demand"},
     )
-    assert (found.curve.first, found.kind, str(found.pool)) == (1, "simulated", "g5.xlarge spot in use1-az1")
+    assert (found.curve.first, found.kind, str(found.pool)) == (
+        1,
+        "simulated",
+        "g5.xlarge spot in use1-az1",
+    )
 
 
-AZ1, AZ2 = candidate("5", zone="use1-az1"), candidate("6", zone="use1-az2")
+AZ1 = candidate("5", zone="use1-az1")
+AZ2 = candidate("6", zone="use1-az2")
 G6_AZ1 = candidate("7", instance_type="g6.xlarge", zone="use1-az1")
 G6_AZ2 = candidate("8", instance_type="g6.xlarge", zone="use1-az2")
 G6_NAMED = candidate("9", instance_type="g6.xlarge", zone="us-east-1c")
@@ -127,7 +151,13 @@ PLANNED = "g5.xlarge spot in use1-az1"
         # The planned type and market: another zone has its own quote, if the plan has one.
         ({}, [AZ1, AZ2], 1, PLANNED, "planned"),
         ({"zone_id": "use1-az1"}, [AZ1, AZ2], 1, PLANNED, "planned"),
-        ({"zone_id": "use1-az2"}, [*NO_AZ2, AZ2], 6, "g5.xlarge spot in use1-az2", "quote of 6; of"),
+        (
+            {"zone_id": "use1-az2"},
+            [*NO_AZ2, AZ2],
+            6,
+            "g5.xlarge spot in use1-az2",
+            "quote of 6; of",
+        ),
         ({"zone": "us-east-1c"}, [candidate("6", zone="us-east-1c")], 1, PLANNED, "planned"),
         (
             {"zone_id": "use1-az2"},
@@ -137,21 +167,59 @@ PLANNED = "g5.xlarge spot in use1-az1"
             f"planned, of the planned {PLANNED}: the machine is in use1-az2, no price is on record",
         ),
         ({"zone_id": "use1-az2"}, None, 1, PLANNED, "planned, of the planned"),
-        # Another type: first a quote of the machine's zone, by id or by name, else that of the planned zone.
-        (G6, [G6_ON_DEMAND, G6_FAR, G6_AZ2, G6_AZ1], 7, "g6.xlarge spot in use1-az1", "quote of 7; of g6.xlarge spot"),
-        (G6 | {"zone_id": "use1-az2"}, [G6_AZ1, G6_AZ2], 8, "g6.xlarge spot in use1-az2", "quote of 8; of"),
-        (G6 | {"zone": "us-east-1c"}, [G6_AZ1, G6_NAMED], 9, "g6.xlarge spot in us-east-1c", "quote of 9; of"),
-        (G6 | {"zone_id": "use1-az7"}, [G6_AZ2, G6_AZ1], 8, "g6.xlarge spot in use1-az2", "quote of 8; of"),
+        # Another type: first a quote of the machine's zone, by id or by name, else that of the
+        # planned zone.
+        (
+            G6,
+            [G6_ON_DEMAND, G6_FAR, G6_AZ2, G6_AZ1],
+            7,
+            "g6.xlarge spot in use1-az1",
+            "quote of 7; of g6.xlarge spot",
+        ),
+        (
+            G6 | {"zone_id": "use1-az2"},
+            [G6_AZ1, G6_AZ2],
+            8,
+            "g6.xlarge spot in use1-az2",
+            "quote of 8; of",
+        ),
+        (
+            G6 | {"zone": "us-east-1c"},
+            [G6_AZ1, G6_NAMED],
+            9,
+            "g6.xlarge spot in us-east-1c",
+            "quote of 9; of",
+        ),
+        (
+            G6 | {"zone_id": "use1-az7"},
+            [G6_AZ2, G6_AZ1],
+            8,
+            "g6.xlarge spot in use1-az2",
+            "quote of 8; of",
+        ),
         (
             G6,
             [G6_ON_DEMAND, G6_FAR],
             1,
             "g6.xlarge spot in use1-az1",
-            f"planned, of the planned {PLANNED}: the machine is g6.xlarge spot, of which no price is on record",
+            f"planned, of the planned {PLANNED}: the machine is g6.xlarge spot, of which no "
+            "price is on record",
         ),
         # On demand: the type's own on-demand price before any quote, and never the spot price.
-        ({"market": "on_demand"}, [AZ1, AZ2_ON_DEMAND], 3, f"g5.xlarge {ON_DEMAND}", "recorded: on-demand, of g5"),
-        (G6 | {"market": "on_demand"}, [G6_AZ1, G6_ON_DEMAND], 4, f"g6.xlarge {ON_DEMAND}", "recorded: on-demand"),
+        (
+            {"market": "on_demand"},
+            [AZ1, AZ2_ON_DEMAND],
+            3,
+            f"g5.xlarge {ON_DEMAND}",
+            "recorded: on-demand, of g5",
+        ),
+        (
+            G6 | {"market": "on_demand"},
+            [G6_AZ1, G6_ON_DEMAND],
+            4,
+            f"g6.xlarge {ON_DEMAND}",
+            "recorded: on-demand",
+        ),
     ],
 )
 def test_without_recorded_changes_a_node_pays_a_quote_of_the_plan(
@@ -162,7 +230,9 @@ def test_without_recorded_changes_a_node_pays_a_quote_of_the_plan(
     assert found.kind.startswith(kind)
 
 
-def test_an_on_demand_machine_without_its_own_price_pays_a_quote_or_the_planned_types_on_demand_price() -> None:
+def test_an_on_demand_machine_without_its_own_price_pays_a_quote_or_the_planned_types_on_demand_price() -> (
+    None
+):
     machine = G6 | {"market": "on_demand"}
     quoted = price([plan(ranked=[G6_AZ1, G6_ON_DEMAND])], machine)
     assert usd_and_place(quoted) == (10, "g6.xlarge on-demand in use1-az1")
@@ -179,14 +249,20 @@ def test_a_zone_name_of_the_plan_is_compared_with_the_machines_zone_name() -> No
     assert price([named], {"zone_id": "use1-az2", "zone": "us-east-1a"}).curve.first == 1
     assert price([named], {"zone_id": "use1-az2", "zone": "us-east-1b"}).curve.first == 6
     anywhere = plan(zone=None, ranked=[candidate("6", zone="us-east-1b")])
-    assert price([anywhere], {"zone_id": "use1-az2", "zone": "us-east-1b"}).curve.first == 1, "planned for any zone"
+    assert price([anywhere], {"zone_id": "use1-az2", "zone": "us-east-1b"}).curve.first == 1, (
+        "planned for any zone"
+    )
 
 
 @pytest.mark.parametrize(
-    ("machine", "usd"), [({}, 3), (G6, 4), ({"instance_type": "p5.48xlarge"}, None), ({"market": "on_demand"}, 3)]
+    ("machine", "usd"),
+    [({}, 3), (G6, 4), ({"instance_type": "p5.48xlarge"}, None), ({"market": "on_demand"}, 3)],
 )
 def test_on_demand_price_is_that_of_the_machines_type(machine: dict, usd: int | None) -> None:
-    assert price([plan(ranked=[G6_AZ1], on_demand={"g6.xlarge": 4})], machine).on_demand_usd_per_hour == usd
+    assert (
+        price([plan(ranked=[G6_AZ1], on_demand={"g6.xlarge": 4})], machine).on_demand_usd_per_hour
+        == usd
+    )
     assert price([plan(on_demand_usd_per_hour=None)]).on_demand_usd_per_hour is None
 
 
@@ -199,7 +275,10 @@ def batch_job(placed: float = 100.0, **placement: Any) -> BatchJob:
         stopped=WALL + 50,
         cause="ended",
         placed_wall=WALL + placed,
-        candidate={key: CHOSEN[key] for key in ("instance_type", "market", "region", "zone", "usd_per_hour")}
+        candidate={
+            key: CHOSEN[key]
+            for key in ("instance_type", "market", "region", "zone", "usd_per_hour")
+        }
         | placement,
     )
 
@@ -222,7 +301,12 @@ def test_a_batch_job_has_the_plan_before_its_submission_and_the_pool_of_its_plac
 def test_a_batch_job_at_the_planned_price_keeps_all_that_the_plan_says() -> None:
     found = price([plan(price_kind="planned, and kept")], job=batch_job(price_kind="of the job"))
     assert found.kind == "planned, and kept"
-    assert price([plan(price_kind="planned")], job=batch_job(quoted_usd_per_hour="2", price_kind="own")).kind == "own"
+    assert (
+        price(
+            [plan(price_kind="planned")], job=batch_job(quoted_usd_per_hour="2", price_kind="own")
+        ).kind
+        == "own"
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,8 +318,12 @@ def test_a_batch_job_at_the_planned_price_keeps_all_that_the_plan_says() -> None
         ({"instance_type": "g6.xlarge"}, None, None),
     ],
 )
-def test_a_batch_job_of_another_type_has_that_types_on_demand_price(placement, on_demand, usd) -> None:
-    assert price([plan(on_demand=on_demand)], job=batch_job(**placement)).on_demand_usd_per_hour == usd
+def test_a_batch_job_of_another_type_has_that_types_on_demand_price(
+    placement, on_demand, usd
+) -> None:
+    assert (
+        price([plan(on_demand=on_demand)], job=batch_job(**placement)).on_demand_usd_per_hour == usd
+    )
     without = plan(on_demand_usd_per_hour=None, on_demand={"g5.xlarge": 9})
     assert price([without], job=batch_job(usd_per_hour=2.0)).on_demand_usd_per_hour == 9
 
@@ -256,7 +344,14 @@ def test_a_batch_job_of_another_type_has_that_types_on_demand_price(placement, o
 )
 def test_a_batch_jobs_quote_is_a_price_or_nothing(values: dict, quote: str | None) -> None:
     job = BatchJob(
-        job_id="j", nodes=1, ranks=1, started=0.0, stopped=1.0, cause="ended", placed_wall=0.0, candidate=values
+        job_id="j",
+        nodes=1,
+        ranks=1,
+        started=0.0,
+        stopped=1.0,
+        cause="ended",
+        placed_wall=0.0,
+        candidate=values,
     )
     assert (None if job.quote is None else str(job.quote)) == quote
 
@@ -270,12 +365,22 @@ def test_a_batch_job_without_a_price_has_the_plans() -> None:
 @pytest.mark.parametrize(
     ("values", "pool", "name"),
     [
-        ({"zone": "use1-az1", "region": "us-east-1"}, ("spot", "use1-az1"), "g5.xlarge spot in use1-az1"),
-        ({"zone": None, "region": "us-east-1"}, ("spot", "us-east-1"), "g5.xlarge spot in us-east-1"),
+        (
+            {"zone": "use1-az1", "region": "us-east-1"},
+            ("spot", "use1-az1"),
+            "g5.xlarge spot in use1-az1",
+        ),
+        (
+            {"zone": None, "region": "us-east-1"},
+            ("spot", "us-east-1"),
+            "g5.xlarge spot in us-east-1",
+        ),
         ({"market": "on_demand"}, ("on_demand", ""), "g5.xlarge on-demand"),
     ],
 )
-def test_a_pool_is_named_by_its_zone_or_its_region(values: dict, pool: tuple[str, str], name: str) -> None:
+def test_a_pool_is_named_by_its_zone_or_its_region(
+    values: dict, pool: tuple[str, str], name: str
+) -> None:
     parsed = parse_pool({"instance_type": "g5.xlarge", "market": "spot", **values})
     assert parsed == PoolName(instance_type="g5.xlarge", market=pool[0], place=pool[1])
     assert str(parsed) == name
@@ -310,10 +415,15 @@ def test_an_invalid_pool_of_a_prices_event_is_a_ledger_error(pool: dict) -> None
 def test_a_price_of_zero_is_valid() -> None:
     free = event(PRICES, 1.0, pools=[POOL | {"zone": "use1-az1", "changes": [[WALL, "0"]]}])
     assert price([plan(), free]).curve.price_at(WALL) == 0
-    assert price([plan(), event(PRICES, 1.0)]).curve.changes == (), "an event without pools changes nothing"
+    assert price([plan(), event(PRICES, 1.0)]).curve.changes == (), (
+        "an event without pools changes nothing"
+    )
 
 
 def test_changes_of_several_events_are_joined_and_the_later_event_prevails() -> None:
-    events = [prices_event([(10.0, "2"), (20.0, "3")], zone="use1-az1"), prices_event([(20.0, "4")], zone="use1-az1")]
+    events = [
+        prices_event([(10.0, "2"), (20.0, "3")], zone="use1-az1"),
+        prices_event([(20.0, "4")], zone="use1-az1"),
+    ]
     curve = price([plan(), *events]).curve
     assert [curve.price_at(WALL + at) for at in (0.0, 10.0, 20.0)] == [1, 2, 4]

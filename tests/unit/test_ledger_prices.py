@@ -1,4 +1,6 @@
-"""The ledger at prices that change: the price of each moment, by the second, a minute at least for each instance."""
+"""The ledger at prices that change: the price of each moment, by the second, a minute at least for
+each instance.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def one_node(machine: dict | None = None, *, start: float = 0.0, number: int = 1
 
 
 def test_a_change_within_a_step_is_charged_to_the_seconds_after_it():
-    # $3.60/h is 0.1 cent a second for the node; from second 5.5, in the middle of a step, ten times that.
+    # $3.60/h is 0.1 cent a second for the node; from second 5.5, in the middle of a step, ten times
+    # that.
     events = [plan_event(3.6), *one_node().events, prices_event([(5.5, 36.0)])]
     assert usd_of(events) == {
         "startup": Decimal("0.004"),
@@ -46,7 +49,10 @@ def test_a_change_within_a_step_is_charged_to_the_seconds_after_it():
 
 
 def test_prices_of_another_pool_change_nothing_and_a_price_from_before_holds():
-    elsewhere = [prices_event([(5.0, 99.0)], zone="use1-az9"), prices_event([(5.0, 99.0)], market="on_demand")]
+    elsewhere = [
+        prices_event([(5.0, 99.0)], zone="use1-az9"),
+        prices_event([(5.0, 99.0)], market="on_demand"),
+    ]
     assert fold([plan_event(3.6), *one_node().events, *elsewhere]).total_usd == Decimal("0.02")
     before = prices_event([(-500.0, 7.2), (-9000.0, 99.0)])
     assert fold([plan_event(3.6), *one_node().events, before]).total_usd == Decimal("0.04")
@@ -54,7 +60,10 @@ def test_prices_of_another_pool_change_nothing_and_a_price_from_before_holds():
 
 def test_a_machine_in_another_zone_than_planned_pays_that_zones_price():
     recorded = prices_event([(-1.0, 72.0)], zone="use1-az4")
-    there, unknown = ({"instance_id": "i-1", "zone_id": zone, "uptime_seconds": 90.0} for zone in ("use1-az4", "x"))
+    there, unknown = (
+        {"instance_id": "i-1", "zone_id": zone, "uptime_seconds": 90.0}
+        for zone in ("use1-az4", "x")
+    )
     assert fold([plan_event(3.6), *one_node(there).events, recorded]).total_usd == Decimal("0.4")
     assert fold([plan_event(3.6), *one_node(unknown).events, recorded]).total_usd == Decimal("0.02")
 
@@ -65,7 +74,9 @@ def test_an_instance_is_billed_a_minute_at_least_its_boot_included(uptime: float
     ledger = fold(events)
     assert ledger.paid_rank_seconds == 2 * (20.0 + missing)
     assert usd_of(events).get("minimum_charge", Decimal(0)) == Decimal("0.001") * Decimal(missing)
-    assert fold([plan_event(3.6), *one_node().events]).paid_rank_seconds == 40.0, "no instance, no start of one"
+    assert fold([plan_event(3.6), *one_node().events]).paid_rank_seconds == 40.0, (
+        "no instance, no start of one"
+    )
 
 
 def test_an_instance_that_waits_for_the_next_generation_goes_on_being_billed():
@@ -89,17 +100,24 @@ def test_an_on_demand_machine_is_never_charged_at_the_planned_spot_price():
 
 def test_a_launch_that_never_became_a_node_costs_nothing():
     gang = GangLog(1, 0.0, [[0], [1]])
-    gang.events = [one for one in gang.events if not (one.name == NODE_STARTED and one.node == 1)]
-    gang.add(GENERATION_ENDED, 30.0, reason="roll_call", culprit="node 1 never came", user_code=False)
+    gang.events = [
+        event for event in gang.events if not (event.name == NODE_STARTED and event.node == 1)
+    ]
+    gang.add(
+        GENERATION_ENDED, 30.0, reason="roll_call", culprit="node 1 never came", user_code=False
+    )
     gang.node_ended(0, 30.0, "roll_call")
     ledger = fold([plan_event(3.6), *gang.events])
     assert ledger.paid_rank_seconds == 30.0 and ledger.total_usd == Decimal("0.03")
-    gang.events = [one for one in gang.events if one.name not in (NODE_STARTED, NODE_ENDED)]
+    gang.events = [event for event in gang.events if event.name not in (NODE_STARTED, NODE_ENDED)]
     assert fold([plan_event(3.6), *gang.events]).total_usd == 0
 
 
 def test_who_pays_stands_in_the_ledger():
-    rows = [{"key": "cost.owner", "value": "ada", "source": "--set"}, {"key": "cost.project", "value": None}]
+    rows = [
+        {"key": "cost.owner", "value": "ada", "source": "--set"},
+        {"key": "cost.project", "value": None},
+    ]
     ledger = fold([event(CONFIGURED, 0.0, settings=rows), plan_event(), *one_node().events])
     assert (ledger.owner, ledger.project) == ("ada", "")
 
@@ -111,14 +129,21 @@ def test_a_price_that_is_none_is_named(price: str):
 
 
 def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: float) -> Fraction:
-    """What all nodes cost, added up second by second of constant price, in fractions: no code of the ledger's."""
+    """What all nodes cost, added up second by second of constant price, in fractions: no code of
+    the ledger's.
+    """
     total = Fraction(0)
-    for group in {(one.generation, one.node) for one in events if one.name == NODE_STARTED}:
-        mine = [one for one in events if (one.generation, one.node) == group]
+    for group in {
+        (recorded.generation, recorded.node) for recorded in events if recorded.name == NODE_STARTED
+    }:
+        mine = [recorded for recorded in events if (recorded.generation, recorded.node) == group]
         start = next(one.t_mono for one in mine if one.name == NODE_STARTED)
         told = [start + one.data["seconds"] for one in mine if one.name == NODE_ENDED]
         seen = [one.t_mono for one in mine if one.rank >= 0 or one.name == "node_heartbeat"]
-        end = told[0] if told else max(seen, default=start)
+        if told:
+            end = told[0]
+        else:
+            end = max(seen, default=start)
         moments = sorted({start, end, *(at for at, _ in changes if start < at < end)})
         for left, right in pairwise(moments):
             held = [usd for at, usd in sorted(changes, key=lambda change: change[0]) if at <= left]
@@ -127,29 +152,46 @@ def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: fl
 
 
 _moments = st.integers(-5000, 90_000).map(lambda hundredths: hundredths / 100)
-_changes = st.lists(st.tuples(_moments, st.floats(0.01, 90)), max_size=8, unique_by=lambda change: change[0])
+_changes = st.lists(
+    st.tuples(_moments, st.floats(0.01, 90)), max_size=8, unique_by=lambda change: change[0]
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(timelines(), _changes)
-def test_every_paid_second_costs_the_price_of_its_moment(timeline: tuple[list[Event], int], changes):
-    """Random kills and lost ends at random prices: lines sum to the total, and the total is ∫ price over paid time."""
+def test_every_paid_second_costs_the_price_of_its_moment(
+    timeline: tuple[list[Event], int], changes
+):
+    """Random kills and lost ends at random prices: lines sum to the total, and the total is ∫ price
+    over paid time.
+    """
     events, _ = timeline
-    first = next(one.data["chosen"]["usd_per_hour"] for one in events if one.name == "plan")
+    first = next(event.data["chosen"]["usd_per_hour"] for event in events if event.name == "plan")
     ledger = fold([*events, prices_event(changes)])
     assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
     assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
     assert sum(bill.rank_microseconds for bill in ledger.nodes) == ledger.paid_microseconds
     assert all(line.usd >= 0 for line in ledger.lines)
-    # Wall times are known to about a microsecond, and dollars are rounded once, at the sixth decimal.
-    steepest = max([first, *(usd for _, usd in changes)]) / 3600 * 2e-6 * (2 + len(changes)) * len(ledger.nodes)
-    assert float(ledger.total_usd) == pytest.approx(float(exact_usd(events, changes, first)), abs=1e-6 + steepest)
+    # Wall times are known to about a microsecond, and dollars are rounded once, at the sixth
+    # decimal.
+    steepest = (
+        max([first, *(usd for _, usd in changes)])
+        / 3600
+        * 2e-6
+        * (2 + len(changes))
+        * len(ledger.nodes)
+    )
+    assert float(ledger.total_usd) == pytest.approx(
+        float(exact_usd(events, changes, first)), abs=1e-6 + steepest
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(timelines(), _changes, st.data())
 def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, data: st.DataObject):
-    """On instances that random nodes share, at once or one after the other: it adds up, and none is billed less."""
+    """On instances that random nodes share, at once or one after the other: it adds up, and none is
+    billed less.
+    """
     events = []
     for one in timeline[0]:
         if one.name == NODE_STARTED:
@@ -163,7 +205,8 @@ def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, d
     assert sum(line.rank_microseconds for line in ledger.causes) == ledger.paid_microseconds
     for name in {bill.node.instance_id for bill in ledger.nodes}:
         mine = [bill for bill in ledger.nodes if bill.node.instance_id == name]
-        seconds, reached = 10.0 + sum(extra.seconds for bill in mine for extra in bill.extras), 0.0
+        seconds = 10.0 + sum(extra.seconds for bill in mine for extra in bill.extras)
+        reached = 0.0
         for node in sorted((bill.node for bill in mine), key=lambda node: node.started_wall):
             seconds += max(0.0, node.ended_wall - max(node.started_wall, reached))
             reached = max(reached, node.ended_wall)
@@ -174,7 +217,9 @@ def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, d
 def test_a_curves_integrals_add_up(changes, start: float, one: float, two: float):
     curve = PriceCurve.of(Decimal("1.5"), [(WALL + at, Decimal(str(usd))) for at, usd in changes])
     a, b, c = (round((WALL + at) * 1e6) for at in (start, start + one, start + one + two))
-    assert curve.cost(a, b) + curve.cost(b, c) == pytest.approx(curve.cost(a, c), abs=Decimal("1e-20"))
+    assert curve.cost(a, b) + curve.cost(b, c) == pytest.approx(
+        curve.cost(a, c), abs=Decimal("1e-20")
+    )
     if curve.is_constant(a, c):
         assert curve.cost(a, c) == pytest.approx(
             curve.price_at(a / 1e6) * (c - a) / 3_600_000_000, abs=Decimal("1e-20")

@@ -1,4 +1,6 @@
-"""Paid time of nodes and ranks: where it starts and ends, what each event accounts for, and what is waste."""
+"""Paid time of nodes and ranks: where it starts and ends, what each event accounts for, and what is
+waste.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from hypothesis import strategies as st
 
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.generations import RecordedGeneration
-from ebbflow.cost.ledger.timeline import MACHINE_KEYS, NodeTime, RankTime, compute_rank_times, compute_rate
+from ebbflow.cost.ledger.timeline import (
+    MACHINE_KEYS,
+    NodeTime,
+    RankTime,
+    compute_rank_times,
+    compute_rate,
+)
 from ebbflow.cost.ledger.timeline import read_paid_nodes as read_nodes
 from ebbflow.infra.events import (
     GENERATION_ENDED,
@@ -24,7 +32,9 @@ from ebbflow.infra.events import (
 )
 from tests.support.timelines import WALL, event
 
-STARTED, ENDED, BEAT = NODE_STARTED, NODE_ENDED, NODE_HEARTBEAT
+STARTED = NODE_STARTED
+ENDED = NODE_ENDED
+BEAT = NODE_HEARTBEAT
 
 
 def of_node(name: str, t: float, node: int = 0, **data: Any) -> Event:
@@ -32,10 +42,14 @@ def of_node(name: str, t: float, node: int = 0, **data: Any) -> Event:
 
 
 def phase(t: float, kind: str, seconds: float, rank: int = 0, node: int = 0) -> Event:
-    return event(PHASE, t, generation=1, node=node, rank=rank, **{"class": kind, "seconds": seconds})
+    return event(
+        PHASE, t, generation=1, node=node, rank=rank, **{"class": kind, "seconds": seconds}
+    )
 
 
-def step(t: float, number: int | None = 1, rank: int = 0, skipped: str | None = None, **seconds: float) -> Event:
+def step(
+    t: float, number: int | None = 1, rank: int = 0, skipped: str | None = None, **seconds: float
+) -> Event:
     return event(STEP, t, generation=1, rank=rank, step=number, seconds=seconds, skipped=skipped)
 
 
@@ -64,7 +78,9 @@ COMPLETED = generation("completed", planned=True)
 KILLED = generation("rank_killed")
 
 
-def rank_time(events: list[Event], of: RecordedGeneration = COMPLETED, *, seconds: float | None = 100.0) -> RankTime:
+def rank_time(
+    events: list[Event], of: RecordedGeneration = COMPLETED, *, seconds: float | None = 100.0
+) -> RankTime:
     """Time of rank 0 on a node that starts at 0 s and, unless `seconds` is None, ends after them."""
     agent = [of_node(STARTED, 0.0, ranks=[0])]
     if seconds is not None:
@@ -94,7 +110,9 @@ def test_a_node_starts_and_ends_with_its_agents_events() -> None:
         of_node(ENDED, 95.0, seconds=75.5),
     ]
     node = only_node(*events)
-    assert (node.start, node.end, node.measured) == (10.0, 85.5, True), "the first start, and the last end"
+    assert (node.start, node.end, node.measured) == (10.0, 85.5, True), (
+        "the first start, and the last end"
+    )
     assert (node.ranks, node.machine) == ([0, 1, 2], {"host": "h"})
     assert (node.started_wall, node.ended_wall) == (WALL + 10.0, WALL + 85.5)
     assert (node.paid_seconds, node.paid_micros) == (75.5, 75_500_000)
@@ -107,11 +125,20 @@ def test_a_node_starts_and_ends_with_its_agents_events() -> None:
         ([], 10.0),
         ([of_node(BEAT, 50.0)], 10.0),  # a heartbeat without seconds proves nothing
         ([of_node(BEAT, 50.0, seconds=30.0), of_node(BEAT, 60.0, seconds=20.0)], 40.0),
-        ([of_node(BEAT, 50.0, seconds=30.0), phase(41.0, "startup", 1.0), phase(12.0, "startup", 1.0)], 41.0),
+        (
+            [
+                of_node(BEAT, 50.0, seconds=30.0),
+                phase(41.0, "startup", 1.0),
+                phase(12.0, "startup", 1.0),
+            ],
+            41.0,
+        ),
         ([of_node(BEAT, 50.0, seconds=30.0), phase(39.0, "startup", 1.0)], 40.0),
     ],
 )
-def test_a_node_without_seconds_of_its_end_ends_with_its_last_sign_of_life(events: list[Event], end: float) -> None:
+def test_a_node_without_seconds_of_its_end_ends_with_its_last_sign_of_life(
+    events: list[Event], end: float
+) -> None:
     node = only_node(of_node(STARTED, 10.0, ranks=[0]), *events)
     assert (node.start, node.end) == (10.0, end)
     assert node.measured is (bool(events) and events[0].name == ENDED)
@@ -133,7 +160,9 @@ def proof(t: float = 0.0) -> Event:
         ([phase(25.0, "startup", 9.0, rank=1), phase(26.0, "startup", 12.0, rank=0)], 14.0, 14.0),
     ],
 )
-def test_a_lost_start_of_a_node_follows_from_its_other_events(events: list[Event], start: float, wall: float) -> None:
+def test_a_lost_start_of_a_node_follows_from_its_other_events(
+    events: list[Event], start: float, wall: float
+) -> None:
     node = only_node(proof(), *events)
     assert (node.start, node.started_wall) == (start, WALL + wall)
     assert node.machine == {}
@@ -148,15 +177,39 @@ def test_a_node_without_any_interval_and_without_a_start_is_not_paid() -> None:
     ("events", "start"),
     [
         # Phases that a rank emits together belong to one interval, and each of them is in it once.
-        ([phase(20.0, "startup", 3.0), phase(20.0, "restore", 2.0), phase(20.0, "data_wait", 1.0)], 14.0),
+        (
+            [
+                phase(20.0, "startup", 3.0),
+                phase(20.0, "restore", 2.0),
+                phase(20.0, "data_wait", 1.0),
+            ],
+            14.0,
+        ),
         ([phase(20.0, "startup", 3.0), phase(20.5, "restore", 2.0)], 15.0),
         ([phase(20.0, "startup", 3.0), phase(20.75, "restore", 2.0)], 17.0),
-        ([phase(20.0, "startup", 3.0), phase(20.25, "restore", 2.0), phase(20.75, "data_wait", 1.0)], 14.0),
+        (
+            [
+                phase(20.0, "startup", 3.0),
+                phase(20.25, "restore", 2.0),
+                phase(20.75, "data_wait", 1.0),
+            ],
+            14.0,
+        ),
         ([phase(20.0, "startup", 3.0), phase(20.0, "startup", 2.0)], 17.0),
-        ([phase(20.0, "startup", 3.0), phase(20.0, "restore", 2.0), phase(20.0, "restore", 1.0)], 15.0),
+        (
+            [phase(20.0, "startup", 3.0), phase(20.0, "restore", 2.0), phase(20.0, "restore", 1.0)],
+            15.0,
+        ),
         ([phase(20.0, "startup", 3.0), step(20.25, useful_step=2.0)], 17.0),
         ([step(20.0, useful_step=3.0, data_wait=1.0), phase(20.25, "restore", 2.0)], 16.0),
-        ([phase(20.0, "startup", 3.0), step(20.25, useful_step=2.0), phase(20.25, "restore", 1.0)], 17.0),
+        (
+            [
+                phase(20.0, "startup", 3.0),
+                step(20.25, useful_step=2.0),
+                phase(20.25, "restore", 1.0),
+            ],
+            17.0,
+        ),
     ],
 )
 def test_the_first_interval_of_a_rank_has_all_phases_that_it_emitted_together(
@@ -174,7 +227,13 @@ def test_nodes_are_told_apart_by_run_attempt_generation_and_number() -> None:
         Event(**{**first.__dict__, "node": 1}),
     ]
     nodes = read_nodes([*reversed(others), first])
-    assert [(node.generation, node.node) for node in nodes] == [(0, 0), (1, 0), (1, 0), (1, 0), (1, 1)]
+    assert [(node.generation, node.node) for node in nodes] == [
+        (0, 0),
+        (1, 0),
+        (1, 0),
+        (1, 0),
+        (1, 1),
+    ]
     assert all(len(events) == 1 for node in nodes for events in node.events.values())
 
 
@@ -187,15 +246,20 @@ def test_heartbeats_and_ends_alone_do_not_prove_a_generation() -> None:
 
 def test_a_node_without_a_list_of_ranks_has_as_many_as_the_largest_other_node() -> None:
     lost = [of_node(BEAT, 30.0, node=2, seconds=20.0)]
-    assert [node.ranks for node in read_nodes([proof(), *lost])] == [[2]], "no node has ranks: one for each"
+    assert [node.ranks for node in read_nodes([proof(), *lost])] == [[2]], (
+        "no node has ranks: one for each"
+    )
     others = [of_node(STARTED, 0.0, ranks=[0, 1, 2]), of_node(STARTED, 0.0, node=1, ranks=[3])]
     assert [node.ranks for node in read_nodes([*others, *lost])] == [[0, 1, 2], [3], [6, 7, 8]]
     assert only_node(of_node(STARTED, 0.0)).ranks == [0], "a start that does not name its ranks"
 
 
 def test_ranks_and_events_of_a_node_are_in_order() -> None:
-    """Events are read by the wall clock, which may jump back; those of a node are ordered by its monotonic clock."""
-    late, early = phase(30.0, "restore", 2.0, rank=8), phase(20.0, "startup", 3.0, rank=8)
+    """Events are read by the wall clock, which may jump back; those of a node are ordered by its
+    monotonic clock.
+    """
+    late = phase(30.0, "restore", 2.0, rank=8)
+    early = phase(20.0, "startup", 3.0, rank=8)
     node = only_node(of_node(STARTED, 0.0, ranks=[8, 1, 16]), late, early)
     assert node.ranks == [1, 8, 16]
     assert node.events == {8: [early, late]}
@@ -203,7 +267,16 @@ def test_ranks_and_events_of_a_node_are_in_order() -> None:
 
 def test_a_node_knows_each_fact_of_its_machine_that_is_recorded() -> None:
     facts = {key: f"some {key}" for key in MACHINE_KEYS}
-    named = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds", "host")
+    named = (
+        "instance_id",
+        "instance_type",
+        "zone",
+        "zone_id",
+        "region",
+        "market",
+        "uptime_seconds",
+        "host",
+    )
     assert set(MACHINE_KEYS) == {*named, "batch_job_id"}
     node = only_node(of_node(STARTED, 0.0, ranks=[0], other=1, **facts))
     assert node.machine == facts and node.instance_id == "some instance_id"
@@ -213,8 +286,14 @@ def test_a_node_knows_each_fact_of_its_machine_that_is_recorded() -> None:
 
 
 def test_time_of_a_rank_is_start_up_then_its_intervals_then_the_end() -> None:
-    """Process start at 8 s, 2 s of start-up, a step, 3 s of nothing, a step, and 75 s after the last event."""
-    events = [phase(10.0, "startup", 2.0), step(15.0, useful_step=5.0), step(25.0, 2, useful_step=7.0)]
+    """Process start at 8 s, 2 s of start-up, a step, 3 s of nothing, a step, and 75 s after the
+    last event.
+    """
+    events = [
+        phase(10.0, "startup", 2.0),
+        step(15.0, useful_step=5.0),
+        step(25.0, 2, useful_step=7.0),
+    ]
     rank = rank_time(events)
     assert seconds_of(rank) == {"startup": 10.0, "useful_step": 12.0, "unattributed": 78.0}
     assert [(span.start / 1e6, span.end / 1e6) for span in rank.spans] == [
@@ -225,7 +304,11 @@ def test_time_of_a_rank_is_start_up_then_its_intervals_then_the_end() -> None:
         (25.0, 100.0),
     ]
     at_once = rank_time([step(4.0, useful_step=4.0)], seconds=4.0)
-    assert [(span.start, span.end) for span in at_once.spans] == [(0, 0), (0, 4_000_000), (4_000_000, 4_000_000)]
+    assert [(span.start, span.end) for span in at_once.spans] == [
+        (0, 0),
+        (0, 4_000_000),
+        (4_000_000, 4_000_000),
+    ]
     assert seconds_of(rank_time(events, KILLED))["interruption"] == 75.0
     assert seconds_of(rank_time(events, generation("hang")))["hang"] == 75.0
     leaving = [*events, phase(26.0, "shutdown", 1.0)]
@@ -246,7 +329,10 @@ def test_time_after_the_last_event_is_estimated_only_if_the_end_was_not_measured
     assert rank_time(events, KILLED).estimated == frozenset()
     beat = of_node(BEAT, 40.0, seconds=40.0)
     assert rank_time([*events, beat], KILLED, seconds=None).estimated == {"interruption"}
-    assert rank_time([*events, of_node(BEAT, 15.0, seconds=15.0)], KILLED, seconds=None).estimated == frozenset()
+    assert (
+        rank_time([*events, of_node(BEAT, 15.0, seconds=15.0)], KILLED, seconds=None).estimated
+        == frozenset()
+    )
     assert rank_time([beat], KILLED, seconds=None).estimated == {"interruption"}
     assert rank_time([], KILLED).estimated == frozenset()
 
@@ -262,7 +348,9 @@ def test_time_after_the_last_event_is_estimated_only_if_the_end_was_not_measured
         (generation(), "interruption"),
     ],
 )
-def test_a_node_without_any_rank_event_was_waiting_or_was_lost(of: RecordedGeneration, kind: str) -> None:
+def test_a_node_without_any_rank_event_was_waiting_or_was_lost(
+    of: RecordedGeneration, kind: str
+) -> None:
     rank = rank_time([], of)
     assert seconds_of(rank) == {kind: 100.0}
     assert [(span.start, span.end, dict(span.classes)) for span in rank.spans] == [
@@ -273,7 +361,9 @@ def test_a_node_without_any_rank_event_was_waiting_or_was_lost(of: RecordedGener
 def test_a_silent_rank_beside_one_that_spoke_was_not_about_to_start() -> None:
     """Rank 1 has no event although rank 0 of the same node has one."""
     node = only_node(
-        of_node(STARTED, 0.0, ranks=[0, 1]), phase(10.0, "startup", 2.0), of_node(ENDED, 50.0, seconds=50.0)
+        of_node(STARTED, 0.0, ranks=[0, 1]),
+        phase(10.0, "startup", 2.0),
+        of_node(ENDED, 50.0, seconds=50.0),
     )
     _, silent = compute_rank_times(node, generation("budget", planned=True))
     assert seconds_of(silent) == {"unattributed": 50.0}
@@ -286,11 +376,19 @@ def test_time_of_ranks_is_computed_once_for_each_reading_of_the_generation() -> 
     first = compute_rank_times(node, KILLED)
     assert compute_rank_times(node, KILLED) is first
     assert seconds_of(compute_rank_times(node, generation("hang"))[0]) == {"hang": 9.0}
-    assert node == only_node(of_node(STARTED, 0.0, ranks=[0]), of_node(ENDED, 9.0, seconds=9.0)), "it is a cache"
+    assert node == only_node(of_node(STARTED, 0.0, ranks=[0]), of_node(ENDED, 9.0, seconds=9.0)), (
+        "it is a cache"
+    )
     assert "rank_times" not in repr(node)
 
 
-WORK = {"useful_step": 4.0, "data_wait": 2.0, "evaluation": 1.0, "checkpoint_stall": 0.5, "startup": 0.25}
+WORK = {
+    "useful_step": 4.0,
+    "data_wait": 2.0,
+    "evaluation": 1.0,
+    "checkpoint_stall": 0.5,
+    "startup": 0.25,
+}
 
 
 @pytest.mark.parametrize(
@@ -304,7 +402,9 @@ WORK = {"useful_step": 4.0, "data_wait": 2.0, "evaluation": 1.0, "checkpoint_sta
         (None, None, (0.0, 1.0), "redone_step"),
     ],
 )
-def test_a_step_is_waste_if_it_was_skipped_or_is_not_in_the_final_weights(number, skipped, kept, waste: str) -> None:
+def test_a_step_is_waste_if_it_was_skipped_or_is_not_in_the_final_weights(
+    number, skipped, kept, waste: str
+) -> None:
     """Work, waits for data and evaluation of such a step are waste; a save and a start-up are not."""
     of = generation("completed", planned=True, kept=kept)
     found = seconds_of(rank_time([step(7.75, number, skipped=skipped, **WORK)], of, seconds=7.75))
@@ -314,7 +414,8 @@ def test_a_step_is_waste_if_it_was_skipped_or_is_not_in_the_final_weights(number
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
-        # Of a step that did not complete, evaluation and waits for data are waste only if the end cut it off.
+        # Of a step that did not complete, evaluation and waits for data are waste only if the end
+        # cut it off.
         (COMPLETED, {"shutdown": 4.0, "data_wait": 2.0, "evaluation": 1.0}),
         (generation(running=True), {"shutdown": 4.0, "data_wait": 2.0, "evaluation": 1.0}),
         (KILLED, {"interruption": 7.0}),
@@ -324,14 +425,19 @@ def test_a_step_is_waste_if_it_was_skipped_or_is_not_in_the_final_weights(number
         (generation("budget", planned=True), {"redone_step": 7.0}),
     ],
 )
-def test_phases_of_a_step_that_never_completed_are_wasted_by_the_end(of: RecordedGeneration, expected: dict) -> None:
+def test_phases_of_a_step_that_never_completed_are_wasted_by_the_end(
+    of: RecordedGeneration, expected: dict
+) -> None:
     kinds = {"useful_step": 4.0, "data_wait": 2.0, "evaluation": 1.0, "checkpoint_stall": 0.5}
     events = []
     reached = 0.0
     for kind, seconds in kinds.items():
         reached += seconds
         events.append(phase(reached, kind, seconds))
-    assert seconds_of(rank_time(events, of, seconds=reached)) == {**expected, "checkpoint_stall": 0.5}
+    assert seconds_of(rank_time(events, of, seconds=reached)) == {
+        **expected,
+        "checkpoint_stall": 0.5,
+    }
 
 
 def test_wasted_time_is_added_to_time_of_the_same_class() -> None:
@@ -339,24 +445,34 @@ def test_wasted_time_is_added_to_time_of_the_same_class() -> None:
     both = step(3.0, 1, useful_step=2.0, redone_step=1.0)
     assert seconds_of(rank_time([both], of, seconds=3.0)) == {"redone_step": 3.0}
     no_seconds = step(3.0, 1, useful_step=0.0, checkpoint_stall=3.0)
-    assert set(rank_time([no_seconds], of, seconds=3.0).classes) == {"startup", "checkpoint_stall", "unattributed"}
+    assert set(rank_time([no_seconds], of, seconds=3.0).classes) == {
+        "startup",
+        "checkpoint_stall",
+        "unattributed",
+    }
 
 
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        # The node starts at 0 s: an interval from -6 s to 4 s loses its first 6 s, of the longest class first.
+        # The node starts at 0 s: an interval from -6 s to 4 s loses its first 6 s, of the longest
+        # class first.
         ([step(4.0, useful_step=7.0, data_wait=3.0)], {"useful_step": 1.0, "data_wait": 3.0}),
         ([step(1.0, useful_step=7.0, data_wait=3.0)], {"data_wait": 1.0}),
         ([step(4.0, data_wait=3.0, useful_step=7.0)], {"useful_step": 1.0, "data_wait": 3.0}),
         # It ends at 20 s: of an interval from 12 s to 24 s, 4 s are not paid.
-        ([step(24.0, useful_step=7.0, data_wait=5.0)], {"startup": 12.0, "useful_step": 3.0, "data_wait": 5.0}),
+        (
+            [step(24.0, useful_step=7.0, data_wait=5.0)],
+            {"startup": 12.0, "useful_step": 3.0, "data_wait": 5.0},
+        ),
         # Both ends are outside.
         ([step(25.0, useful_step=20.0, data_wait=10.0)], {"useful_step": 10.0, "data_wait": 10.0}),
         ([step(30.0, useful_step=5.0)], {"startup": 20.0}),
     ],
 )
-def test_time_outside_the_paid_time_is_cut_off_the_longest_class(events: list[Event], expected: dict) -> None:
+def test_time_outside_the_paid_time_is_cut_off_the_longest_class(
+    events: list[Event], expected: dict
+) -> None:
     found = seconds_of(rank_time(events, seconds=20.0))
     found.pop("unattributed", None)
     assert found == expected
@@ -382,11 +498,15 @@ def test_intervals_may_exceed_the_paid_time_by_half_a_percent_or_50_milliseconds
     """A step takes all of the time, and one more phase has the excess."""
     events = [step(paid, useful_step=paid), phase(paid, "checkpoint_stall", excess)]
     if not fits:
-        with pytest.raises(LedgerError, match=rf"rank 0: its intervals exceed its paid time by {excess:.3f} s"):
+        with pytest.raises(
+            LedgerError, match=rf"rank 0: its intervals exceed its paid time by {excess:.3f} s"
+        ):
             rank_time(events, seconds=paid)
         return
     found = rank_time(events, seconds=paid).classes
-    assert found["useful_step"] == round((paid - excess) * 1e6), "the excess is taken off the longest class"
+    assert found["useful_step"] == round((paid - excess) * 1e6), (
+        "the excess is taken off the longest class"
+    )
     assert found["checkpoint_stall"] == round(excess * 1e6)
 
 
@@ -413,12 +533,18 @@ def test_an_error_names_where_the_intervals_exceed_the_paid_time_and_by_how_much
     ],
 )
 def test_an_event_without_classes_and_seconds_is_a_ledger_error(event_: Event) -> None:
-    with pytest.raises(LedgerError, match=r"^generation 1, node 0, rank 0: a (phase|step) event without classes and"):
+    with pytest.raises(
+        LedgerError,
+        match=r"^generation 1, node 0, rank 0: a (phase|step) event without classes and",
+    ):
         rank_time([event_])
 
 
 def test_negative_seconds_count_as_zero() -> None:
-    assert seconds_of(rank_time([phase(5.0, "restore", -3.0)], seconds=6.0)) == {"startup": 5.0, "unattributed": 1.0}
+    assert seconds_of(rank_time([phase(5.0, "restore", -3.0)], seconds=6.0)) == {
+        "startup": 5.0,
+        "unattributed": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -434,7 +560,9 @@ def test_negative_seconds_count_as_zero() -> None:
         ({"tokens": 8}, None),
     ],
 )
-def test_rate_of_a_step_is_per_second_of_work_and_waits_for_data(data: dict[str, Any], rate: float | None) -> None:
+def test_rate_of_a_step_is_per_second_of_work_and_waits_for_data(
+    data: dict[str, Any], rate: float | None
+) -> None:
     assert compute_rate(event(STEP, 0.0, rank=0, step=1, **data), "tokens") == rate
 
 
@@ -442,11 +570,19 @@ _kinds = st.sampled_from(["startup", "useful_step", "data_wait", "evaluation", "
 _intervals = st.lists(st.tuples(_kinds, st.integers(0, 5000), st.integers(0, 2000)), max_size=6)
 
 
-@given(_intervals, st.integers(-9000, 9000), st.integers(1, 30_000), st.sampled_from([COMPLETED, KILLED]))
+@given(
+    _intervals,
+    st.integers(-9000, 9000),
+    st.integers(1, 30_000),
+    st.sampled_from([COMPLETED, KILLED]),
+)
 def test_classes_of_a_rank_sum_to_its_paid_time_wherever_its_events_are(
     intervals, reached: int, paid: int, of: RecordedGeneration
 ) -> None:
-    """Phases one after the other, with pauses, on a node that may start and end before them. All in milliseconds."""
+    """Phases one after the other, with pauses, on a node that may start and end before them.
+
+    All in milliseconds.
+    """
     events = []
     for kind, duration, pause in intervals:
         reached += duration + pause

@@ -1,4 +1,6 @@
-"""The limits of a rank (`training.limits`): what stops it, what a step costs, what it tells, and how long it has."""
+"""The limits of a rank (`training.limits`): what stops it, what a step costs, what it tells, and
+how long it has.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def make_limits(terms: Terms | None, elapsed: Elapsed | None = None, **more: Any
     return Limits(terms, world_size=2, elapsed_seconds=elapsed or Elapsed(), **more)
 
 
-def take_steps(limits: Limits, elapsed: Elapsed, durations: list[float], *, steps_left: int = 0) -> Stop:
+def take_steps(
+    limits: Limits, elapsed: Elapsed, durations: list[float], *, steps_left: int = 0
+) -> Stop:
     """Call `stop` after each of the durations. Return the last answer."""
     stop = Stop.NONE
     for seconds in durations:
@@ -89,7 +93,9 @@ def test_a_stop_has_an_outcome_and_the_more_urgent_one_is_larger() -> None:
     assert Stop.INTERRUPTED.outcome is Outcome.INTERRUPTED
 
 
-def test_an_attempt_has_spent_its_price_times_its_ranks_and_seconds_beyond_earlier_attempts() -> None:
+def test_an_attempt_has_spent_its_price_times_its_ranks_and_seconds_beyond_earlier_attempts() -> (
+    None
+):
     elapsed = Elapsed()
     limits = make_limits(replace(TERMS, spent_usd=3.0), elapsed)
     elapsed.seconds = 10.0
@@ -133,8 +139,12 @@ def test_a_rank_stops_before_its_deadline_with_time_for_a_last_save(clock: Clock
     assert make_limits(dear).stop() is Stop.BUDGET, "the more urgent reason"
 
 
-RESERVE = Fallback(seconds=100.0, restart_seconds=0.0, restart_usd=0.0, step_seconds=2.0, usd=1.0, step_usd=0.5)
-ON_SPOT = Terms(usd_per_rank_second=0.25, deadline_utc=NOW + 120, step_seconds=1.0, fallback=RESERVE)
+RESERVE = Fallback(
+    seconds=100.0, restart_seconds=0.0, restart_usd=0.0, step_seconds=2.0, usd=1.0, step_usd=0.5
+)
+ON_SPOT = Terms(
+    usd_per_rank_second=0.25, deadline_utc=NOW + 120, step_seconds=1.0, fallback=RESERVE
+)
 
 
 def test_a_rank_leaves_spot_when_the_steps_after_this_one_need_the_reserve(clock: Clock) -> None:
@@ -156,7 +166,9 @@ def test_a_rank_on_spot_counts_what_it_has_spent_so_far() -> None:
 
 
 def test_slow_steps_lengthen_the_rest_once_32_of_them_were_measured(clock: Clock) -> None:
-    """The median counts: 10 steps of 2 s and 100 s fit into 120 s, at 3/2 of the planned step they do not."""
+    """The median counts: 10 steps of 2 s and 100 s fit into 120 s, at 3/2 of the planned step they
+    do not.
+    """
     for durations, stop in (
         ([1.5] * 31, Stop.NONE),
         ([1.5] * 32, Stop.INTERRUPTED),
@@ -185,7 +197,9 @@ def test_a_measured_step_of_a_plan_without_a_step_time_changes_nothing(clock: Cl
     assert take_steps(limits, elapsed, [9.0] * 40, steps_left=10) is Stop.NONE
     slow = make_limits(replace(ON_SPOT, step_seconds=0.5), elapsed)
     assert take_steps(slow, elapsed, [1.5] * 40, steps_left=3) is Stop.NONE
-    assert take_steps(slow, elapsed, [1.5], steps_left=4) is Stop.INTERRUPTED, "a planned half second counts too"
+    assert take_steps(slow, elapsed, [1.5], steps_left=4) is Stop.INTERRUPTED, (
+        "a planned half second counts too"
+    )
 
 
 def told(limits: Limits, stop: Stop = Stop.NONE) -> list[float]:
@@ -203,7 +217,9 @@ def test_each_threshold_of_the_budget_is_told_once_and_the_last_with_the_stop() 
     ]
     assert told(limits) == []
     elapsed.seconds = 170.0
-    assert told(limits, Stop.DEADLINE) == [0.8], "all that is spendable is spent, but not all ranks agreed to stop"
+    assert told(limits, Stop.DEADLINE) == [0.8], (
+        "all that is spendable is spent, but not all ranks agreed to stop"
+    )
     assert told(limits, Stop.BUDGET) == [1.0]
     assert told(limits, Stop.BUDGET) == []
 
@@ -218,8 +234,8 @@ def test_thresholds_that_an_earlier_attempt_told_are_not_told_again() -> None:
 def test_the_reason_of_a_stop_is_described_with_its_numbers(clock: Clock) -> None:
     limits = make_limits(replace(TERMS, spent_usd=79.0, step_seconds=4.0, deadline_utc=NOW - 5))
     assert limits.describe(Stop.BUDGET) == (
-        "budget: $79.0000 spent of $100.0000, of which $20.0000 is kept for the last save (a step costs up to "
-        "$2.0000); fix: run the job again with a larger cost.budget_usd"
+        "budget: $79.0000 spent of $100.0000, of which $20.0000 is kept for the last save (a "
+        "step costs up to $2.0000); fix: run the job again with a larger cost.budget_usd"
     )
     assert limits.describe(Stop.DEADLINE) == (
         "deadline: now is +5 s from it; fix: run the job again with a later cost.deadline_hours"
@@ -229,13 +245,17 @@ def test_the_reason_of_a_stop_is_described_with_its_numbers(clock: Clock) -> Non
     without = make_limits(Terms(usd_per_rank_second=1.0))
     assert without.describe(Stop.BUDGET) == without.describe(Stop.DEADLINE) == ""
     free = make_limits(None)
-    assert free.describe(Stop.BUDGET) == free.describe(Stop.DEADLINE) == free.describe(Stop.NONE) == ""
+    assert (
+        free.describe(Stop.BUDGET) == free.describe(Stop.DEADLINE) == free.describe(Stop.NONE) == ""
+    )
 
 
 def test_a_rank_that_leaves_spot_says_why_unless_it_was_asked_to_leave(clock: Clock) -> None:
     limits = make_limits(ON_SPOT)
     assert limits.stop(11) is Stop.INTERRUPTED
-    assert limits.describe(Stop.INTERRUPTED).startswith("leaves Spot for on-demand: 0.03 h are left")
+    assert limits.describe(Stop.INTERRUPTED).startswith(
+        "leaves Spot for on-demand: 0.03 h are left"
+    )
     limits.request_drain(5.0)
     assert limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
 
@@ -263,7 +283,9 @@ def sigterm_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_requests_a_drain_that_ends_two_seconds_before_the_kill(clock: Clock, sigterm_handler: None) -> None:
+def test_sigterm_requests_a_drain_that_ends_two_seconds_before_the_kill(
+    clock: Clock, sigterm_handler: None
+) -> None:
     limits = make_limits(None, stop_seconds=30.0)
     limits.watch_signals()
     signal.raise_signal(signal.SIGTERM)
@@ -272,7 +294,9 @@ def test_sigterm_requests_a_drain_that_ends_two_seconds_before_the_kill(clock: C
     assert limits.stop() is Stop.INTERRUPTED
 
 
-def test_an_agents_order_to_leave_ends_two_seconds_before_its_time(clock: Clock, tmp_path: Path) -> None:
+def test_an_agents_order_to_leave_ends_two_seconds_before_its_time(
+    clock: Clock, tmp_path: Path
+) -> None:
     control = OrderRecord.create(tmp_path / "orders")
     limits = make_limits(None, control=control)
     assert not limits.drain_requested

@@ -26,13 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @given(
-    pieces=st.lists(st.binary(max_size=200) | st.just(b"\n") | st.text(max_size=50).map(str.encode), max_size=30),
+    pieces=st.lists(
+        st.binary(max_size=200) | st.just(b"\n") | st.text(max_size=50).map(str.encode), max_size=30
+    ),
     long=st.integers(0, 3 * LONGEST_LINE_BYTES),
     cuts=st.lists(st.integers(0, 300), max_size=10),
 )
-def test_whatever_comes_in_whatever_pieces_every_byte_is_in_exactly_one_line(pieces, long, cuts) -> None:
+def test_whatever_comes_in_whatever_pieces_every_byte_is_in_exactly_one_line(
+    pieces, long, cuts
+) -> None:
     data = b"".join(pieces) + "é".encode() * (long // 2) + b"\n" + b"".join(pieces)
-    read, taken = 0, []
+    read = 0
+    taken = []
     for end in [*sorted({min(cut * 100, len(data)) for cut in cuts}), len(data)]:
         for piece, more in split_lines(data[read:end], at_end=False):
             assert more != piece.endswith(b"\n")
@@ -57,9 +62,22 @@ def test_a_line_tells_its_place_and_partial_lines_wait_for_their_end(tmp_path: P
     log.follow(beat(6, "backward"))
     log.finish(beat(7))
     lines = read_logs([tmp_path], []).lines
-    assert [(line.text, line.step) for line in lines] == [("one", 5), ("two · half", 6), ("no line feed", 7)]
+    assert [(line.text, line.step) for line in lines] == [
+        ("one", 5),
+        ("two · half", 6),
+        ("no line feed", 7),
+    ]
     record = json.loads((raw.parent / "rank-3.jsonl").read_text().splitlines()[1])
-    place = {"job": "job", "generation": 1, "node": 1, "rank": 3, "step": 6, "phase": "backward", "start": 4, "end": 16}
+    place = {
+        "job": "job",
+        "generation": 1,
+        "node": 1,
+        "rank": 3,
+        "step": 6,
+        "phase": "backward",
+        "start": 4,
+        "end": 16,
+    }
     assert record.items() >= place.items() and set(record) == {*place, "t", "text"}
 
 
@@ -72,7 +90,12 @@ def test_what_an_agent_that_was_killed_left_behind_is_read_from_the_raw_log(tmp_
     whole = records.read_bytes()
     records.write_bytes(whole[:-20])  # torn in mid-write
     logs = read_logs([tmp_path], [])
-    assert [line.text for line in logs.lines] == ["first", "second", "third", "last words"] and not logs.notices
+    assert [line.text for line in logs.lines] == [
+        "first",
+        "second",
+        "third",
+        "last words",
+    ] and not logs.notices
     assert [line.step for line in logs.lines] == [1, None, None, None]
     records.unlink()
     raw.with_suffix(".spec.json").write_text(json.dumps({"job": "job", "generation": 1, "node": 0}))
@@ -95,12 +118,16 @@ def test_an_agent_killed_in_the_midst_of_writing_loses_and_doubles_nothing(
     records_before_the_kill: int, tmp_path: Path
 ) -> None:
     _, raw = rank_log(tmp_path)
-    records, printed = raw.with_suffix(".jsonl"), []
+    records = raw.with_suffix(".jsonl")
+    printed = []
     with subprocess.Popen([sys.executable, "-c", FOLLOWER, str(raw)], cwd=ROOT) as agent:
         limit = time.monotonic() + 60
         while not records.exists() or records.read_bytes().count(b"\n") < records_before_the_kill:
             assert agent.poll() is None and time.monotonic() < limit, "the follower wrote nothing"
-            more = [f"line {len(printed) + number} · {'x' * (number * 37 % 900)}" for number in range(100)]
+            more = [
+                f"line {len(printed) + number} · {'x' * (number * 37 % 900)}"
+                for number in range(100)
+            ]
             write(raw, "\n".join([*more, ""]).encode())
             printed += more
             time.sleep(0.01)
@@ -137,18 +164,25 @@ def test_a_rank_that_floods_its_log_keeps_head_and_tail(tmp_path: Path) -> None:
     assert found[0] == "line 0000" and found[-1] == "line 0999" and len(found) < 130
     [gap] = [text for text in found if text.startswith("[")]
     kept = sum(len(text) + 1 for text in found if text != gap)
-    assert gap == f"[{10_000 - kept} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+    assert gap == (
+        f"[{10_000 - kept} bytes are left out here: the rank printed more than "
+        "survival.rank_log_mib keeps]"
+    )
 
 
 MIB = 2**20
 
 
 @pytest.mark.parametrize("agent_dies", [False, True])
-def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(agent_dies: bool, tmp_path: Path) -> None:
+def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(
+    agent_dies: bool, tmp_path: Path
+) -> None:
     log, raw = rank_log(tmp_path, limit_bytes=MIB)
     with open(raw, "ab", buffering=0) as rank:  # writes on through the same descriptor
         for number in range(64):
-            rank.write(b"".join(b"line %06d %s\n" % (number * 700 + one, b"x" * 83) for one in range(700)))
+            rank.write(
+                b"".join(b"line %06d %s\n" % (number * 700 + one, b"x" * 83) for one in range(700))
+            )
             log.free_middle()
             log.follow(beat(number))
             assert raw.stat().st_blocks * 512 <= MIB + 700 * 96 + 8192
@@ -159,10 +193,13 @@ def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(agent_di
     assert size > 4 * MIB and raw.with_suffix(".jsonl").stat().st_size <= 4 * MIB
     logs = read_logs([tmp_path], [])
     found = [line.text for line in logs.lines]
-    assert found[0].startswith("line 000000 ") and found[-1] == "the last words" and not logs.notices
-    [gap] = [line for line in logs.lines if line.dropped]
     assert (
-        gap.text == f"[{gap.dropped} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+        found[0].startswith("line 000000 ") and found[-1] == "the last words" and not logs.notices
+    )
+    [gap] = [line for line in logs.lines if line.dropped]
+    assert gap.text == (
+        f"[{gap.dropped} bytes are left out here: the rank printed more than "
+        "survival.rank_log_mib keeps]"
     )
     assert gap.dropped > 2 * MIB
     assert sum(line.end - line.start for line in logs.lines) + gap.dropped == size
@@ -170,7 +207,9 @@ def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(agent_di
     content = raw.read_bytes()
     for line in logs.lines:
         if line is not gap:
-            assert content[line.start : line.end].decode().removesuffix("\n") == line.text, "offsets stay valid"
+            assert content[line.start : line.end].decode().removesuffix("\n") == line.text, (
+                "offsets stay valid"
+            )
 
 
 def test_the_records_of_empty_lines_stay_within_the_limit_too(tmp_path: Path) -> None:
@@ -182,24 +221,34 @@ def test_the_records_of_empty_lines_stay_within_the_limit_too(tmp_path: Path) ->
     assert sum(line.end - line.start + line.dropped for line in lines) == MIB and len(lines) > 1000
 
 
-def test_a_file_system_that_cannot_free_the_middle_is_said_once(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_system_that_cannot_free_the_middle_is_said_once(
+    tmp_path: Path, monkeypatch
+) -> None:
     def refuse(*_: int) -> None:
         raise OSError(95, "Operation not supported")
 
     said: list[str] = []
     monkeypatch.setattr(ebbflow.training.launch.logs, "punch_hole", refuse)
     monkeypatch.setattr(ebbflow.training.launch.logs, "print_line", said.append)
-    workers = [SimpleNamespace(rank=rank, log_path=tmp_path / f"rank-{rank}.log", beat=beat(1)) for rank in (0, 1)]
+    workers = [
+        SimpleNamespace(rank=rank, log_path=tmp_path / f"rank-{rank}.log", beat=beat(1))
+        for rank in (0, 1)
+    ]
     for worker in workers:
         write(worker.log_path, b"line\n" * (MIB // 2))
     spec = SimpleNamespace(
-        job="job", node=0, log_folder=str(tmp_path / "logs"), survival=SimpleNamespace(rank_log_mib=1)
+        job="job",
+        node=0,
+        log_folder=str(tmp_path / "logs"),
+        survival=SimpleNamespace(rank_log_mib=1),
     )
     output = RankOutput(SimpleNamespace(workers=workers), spec, 1, Store.open(str(tmp_path)))
     output.follow()
     output.close()
     [warning] = [line for line in said if "WARNING" in line]
-    assert "raw logs exceed survival.rank_log_mib" in warning and "Operation not supported" in warning
+    assert (
+        "raw logs exceed survival.rank_log_mib" in warning and "Operation not supported" in warning
+    )
 
 
 def test_a_colourful_progress_bar_is_shown_as_it_stood_last() -> None:
@@ -211,10 +260,13 @@ def test_a_colourful_progress_bar_is_shown_as_it_stood_last() -> None:
 
 
 class FlakyStore:
-    """A store that fails, or keeps what it is given and then says that it failed, as often as it is told to."""
+    """A store that fails, or keeps what it is given and then says that it failed, as often as it is
+    told to.
+    """
 
     def __init__(self, store: Store, *, lost_answers: int) -> None:
-        self._store, self._lost_answers = store, lost_answers
+        self._store = store
+        self._lost_answers = lost_answers
         self.uri = store.uri
 
     def put(self, key: str, data: bytes) -> None:
@@ -225,9 +277,14 @@ class FlakyStore:
 
 
 def test_segments_of_the_store_and_records_of_the_disk_are_one_log(tmp_path: Path) -> None:
-    store, said = Store.open(str(tmp_path / "store")).sub(job_prefix("job")), []
+    store = Store.open(str(tmp_path / "store")).sub(job_prefix("job"))
+    said = []
     shipper = LogUploader(
-        FlakyStore(store, lost_answers=2), generation=1, node=1, say=said.append, interval_seconds=0.01
+        FlakyStore(store, lost_answers=2),
+        generation=1,
+        node=1,
+        say=said.append,
+        interval_seconds=0.01,
     )
     log, raw = rank_log(tmp_path / "disk", 2)
     for number in range(50):
@@ -248,8 +305,13 @@ def test_a_store_that_stays_away_is_said_and_holds_nobody_up(tmp_path: Path) -> 
             raise StoreError("refused")
 
     said: list[str] = []
-    shipper = LogUploader(Away(), generation=1, node=0, say=said.append, interval_seconds=0.01, queue_bytes=100)
+    shipper = LogUploader(
+        Away(), generation=1, node=0, say=said.append, interval_seconds=0.01, queue_bytes=100
+    )
     shipper.add(0, [b"x" * 60, b"y" * 60, b"z" * 30])
     wait_until("a warning", lambda: said, timeout=60)
     shipper.close(deadline_seconds=0.1)
-    assert "retrying: refused" in said[0] and "3 lines did not reach s3://away/jobs/job/logs" in said[-1]
+    assert (
+        "retrying: refused" in said[0]
+        and "3 lines did not reach s3://away/jobs/job/logs" in said[-1]
+    )

@@ -1,4 +1,6 @@
-"""Lines are found again: by place, around a step, on this machine and in the store that the job was told of."""
+"""Lines are found again: by place, around a step, on this machine and in the store that the job was
+told of.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_lines_are_chosen_by_place_and_around_a_step(tmp_path: Path) -> None:
     three_ranks(tmp_path)
     lines = read_logs([tmp_path], []).lines
-    assert len(lines) == 3 * (3 + 11) and [line.t for line in lines] == sorted(line.t for line in lines)
+    assert len(lines) == 3 * (3 + 11) and [line.t for line in lines] == sorted(
+        line.t for line in lines
+    )
     assert {line.text for line in filter_lines(lines, LogFilter(rank=1, generation=1))} == {
         f"g1 r1 s{s}" for s in (10, 11, 12)
     }
     assert {line.rank for line in filter_lines(lines, LogFilter(node=1))} == {2}
-    assert [line.text for line in filter_lines(lines, LogFilter(rank=0, lines=2))] == ["g2 r0 s19", "g2 r0 s20"]
+    assert [line.text for line in filter_lines(lines, LogFilter(rank=0, lines=2))] == [
+        "g2 r0 s19",
+        "g2 r0 s20",
+    ]
     near = [line.text for line in filter_lines(lines, LogFilter(rank=0, around_step=12, lines=1))]
     assert near == ["g1 r0 s11", "g1 r0 s12", "g2 r0 s11", "g2 r0 s12", "g2 r0 s13"]
     beyond = [line.text for line in filter_lines(lines, LogFilter(around_step=99, rank=2, lines=1))]
@@ -49,22 +56,56 @@ def command(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_finds_a_job_on_this_machine_and_in_the_store_it_was_told_of(tmp_path: Path) -> None:
+def test_the_command_finds_a_job_on_this_machine_and_in_the_store_it_was_told_of(
+    tmp_path: Path,
+) -> None:
     runs = tmp_path / "runs"
     three_ranks(runs / "demo")
     (runs / "latest").symlink_to("demo")
     store = Store.open(str(tmp_path / "store"))
     line = LogLine(
-        t=utc_text(0), job="demo", generation=1, node=7, rank=9, step=3, phase=None, text="far", start=0, end=4
+        t=utc_text(0),
+        job="demo",
+        generation=1,
+        node=7,
+        rank=9,
+        step=3,
+        phase=None,
+        text="far",
+        start=0,
+        end=4,
     )
-    store.sub(job_prefix("demo")).put("logs/000001/7-9-000000.ab.jsonl", line.to_json().encode() + b"\n")
-    (runs / "demo" / "job.json").write_text(json.dumps({"schema": 1, "job": "demo", "store": store.uri}))
+    store.sub(job_prefix("demo")).put(
+        "logs/000001/7-9-000000.ab.jsonl", line.to_json().encode() + b"\n"
+    )
+    (runs / "demo" / "job.json").write_text(
+        json.dumps({"schema": 1, "job": "demo", "store": store.uri})
+    )
     far = "1970-01-01T00:00:00.000Z g1 n7 r9 step 3 | far"
     everything = command(runs, "latest")
-    assert everything.returncode == 0 and everything.stdout.splitlines()[0] == far and not everything.stderr
+    assert (
+        everything.returncode == 0
+        and everything.stdout.splitlines()[0] == far
+        and not everything.stderr
+    )
     assert len(everything.stdout.splitlines()) == 43
-    last = command(runs, "demo", "--rank", "1", "--generation", "1", "--around", "step:12", "--lines", "1", "--json")
-    assert [json.loads(text)["text"] for text in last.stdout.splitlines()] == ["g1 r1 s11", "g1 r1 s12"]
+    last = command(
+        runs,
+        "demo",
+        "--rank",
+        "1",
+        "--generation",
+        "1",
+        "--around",
+        "step:12",
+        "--lines",
+        "1",
+        "--json",
+    )
+    assert [json.loads(text)["text"] for text in last.stdout.splitlines()] == [
+        "g1 r1 s11",
+        "g1 r1 s12",
+    ]
     elsewhere = command(tmp_path / "other", "demo", "--store", store.uri)
     assert elsewhere.stdout.splitlines() == [far] and not (tmp_path / "other").exists()
 
@@ -78,14 +119,21 @@ def test_a_store_that_does_not_answer_leaves_what_this_machine_has(tmp_path: Pat
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)
     assert "shown is what this machine has, the job's store does not answer" in done.stderr
     nowhere = command(tmp_path, "other", "--store", "s3://bucket-without-credentials/x")
-    assert (nowhere.returncode == 0, nowhere.stdout) == (False, "") and "credentials" in nowhere.stderr
+    assert (nowhere.returncode == 0, nowhere.stdout) == (
+        False,
+        "",
+    ) and "credentials" in nowhere.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (["nobody"], 2, "no job 'nobody' to be found; looked at"),
-        (["demo", "--rank", "8"], 1, "no line matches; job demo has 42 lines; generations 1, 2; nodes 0, 1; ranks 0"),
+        (
+            ["demo", "--rank", "8"],
+            1,
+            "no line matches; job demo has 42 lines; generations 1, 2; nodes 0, 1; ranks 0",
+        ),
         (["demo", "--around", "120"], 2, "'120' is not step:N, such as step:120"),
         (["demo", "--lines", "0"], 2, "'0' is not a number of lines"),
     ],
@@ -106,4 +154,6 @@ def test_the_command_says_in_one_line_what_is_not_there(
         found = exit_.code
     shown = capsys.readouterr()
     assert (found, shown.out) == (code, "") and said in shown.err
-    assert not (tmp_path / "nobody").exists() and not (tmp_path / "jobs").exists(), "looking made a folder"
+    assert not (tmp_path / "nobody").exists() and not (tmp_path / "jobs").exists(), (
+        "looking made a folder"
+    )

@@ -1,4 +1,6 @@
-"""The agents of a gang among themselves: who takes part, what node 0 decides, and how long each side waits."""
+"""The agents of a gang among themselves: who takes part, what node 0 decides, and how long each
+side waits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import membership
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers, StickyFlag, replacements_of
+from ebbflow.training.launch.membership import (
+    CoordinatorPeers,
+    FollowerPeers,
+    StickyFlag,
+    replacements_of,
+)
 from ebbflow.training.launch.messages import (
     CAUSES,
     RETURNED,
@@ -63,7 +70,11 @@ class Gang:
         **config: Any,
     ) -> CoordinatorPeers:
         """Start node 0's side and let all followers join."""
-        cluster = {"min_nodes": min_nodes, "expected_start_seconds": 3.0, "start_deadline_seconds": 2.0}
+        cluster = {
+            "min_nodes": min_nodes,
+            "expected_start_seconds": 3.0,
+            "start_deadline_seconds": 2.0,
+        }
         name = "-".join(self.folder.parts[-2:])
         self.spec = GangSpec(
             job="job",
@@ -136,7 +147,9 @@ class Gang:
         end = wait_until("the verdict", look, timeout=60, pause=0.002)
         for node in self.coordinator.nodes[1:]:
             told = wait_until("the verdict", self.followers[node].poll, timeout=60, pause=0.002)
-            assert told == replace(end, ranks=list(end.ranks), at=list(end.at), left_out=list(end.left_out))
+            assert told == replace(
+                end, ranks=list(end.ranks), at=list(end.at), left_out=list(end.left_out)
+            )
         return end
 
     def settle(self) -> None:
@@ -211,7 +224,11 @@ def test_a_gang_of_one_node_opens_no_port(gang: Gang) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", gang.spec.candidate_ports[0]))
     coordinator.roll_call(0.0, never)
-    assert (coordinator.nodes, coordinator.hosts([0]), coordinator.announce_wait(5.0)) == ([0], ["host-0"], "")
+    assert (coordinator.nodes, coordinator.hosts([0]), coordinator.announce_wait(5.0)) == (
+        [0],
+        ["host-0"],
+        "",
+    )
     gang.start()
     coordinator.report_results({0: COMPLETED})
     end = coordinator.poll()
@@ -228,7 +245,10 @@ def test_the_connected_nodes_take_part_by_their_numbers(gang: Gang) -> None:
     gang.start()
     gang.followers[2].close()
     wait_until(
-        "its loss", lambda: coordinator.keep_in_touch() or coordinator.nodes != [0, 1, 2, 3], timeout=60, pause=0.01
+        "its loss",
+        lambda: coordinator.keep_in_touch() or coordinator.nodes != [0, 1, 2, 3],
+        timeout=60,
+        pause=0.01,
     )
     assert coordinator.nodes == [0, 1, 3]
 
@@ -239,7 +259,12 @@ def test_all_followers_hear_the_number_of_the_next_generation(gang: Gang) -> Non
     follower.poll()
     assert gang.opened[1] == []
     coordinator.announce_generation(5)
-    wait_until("the number", lambda: follower.poll() is None and gang.opened[1] == [5], timeout=60, pause=0.002)
+    wait_until(
+        "the number",
+        lambda: follower.poll() is None and gang.opened[1] == [5],
+        timeout=60,
+        pause=0.002,
+    )
 
 
 def ended_after(gang: Gang, follower: FollowerPeers, deadline_seconds: float = 1.0) -> float:
@@ -247,7 +272,9 @@ def ended_after(gang: Gang, follower: FollowerPeers, deadline_seconds: float = 1
     began = gang.clock.seconds
     end = follower.await_start(deadline_seconds)
     assert isinstance(end, GenerationEnd) and end.reason == EndReason.NODE_LOST
-    assert end.culprit == f"node 0 was lost before the start: no start within {deadline_seconds:g} s"
+    assert (
+        end.culprit == f"node 0 was lost before the start: no start within {deadline_seconds:g} s"
+    )
     return gang.clock.seconds - began
 
 
@@ -257,7 +284,9 @@ def test_a_follower_waits_for_the_start_until_its_deadline(gang: Gang) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "until"), [(3.0, 4.5), (0.0, 1.5), (-3.0, 1.5)])
-def test_an_announced_wait_moves_a_followers_deadline(seconds: float, until: float, gang: Gang) -> None:
+def test_an_announced_wait_moves_a_followers_deadline(
+    seconds: float, until: float, gang: Gang
+) -> None:
     """Node 0 announces it after half a second, and the follower's own deadline is 1 s."""
     coordinator = gang.open(2)
     began = gang.clock.seconds
@@ -322,7 +351,10 @@ def test_a_follower_whose_gang_has_ended_hears_the_result_instead_of_a_start(gan
     coordinator = gang.open(2)
     coordinator.give_up(GenerationEnd(culprit="rank 0: it failed", reason="rank_failed"))
     end = gang.followers[1].await_start(60.0)
-    assert isinstance(end, GenerationEnd) and (end.culprit, end.reason) == ("rank 0: it failed", "rank_failed")
+    assert isinstance(end, GenerationEnd) and (end.culprit, end.reason) == (
+        "rank 0: it failed",
+        "rank_failed",
+    )
 
 
 def test_an_order_before_the_start_ends_the_roll_call_and_the_wait(gang: Gang) -> None:
@@ -373,7 +405,10 @@ def test_a_notice_that_outlasts_the_deadline_ends_the_roll_call(gang: Gang) -> N
 def test_a_node_that_is_lost_with_a_pending_notice_is_an_interruption(gang: Gang) -> None:
     coordinator = gang.open(2, notices={1: to_leave(1, seconds=600.0)})
     gang.followers[1].close()
-    words = r"node 1 \(host-1\) was lost while it waited out its spot interruption notice: connection closed"
+    words = (
+        r"node 1 \(host-1\) was lost while it waited out its spot interruption notice: "
+        r"connection closed"
+    )
     with pytest.raises(GangError, match=words):
         coordinator.roll_call(30.0, never)
     assert coordinator.leave_cause == NOTICE
@@ -400,16 +435,26 @@ def test_an_order_of_any_node_reaches_all_nodes(gang: Gang) -> None:
     gang.start()
     order = to_leave(1)
     gang.followers[1].order(order)
-    wait_until("the order", lambda: coordinator.poll() is None and coordinator.leave_cause, timeout=60, pause=0.002)
+    wait_until(
+        "the order",
+        lambda: coordinator.poll() is None and coordinator.leave_cause,
+        timeout=60,
+        pause=0.002,
+    )
     assert coordinator.orders() == [order] and coordinator.orders() == []
     assert [heard(follower) for follower in gang.followers.values()] == [[order], [order]]
     coordinator.order(RankOrder(seconds=float("inf"), cause=CAUSES[5], node=0))
     assert coordinator.leave_cause == NOTICE
-    assert [[order.leave for order in heard(follower)] for follower in gang.followers.values()] == [[False], [False]]
+    assert [[order.leave for order in heard(follower)] for follower in gang.followers.values()] == [
+        [False],
+        [False],
+    ]
 
 
 @pytest.mark.parametrize("cause", [NOTICE, RETURNED])
-def test_the_gang_leaves_for_a_notice_and_not_for_a_node_that_is_back(cause: str, gang: Gang) -> None:
+def test_the_gang_leaves_for_a_notice_and_not_for_a_node_that_is_back(
+    cause: str, gang: Gang
+) -> None:
     coordinator = gang.open(2)
     coordinator.order(to_leave(0, cause))
     assert coordinator.leave_cause == ("" if cause == RETURNED else NOTICE)
@@ -442,7 +487,10 @@ def test_a_wait_for_the_store_holds_three_seconds_on_all_nodes(gang: Gang) -> No
     gang.followers[1].waiting()
     for peers in everyone:
         wait_until(
-            "the word", lambda peers=peers: peers.poll() is None and peers.store_wait_active, timeout=60, pause=0.002
+            "the word",
+            lambda peers=peers: peers.poll() is None and peers.store_wait_active,
+            timeout=60,
+            pause=0.002,
         )
     gang.clock.seconds += 2.75
     assert all(peers.store_wait_active for peers in everyone)
@@ -465,9 +513,14 @@ def test_a_first_failure_asks_all_nodes_for_positions_once(gang: Gang) -> None:
     assert not any(peers.take_witness_request() for peers in everyone)
     coordinator.report(failed(0))
     wait_until(
-        "the request", lambda: follower.poll() is None and follower.take_witness_request(), timeout=60, pause=0.002
+        "the request",
+        lambda: follower.poll() is None and follower.take_witness_request(),
+        timeout=60,
+        pause=0.002,
     )
-    assert coordinator.take_witness_request() and not any(peers.take_witness_request() for peers in everyone)
+    assert coordinator.take_witness_request() and not any(
+        peers.take_witness_request() for peers in everyone
+    )
     coordinator.report(failed(1))
     time.sleep(0.02)
     follower.poll()
@@ -508,7 +561,9 @@ def test_a_failure_is_decided_when_its_evidence_has_settled(gang: Gang) -> None:
 
 
 @pytest.mark.parametrize(("heard_from", "seconds"), [(3, 1.5), (4, 0.2)])
-def test_a_hang_is_decided_sooner_when_every_rank_has_reported(heard_from: int, seconds: float, gang: Gang) -> None:
+def test_a_hang_is_decided_sooner_when_every_rank_has_reported(
+    heard_from: int, seconds: float, gang: Gang
+) -> None:
     coordinator = gang.open(2, processes_per_node=2)
     gang.start()
     coordinator.report(hung(0, waiting=False))
@@ -528,13 +583,19 @@ def test_collectives_that_differ_are_a_failure_before_any_rank_has_failed(gang: 
     gang.settle()
     gang.followers[1].report(seen(1, calls=calls("b"), where="user/loss.py:9 in log"))
     end = gang.verdict()
-    assert (end.reason, end.curable, coordinator.take_witness_request()) == ("rank_failed", False, True)
+    assert (end.reason, end.curable, coordinator.take_witness_request()) == (
+        "rank_failed",
+        False,
+        True,
+    )
 
 
 def lone_call(coordinator: CoordinatorPeers) -> None:
     """What a dump of ranks 0 and 1 shows: rank 0 is alone in a collective."""
     coordinator.report(seen(0, where="user/loss.py:9 in log", step=9, calls=calls(*"ggu")))
-    coordinator.report(seen(1, where="training/step_sync.py:155 in exchange", step=9, calls=calls(*"gg")))
+    coordinator.report(
+        seen(1, where="training/step_sync.py:155 in exchange", step=9, calls=calls(*"gg"))
+    )
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
@@ -545,7 +606,9 @@ def test_a_lone_call_is_a_failure_once_it_has_lasted_for_all_ranks(nodes: int, g
     gang.clock.seconds += 2.25
     assert coordinator.poll() is None and not coordinator.take_witness_request()
     lone_call(coordinator)
-    assert coordinator.take_witness_request() is (nodes == 2), "of three ranks, the third may be on its way"
+    assert coordinator.take_witness_request() is (nodes == 2), (
+        "of three ranks, the third may be on its way"
+    )
 
 
 def test_an_idle_rank_for_which_all_others_wait_is_a_stall(gang: Gang) -> None:
@@ -572,7 +635,9 @@ def test_after_a_failure_no_stall_is_looked_for(gang: Gang) -> None:
 
 
 @pytest.mark.parametrize(("age", "counts"), [(10.0, True), (10.0625, False)])
-def test_positions_of_the_last_ten_seconds_are_evidence(age: float, counts: bool, gang: Gang) -> None:
+def test_positions_of_the_last_ten_seconds_are_evidence(
+    age: float, counts: bool, gang: Gang
+) -> None:
     coordinator = gang.open(2)
     gang.start()
     coordinator.report(seen(0, calls=calls("a")))
@@ -649,7 +714,9 @@ def test_a_follower_that_sends_nonsense_is_lost(gang: Gang) -> None:
     gang.start()
     gang.followers[1].report_results({"x": COMPLETED})  # type: ignore[dict-item]
     end = gang.verdict()
-    assert end.culprit.startswith("node 1 (host-1) was lost: it sent a malformed message: ValueError")
+    assert end.culprit.startswith(
+        "node 1 (host-1) was lost: it sent a malformed message: ValueError"
+    )
     assert coordinator.nodes == [0]
 
 
@@ -669,7 +736,8 @@ def test_a_generation_ends_when_all_nodes_have_finished(gang: Gang) -> None:
     assert (end.again, list(end.left_out)) == (False, [])
 
 
-# For each case: least nodes, orders (node, cause), what happens, and the verdict: again, nodes that are left out.
+# For each case: least nodes, orders (node, cause), what happens, and the verdict: again, nodes that
+# are left out.
 GOINGS_ON: dict[str, tuple[int | None, list[tuple[int, str]], Any, bool, list[int]]] = {
     "enough others go on": (2, [(1, NOTICE)], INTERRUPTED, True, [1]),
     "two leave, and one is enough": (1, [(2, NOTICE), (1, NOTICE)], INTERRUPTED, True, [1, 2]),
@@ -680,7 +748,13 @@ GOINGS_ON: dict[str, tuple[int | None, list[tuple[int, str]], Any, bool, list[in
     "a signal to another node": (1, [(1, NOTICE), (2, SIGTERM)], INTERRUPTED, False, []),
     "a signal after the notice of a node": (2, [(1, NOTICE), (1, SIGTERM)], INTERRUPTED, True, [1]),
     "the work is done": (2, [(1, NOTICE)], COMPLETED, False, []),
-    "a failure that may be tried again": (2, [(1, NOTICE)], failed(0, error="ValueError"), True, [1]),
+    "a failure that may be tried again": (
+        2,
+        [(1, NOTICE)],
+        failed(0, error="ValueError"),
+        True,
+        [1],
+    ),
     "a failure that may not": (2, [(1, NOTICE)], failed(0, error="DataError"), False, []),
     "a lost node": (2, [(1, NOTICE)], "lost", True, [1]),
     "a lost node without a notice": (2, [], "lost", True, []),
@@ -689,7 +763,13 @@ GOINGS_ON: dict[str, tuple[int | None, list[tuple[int, str]], Any, bool, list[in
     "a bad reader": (2, [], failed(2, error="UnreliableReader"), True, [2]),
     "a bad reader and too few others": (3, [], failed(2, error="UnreliableReader"), True, []),
     "a bad reader on node 0": (2, [], failed(0, error="UnreliableReader"), True, []),
-    "a bad reader beside a node that leaves": (1, [(1, NOTICE)], failed(2, error="UnreliableReader"), True, [1]),
+    "a bad reader beside a node that leaves": (
+        1,
+        [(1, NOTICE)],
+        failed(2, error="UnreliableReader"),
+        True,
+        [1],
+    ),
 }
 
 
@@ -711,7 +791,10 @@ def test_the_gang_goes_on_without_some_nodes_where_that_helps(name: str, gang: G
     end = gang.verdict()
     assert (end.again, list(end.left_out)) == (again, left_out)
     assert bool(coordinator.leave_cause) is (bool(orders) and not left_out)
-    gone = {1} if happens == "lost" else set()
+    if happens == "lost":
+        gone = {1}
+    else:
+        gone = set()
     assert coordinator.nodes == [node for node in (0, 1, 2) if node not in {*left_out, *gone}]
 
 
@@ -754,7 +837,9 @@ def test_the_next_generation_waits_for_the_ranks_of_all_nodes(gang: Gang) -> Non
     gang.start(generation=2)
     looks.clear()
     gang.followers[2].ready()
-    assert coordinator.regroup(0.5, stopped) == [0, 1, 2] or len(looks) >= 10, "each generation anew"
+    assert coordinator.regroup(0.5, stopped) == [0, 1, 2] or len(looks) >= 10, (
+        "each generation anew"
+    )
 
 
 @pytest.mark.parametrize("min_nodes", [2, 3])
@@ -766,7 +851,9 @@ def test_a_node_whose_ranks_end_too_late_is_lost(min_nodes: int, gang: Gang) -> 
     result = coordinator.regroup(1.0, never)
     assert gang.clock.seconds - began == pytest.approx(1.0, abs=0.02)
     culprit = "node 2 (host-2) was lost: its ranks did not end within 1 s"
-    assert result == ([0, 1] if min_nodes == 2 else GenerationEnd(culprit=culprit, reason="node_lost"))
+    assert result == (
+        [0, 1] if min_nodes == 2 else GenerationEnd(culprit=culprit, reason="node_lost")
+    )
     lost = wait_until("the end", gang.followers[2].poll, timeout=60, pause=0.002)
     assert lost.reason == "node_lost" and lost.culprit.startswith("node 0 was lost: connection")
 
@@ -778,7 +865,8 @@ def test_all_lost_nodes_are_named(gang: Gang) -> None:
     result = coordinator.regroup(1.0, never)
     assert isinstance(result, GenerationEnd)
     assert result.culprit == (
-        "node 1 (host-1) was lost: its ranks did not end within 1 s; node 2 (host-2) was lost: connection closed"
+        "node 1 (host-1) was lost: its ranks did not end within 1 s; node 2 (host-2) was lost: "
+        "connection closed"
     )
 
 
@@ -882,7 +970,9 @@ def test_the_wait_for_a_replacement_ends_when_the_gang_cannot_go_on(event: str, 
 
 @pytest.mark.usefixtures("jobset")
 @pytest.mark.parametrize(("replacements", "again"), [(1, False), (2, True)])
-def test_no_more_nodes_are_replaced_than_the_cluster_does(replacements: int, again: bool, gang: Gang) -> None:
+def test_no_more_nodes_are_replaced_than_the_cluster_does(
+    replacements: int, again: bool, gang: Gang
+) -> None:
     gang.open(4, min_nodes=None, kubernetes={"node_replacements": replacements})
     gang.start()
     gang.followers[1].close()
@@ -899,7 +989,12 @@ def test_a_smaller_gang_takes_a_lost_node_in_when_it_is_back(gang: Gang) -> None
     assert coordinator.regroup(5.0, never) == [0, 2]
     gang.start(generation=2)
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() is None and coordinator.orders(), timeout=60, pause=0.002)
+    wait_until(
+        "its return",
+        lambda: coordinator.poll() is None and coordinator.orders(),
+        timeout=60,
+        pause=0.002,
+    )
     joining.join()
     [order] = heard(gang.followers[2])
     assert order == RankOrder(seconds=25.0, cause=RETURNED, node=0)
@@ -932,7 +1027,9 @@ def port_is_open(gang: Gang) -> bool:
 
 @pytest.mark.usefixtures("jobset")
 @pytest.mark.parametrize("moment", ["a rank has failed", "a node has finished"])
-def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(moment: str, gang: Gang) -> None:
+def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(
+    moment: str, gang: Gang
+) -> None:
     coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
     gang.start()
     lose(gang, 1)
@@ -944,7 +1041,12 @@ def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(moment: 
     else:
         coordinator.report_results({0: COMPLETED})
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() is None and not joining.is_alive(), timeout=60, pause=0.002)
+    wait_until(
+        "its return",
+        lambda: coordinator.poll() is None and not joining.is_alive(),
+        timeout=60,
+        pause=0.002,
+    )
     gang.settle()
     assert coordinator.orders() == []
     coordinator.close()
@@ -960,7 +1062,12 @@ def test_a_node_that_is_back_is_told_to_wait_for_the_next_start(gang: Gang) -> N
     coordinator.regroup(5.0, never)
     gang.start(generation=2)
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() is None and not joining.is_alive(), timeout=60, pause=0.002)
+    wait_until(
+        "its return",
+        lambda: coordinator.poll() is None and not joining.is_alive(),
+        timeout=60,
+        pause=0.002,
+    )
     gang.clock.seconds += 1.0
     began = gang.clock.seconds
 
@@ -982,7 +1089,12 @@ def test_a_gang_that_leaves_for_a_notice_does_not_go_on_for_a_node_that_is_back(
     coordinator.regroup(5.0, never)
     gang.start(generation=2)
     joining = gang.join(1)
-    wait_until("its return", lambda: coordinator.poll() is None and coordinator.orders(), timeout=60, pause=0.002)
+    wait_until(
+        "its return",
+        lambda: coordinator.poll() is None and coordinator.orders(),
+        timeout=60,
+        pause=0.002,
+    )
     joining.join()
     coordinator.order(to_leave(0, SIGTERM))
     gang.followers[2].report_results({1: INTERRUPTED})
@@ -1001,11 +1113,18 @@ def test_a_gang_that_has_room_ends_with_its_work(results: dict[str, Any], gang: 
     gang.start(generation=2)
     if results is COMPLETED:
         joining = gang.join(1)
-        wait_until("its return", lambda: coordinator.poll() is None and coordinator.orders(), timeout=60, pause=0.002)
+        wait_until(
+            "its return",
+            lambda: coordinator.poll() is None and coordinator.orders(),
+            timeout=60,
+            pause=0.002,
+        )
         joining.join()
     gang.followers[2].report_results({1: results})
     coordinator.report_results({0: results})
-    assert not gang.verdict().again, "interrupted without a node that is back, or completed with one"
+    assert not gang.verdict().again, (
+        "interrupted without a node that is back, or completed with one"
+    )
 
 
 def test_a_closed_coordinator_closes_its_port_and_connections(gang: Gang) -> None:

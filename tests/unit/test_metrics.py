@@ -11,7 +11,13 @@ import pytest
 
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
-from ebbflow.infra.metrics import JOB_METRICS, NODE_METRICS, MetricBoard, MetricKind, render_job_metrics
+from ebbflow.infra.metrics import (
+    JOB_METRICS,
+    NODE_METRICS,
+    MetricBoard,
+    MetricKind,
+    render_job_metrics,
+)
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.timelines import GangLog, event, plan_event
 
@@ -57,18 +63,35 @@ def test_names_and_labels_keep_to_the_conventions() -> None:
         assert re.fullmatch(r"ebbflow_[a-z]+(_[a-z]+)*", metric.name)
         assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
         assert set(metric.labels) <= BOUNDED and metric.help.endswith(".")
-        for unit, word in (("seconds", "seconds"), ("bytes", "Bytes"), ("usd", "dollars"), ("ratio", "")):
-            if unit in metric.name.split("_") and "timestamp" not in metric.name and "start_time" not in metric.name:
+        for unit, word in (
+            ("seconds", "seconds"),
+            ("bytes", "Bytes"),
+            ("usd", "dollars"),
+            ("ratio", ""),
+        ):
+            if (
+                unit in metric.name.split("_")
+                and "timestamp" not in metric.name
+                and "start_time" not in metric.name
+            ):
                 assert word in metric.help, f"{metric.name}: its help does not name the unit"
 
 
 def test_every_name_is_documented_with_its_type_and_labels_and_nothing_else_is() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(ebbflow_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
-    documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows]
-    assert sorted(documented) == sorted((metric.name, metric.kind.value, metric.labels) for metric in ALL)
+    documented = [
+        (name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows
+    ]
+    assert sorted(documented) == sorted(
+        (metric.name, metric.kind.value, metric.labels) for metric in ALL
+    )
     pages = [text, (ROOT / "docs" / "observability.md").read_text()]
-    pages += [path.read_text() for path in (ROOT / "ebbflow/infra" / "observe").rglob("*") if path.suffix in (".json", ".yaml")]
+    pages += [
+        path.read_text()
+        for path in (ROOT / "ebbflow/infra" / "observe").rglob("*")
+        if path.suffix in (".json", ".yaml")
+    ]
     mentioned = {
         name
         for name in re.findall(r"\bebbflow_\w+", "\n".join(pages))
@@ -81,22 +104,43 @@ def test_the_page_of_a_job_says_what_its_report_says() -> None:
     events = a_job()
     report = build_report(events)
     page = page_of(events)
-    assert set(parse(page)) == {m.name for m in JOB_METRICS} - {"ebbflow_job_mfu_ratio"}  # no rank measured its peak
-    assert sum(values(page, "ebbflow_job_rank_seconds_total")) == pytest.approx(report.paid_rank_seconds)
+    assert set(parse(page)) == {m.name for m in JOB_METRICS} - {
+        "ebbflow_job_mfu_ratio"
+    }  # no rank measured its peak
+    assert sum(values(page, "ebbflow_job_rank_seconds_total")) == pytest.approx(
+        report.paid_rank_seconds
+    )
     assert sum(values(page, "ebbflow_job_usd_total")) == pytest.approx(float(report.total_usd))
-    assert values(page, "ebbflow_job_usd_total", kind="measured") == [], "a simulated price makes no measured dollar"
+    assert values(page, "ebbflow_job_usd_total", kind="measured") == [], (
+        "a simulated price makes no measured dollar"
+    )
     assert values(page, "ebbflow_job_outcome", outcome="completed") == [1]
     assert sum(values(page, "ebbflow_job_outcome")) == 1
     expected = {
-        "redone_steps_total": 1, "interruptions_total": 1, "failures_total": 0, "generations_total": 2,
-        "commits_total": 2, "commit_failures_total": 1, "committed_bytes_total": 2, "tokens_total": 5000, "step": 4,
-        "held_out_loss": 1.5, "budget_usd": 5, "goodput_ratio": report.actual["goodput"], "slowest_rank": 1,
-        "slowest_rank_seconds": 1.0, "slowest_rank_usd": report.charts["ranks"][0]["lost_usd"],
-    }  # fmt: skip
+        "redone_steps_total": 1,
+        "interruptions_total": 1,
+        "failures_total": 0,
+        "generations_total": 2,
+        "commits_total": 2,
+        "commit_failures_total": 1,
+        "committed_bytes_total": 2,
+        "tokens_total": 5000,
+        "step": 4,
+        "held_out_loss": 1.5,
+        "budget_usd": 5,
+        "goodput_ratio": report.actual["goodput"],
+        "slowest_rank": 1,
+        "slowest_rank_seconds": 1.0,
+        "slowest_rank_usd": report.charts["ranks"][0]["lost_usd"],
+    }
     assert {name: values(page, f"ebbflow_job_{name}") for name in expected} == {
         name: [pytest.approx(value)] for name, value in expected.items()
     }
-    assert all(sample.labels["job"] == "demo" for family in parse(page).values() for sample in family.samples)
+    assert all(
+        sample.labels["job"] == "demo"
+        for family in parse(page).values()
+        for sample in family.samples
+    )
 
 
 def test_what_is_not_known_is_absent_and_not_zero() -> None:
@@ -105,12 +149,22 @@ def test_what_is_not_known_is_absent_and_not_zero() -> None:
     gang.ended("rank_failed", 2.0, user_code=True)
     page = page_of(gang.events)
     names = set(parse(page))
-    absent = {"loss", "held_out_loss", "usd_total", "savings_usd", "budget_usd", "planned_usd", "capacity_info"}
+    absent = {
+        "loss",
+        "held_out_loss",
+        "usd_total",
+        "savings_usd",
+        "budget_usd",
+        "planned_usd",
+        "capacity_info",
+    }
     assert names.isdisjoint({f"ebbflow_job_{name}" for name in absent})
     assert values(page, "ebbflow_job_failures_total") == [1]
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")
+@pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed"
+)
 def test_promtool_finds_nothing_to_say_of_the_page_of_a_job() -> None:
     assert lint(page_of(a_job())) == ""
 

@@ -1,4 +1,6 @@
-"""The types of the ledger and of the prices: their values do not change, and each is named where it is made."""
+"""The types of the ledger and of the prices: their values do not change, and each is named where it
+is made.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 import ebbflow.cost.ledger
 import ebbflow.cost.prices
 
-# The paid time of a node is completed while it is read: a rank list that is lost follows from the other nodes.
+# The paid time of a node is completed while it is read: a rank list that is lost follows from the
+# other nodes.
 MUTABLE = {"NodeTime"}
 # These are short, and made in many places.
 POSITIONAL = {"PriceCurve", "Pricing", "Span"}
@@ -22,7 +25,9 @@ POSITIONAL = {"PriceCurve", "Pricing", "Span"}
 def dataclasses_of_money() -> Iterator[type]:
     for package in (ebbflow.cost.ledger, ebbflow.cost.prices):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            for _, found in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            for _, found in inspect.getmembers(
+                importlib.import_module(module.name), inspect.isclass
+            ):
                 if is_dataclass(found) and found.__module__ == module.name:
                     yield found
 

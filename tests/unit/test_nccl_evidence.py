@@ -1,6 +1,8 @@
-"""Blame under NCCL, by flight recorders in the format of torch's source (FlightRecorderDetail.hpp, `dump_json`).
+"""Blame under NCCL, by flight recorders in the format of torch's source (FlightRecorderDetail.hpp,
+`dump_json`).
 
-No GPU was there to record them: the entries are written here, with every field that torch 2.7 to 2.13 writes.
+No GPU was there to record them: the entries are written here, with every field that torch 2.7 to
+2.13 writes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from ebbflow.training.launch.heartbeat import RECORDS, WatchHooks
 SYNC = "training/trainer.py:210 in sync_step"
 
 
-def entry(sequence: int, state: str, *, group: str = "0", name: str = "nccl:_all_gather_base") -> dict:
+def entry(
+    sequence: int, state: str, *, group: str = "0", name: str = "nccl:_all_gather_base"
+) -> dict:
     """One collective, as version 2.4 (torch 2.7) and later versions of the dump have it."""
     return {
         "record_id": sequence,
@@ -44,11 +48,15 @@ def entry(sequence: int, state: str, *, group: str = "0", name: str = "nccl:_all
 
 
 def dump(*entries: dict) -> bytes:
-    return json.dumps({"version": "2.4", "pg_config": {}, "pg_status": {}, "entries": list(entries)}).encode()
+    return json.dumps(
+        {"version": "2.4", "pg_config": {}, "pg_status": {}, "entries": list(entries)}
+    ).encode()
 
 
 def device(last: str, *, done: int = 40, queued: int = 0) -> bytes:
-    """A recorder whose device has completed `done` collectives, has `last` as the state of the next, then a queue."""
+    """A recorder whose device has completed `done` collectives, has `last` as the state of the
+    next, then a queue.
+    """
     states = ["completed"] * done + [last] + ["scheduled"] * queued
     return dump(*(entry(number, state) for number, state in enumerate(states, 1)))
 
@@ -73,14 +81,22 @@ def test_a_gpu_that_hangs_is_blamed_though_every_host_has_called_alike() -> None
     evidence = [hung(rank, device("scheduled" if rank == 3 else "started")) for rank in range(8)]
     for order in (evidence, evidence[::-1]):
         culprit = blame(order)
-        assert (culprit.rank, culprit.kind) == (3, "hang") and "GPU has not started" in culprit.because
+        assert (culprit.rank, culprit.kind) == (
+            3,
+            "hang",
+        ) and "GPU has not started" in culprit.because
 
 
 def test_hosts_that_block_on_a_full_queue_wait_for_their_devices() -> None:
-    """Hosts 1 to 3 stand in a launch within the model, outside of any collective. Only rank 3's device is behind."""
+    """Hosts 1 to 3 stand in a launch within the model, outside of any collective.
+
+    Only rank 3's device is behind.
+    """
     model = "user/model.py:31 in forward"
     evidence = [hung(0, device("started"))]
-    evidence += [hung(rank, device("started", queued=90), where=model, waiting=False) for rank in (1, 2)]
+    evidence += [
+        hung(rank, device("started", queued=90), where=model, waiting=False) for rank in (1, 2)
+    ]
     evidence += [hung(3, device("scheduled", queued=90), where=model, waiting=False)]
     assert blame(evidence).rank == blame(evidence[::-1]).rank == 3
 
@@ -94,30 +110,43 @@ def test_a_host_that_hangs_with_an_idle_device_is_blamed() -> None:
 
 def test_gpus_that_wait_in_one_collective_alike_are_the_networks_fault() -> None:
     model = "user/model.py:31 in forward"
-    evidence = [hung(rank, device("started", queued=90), where=model, waiting=False) for rank in range(4)]
+    evidence = [
+        hung(rank, device("started", queued=90), where=model, waiting=False) for rank in range(4)
+    ]
     culprit = blame(evidence)
     assert "network" in culprit.message and culprit.certainty == "slow"
 
 
 def test_of_gpus_that_wait_in_a_chain_the_last_is_blamed() -> None:
-    """HSDP, shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: device 0 waits for 2, which waits for 3."""
+    """HSDP, shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: device 0 waits for 2, which waits
+    for 3.
+    """
     states = {0: {"c": "started"}, 1: {"d": "started"}, 2: {"b": "started", "c": "scheduled"}}
     states[3] = {"b": "scheduled", "d": "scheduled"}
-    raw = {rank: dump(*(entry(5, state, group=group) for group, state in own.items())) for rank, own in states.items()}
+    raw = {
+        rank: dump(*(entry(5, state, group=group) for group, state in own.items()))
+        for rank, own in states.items()
+    }
     assert blame([hung(rank, one) for rank, one in raw.items()]).rank == 3
 
 
 def test_a_long_queue_does_not_push_out_what_the_device_has_reached() -> None:
     calls = parse_records(device("started", done=100, queued=300))
     assert len(calls) == 64 and ["0", 101, "_all_gather_base [[18]]", "started"] in calls
-    assert parse_records(dump(entry(1, "completed", name="gloo:all_reduce"))) == [["0", 1, "all_reduce [[18]]"]]
+    assert parse_records(dump(entry(1, "completed", name="gloo:all_reduce"))) == [
+        ["0", 1, "all_reduce [[18]]"]
+    ]
 
 
-def test_nccls_recorder_is_saved_where_it_has_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccls_recorder_is_saved_where_it_has_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hooks = SimpleNamespace(_heartbeat=tmp_path / "rank-0.heartbeat")
     saved = tmp_path / f"rank-0{RECORDS}"
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda **_: dump(), raising=False)
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: device("started"), raising=False)
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_nccl_trace_json", lambda **_: device("started"), raising=False
+    )
     WatchHooks.save_records(hooks)  # type: ignore[arg-type]
     assert len(parse_records(saved.read_bytes())) == 41
 
@@ -125,13 +154,17 @@ def test_nccls_recorder_is_saved_where_it_has_entries(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     "message",
     [
-        "DistBackendError: NCCL error in: ../NCCLUtils.hpp:268, remote process exited or there was a network error, "
-        "NCCL version 2.26.2\nncclRemoteError: A call failed possibly due to a network error",
-        "DistBackendError: NCCL error: unhandled system error, ncclSystemError: System call failed or device error.",
+        "DistBackendError: NCCL error in: ../NCCLUtils.hpp:268, remote process exited or there "
+        "was a network error, NCCL version 2.26.2\nncclRemoteError: A call failed possibly due "
+        "to a network error",
+        "DistBackendError: NCCL error: unhandled system error, ncclSystemError: System call "
+        "failed or device error.",
         "DistBackendError: NCCL error: internal error, ncclInternalError: Internal check failed.",
         "DistBackendError: NCCL communicator was aborted on rank 2.",
     ],
 )
 def test_nccls_errors_about_peers_are_no_failures_of_their_own(message: str) -> None:
     assert is_peer_loss_error(message)
-    assert not is_peer_loss_error("ncclUnhandledCudaError: Call to CUDA function failed. uncorrectable ECC error")
+    assert not is_peer_loss_error(
+        "ncclUnhandledCudaError: Call to CUDA function failed. uncorrectable ECC error"
+    )

@@ -1,4 +1,6 @@
-"""`ebbflow new`: what it writes passes its own test at once, and names that cannot be used are refused."""
+"""`ebbflow new`: what it writes passes its own test at once, and names that cannot be used are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,16 @@ from ebbflow.workloads.new import main
 
 
 @pytest.mark.parametrize("kind", ["text", "image", "points", "rl"])
-def test_what_it_writes_passes_its_own_test(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_writes_passes_its_own_test(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = f"my_own_{kind}"
     assert main(["new", name, "--like", kind, "--folder", str(tmp_path)]) == 0
     assert f"test_{name}.py" in capsys.readouterr().out
-    assert yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["workload"] == f"{name}:MyOwn{kind.capitalize()}"
+    assert (
+        yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["workload"]
+        == f"{name}:MyOwn{kind.capitalize()}"
+    )
     empty = tmp_path / "pytest.ini"
     empty.write_text("[pytest]\n")
     words = ["-q", "-c", str(empty), "-p", "no:cacheprovider", "-p", "no:randomly", str(tmp_path)]
@@ -26,6 +33,8 @@ def test_what_it_writes_passes_its_own_test(kind: str, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("name", ["my-model", "class", "json", "2d"])
-def test_a_name_that_no_module_can_have_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_no_module_can_have_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["new", name]) == 2
     assert "cannot be a module's name" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Sources of notices and the thread that polls them, by a clock of their own: times, repetitions, retries, answers."""
+"""Sources of notices and the thread that polls them, by a clock of their own: times, repetitions,
+retries, answers.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
     return StandingClock(monkeypatch, notices)
 
 
-def notice_of(ends_at: float, *, action: str = "terminate", source: NoticeSource = NoticeSource.METADATA) -> Notice:
+def notice_of(
+    ends_at: float, *, action: str = "terminate", source: NoticeSource = NoticeSource.METADATA
+) -> Notice:
     return Notice(source=source, action=action, ends_at=ends_at)
 
 
 @pytest.mark.parametrize(
     ("action", "reclaims"),
-    [("terminate", True), ("stop", True), ("hibernate", True), ("rebalance", False), ("leave", False)],
+    [
+        ("terminate", True),
+        ("stop", True),
+        ("hibernate", True),
+        ("rebalance", False),
+        ("leave", False),
+    ],
 )
-def test_a_notice_reclaims_the_machine_by_three_actions(action: str, reclaims: bool, clock: StandingClock) -> None:
+def test_a_notice_reclaims_the_machine_by_three_actions(
+    action: str, reclaims: bool, clock: StandingClock
+) -> None:
     assert notice_of(clock.seconds + 9.5, action=action).reclaims is reclaims
 
 
@@ -66,7 +78,12 @@ class Scripted:
     """A source whose looks have these results; the last look waits until the test is over."""
 
     def __init__(
-        self, clock: StandingClock, script: Script, *, name: str = "scripted", poll_seconds: float = 2.0
+        self,
+        clock: StandingClock,
+        script: Script,
+        *,
+        name: str = "scripted",
+        poll_seconds: float = 2.0,
     ) -> None:
         self.name = name
         self.poll_seconds = poll_seconds
@@ -140,7 +157,9 @@ def test_a_healthy_source_is_polled_at_its_interval(watching: Watching) -> None:
     assert watching.run([[]] * 4)[1] == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_a_source_that_fails_is_polled_ever_more_rarely_up_to_ten_seconds(watching: Watching) -> None:
+def test_a_source_that_fails_is_polled_ever_more_rarely_up_to_ten_seconds(
+    watching: Watching,
+) -> None:
     looks = watching.run([[], BROKEN, BROKEN, BROKEN, BROKEN, [], []])[1]
     assert looks == [0.0, 2.0, 6.0, 14.0, 24.0, 34.0, 36.0]
 
@@ -161,7 +180,17 @@ def test_each_source_has_its_own_interval(watching: Watching) -> None:
     watching.watch(slow, fast)
     assert slow.done.wait(60)
     assert [seconds - watching.began for seconds in slow.looks] == [0.0, 3.0, 6.0]
-    assert [seconds - watching.began for seconds in fast.looks] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert [seconds - watching.began for seconds in fast.looks] == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+        6.0,
+        7.0,
+        8.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +203,14 @@ def test_each_source_has_its_own_interval(watching: Watching) -> None:
         ([*[BROKEN] * 5, [], *[BROKEN] * 5], 2),
     ],
 )
-def test_five_failures_in_a_row_are_a_problem(script: Script, problems: int, watching: Watching) -> None:
+def test_five_failures_in_a_row_are_a_problem(
+    script: Script, problems: int, watching: Watching
+) -> None:
     watcher, _ = watching.run(script)
-    assert watcher.problems() == ["scripted: 5 requests in a row failed, the last: no answer"] * problems
+    assert (
+        watcher.problems()
+        == ["scripted: 5 requests in a row failed, the last: no answer"] * problems
+    )
     assert watcher.problems() == []
 
 
@@ -195,7 +229,9 @@ def test_a_repeated_notice_is_new_if_it_comes_more_than_a_second_sooner(
 ) -> None:
     began = watching.began
     watcher, _ = watching.run([[notice_of(began + 100.0)], [notice_of(began + ends_at)]])
-    assert [notice.ends_at - began for notice in watcher.new_notices()] == [100.0] + [ends_at] * heard
+    assert [notice.ends_at - began for notice in watcher.new_notices()] == [100.0] + [
+        ends_at
+    ] * heard
     assert watcher.new_notices() == []
 
 
@@ -213,13 +249,19 @@ def test_a_repeated_notice_is_new_if_the_known_one_is_void(
 ) -> None:
     began = watching.began
     watcher, _ = watching.run([[notice_of(began + known)], [notice_of(began + ends_at)]])
-    assert [notice.ends_at - began for notice in watcher.new_notices()] == [known] + [ends_at] * heard
+    assert [notice.ends_at - began for notice in watcher.new_notices()] == [known] + [
+        ends_at
+    ] * heard
 
 
 def test_a_repeated_notice_is_compared_with_the_newest_time(watching: Watching) -> None:
     times = [100.0, 50.0, 60.0, 48.5]
     watcher, _ = watching.run([[notice_of(watching.began + seconds)] for seconds in times])
-    assert [notice.ends_at - watching.began for notice in watcher.new_notices()] == [100.0, 50.0, 48.5]
+    assert [notice.ends_at - watching.began for notice in watcher.new_notices()] == [
+        100.0,
+        50.0,
+        48.5,
+    ]
 
 
 def test_notices_of_another_source_or_action_are_no_repetition(watching: Watching) -> None:
@@ -240,7 +282,11 @@ def test_sources_are_unavailable_for_the_reason_that_they_give(watching: Watchin
                 raise self.answer
             return self.answer
 
-    refusing = [Refusing("a", "not here"), Refusing("b", PermissionError("no entry")), Refusing("c", KeyError())]
+    refusing = [
+        Refusing("a", "not here"),
+        Refusing("b", PermissionError("no entry")),
+        Refusing("c", KeyError()),
+    ]
     watcher = watching.watch(*refusing)
     assert watcher.wait_for_first_poll(60), "there is nothing to poll"
     assert watcher.source_problems() == {
@@ -308,7 +354,10 @@ def test_a_time_that_cannot_be_read_is_half_a_minute_away(clock: StandingClock) 
 
 @pytest.mark.parametrize("zone", ["Z", "+00:00", "", "+02:00"])
 def test_a_time_is_read_in_its_zone_or_else_in_utc(zone: str, clock: StandingClock) -> None:
-    local = 7200.0 if zone == "+02:00" else 0.0
+    if zone == "+02:00":
+        local = 7200.0
+    else:
+        local = 0.0
     text = text_of(clock, 60.0 + local).removesuffix("Z") + zone
     assert EffectiveTime().of(text) == pytest.approx(clock.seconds + 60.0, abs=1e-3)
 
@@ -326,11 +375,17 @@ def test_metaflows_notice_is_void_ten_seconds_after_its_time(
     found = MetaflowSource(file).look()
     assert len(found) == heard
     for notice in found:
-        assert (notice.source, notice.action, notice.detail) == ("metaflow", "terminate", f"{file}: {text}")
+        assert (notice.source, notice.action, notice.detail) == (
+            "metaflow",
+            "terminate",
+            f"{file}: {text}",
+        )
         assert notice.ends_at == pytest.approx(clock.seconds + seconds, abs=1e-3)
 
 
-def test_metaflows_file_may_be_missing_empty_or_foreign(clock: StandingClock, tmp_path: Path) -> None:
+def test_metaflows_file_may_be_missing_empty_or_foreign(
+    clock: StandingClock, tmp_path: Path
+) -> None:
     file = tmp_path / "notice"
     source = MetaflowSource(file)
     assert (source.begin(), source.look(), source.poll_seconds) == ("", [], 0.5)
@@ -339,7 +394,10 @@ def test_metaflows_file_may_be_missing_empty_or_foreign(clock: StandingClock, tm
     file.write_bytes(b"\xff" + b"x" * 300)
     [notice] = source.look()
     assert notice.ends_at == clock.seconds + 30.0 and len(notice.detail) == len(f"{file}: ") + 100
-    assert MetaflowSource(tmp_path / "missing" / "notice").begin() == f"no folder {tmp_path / 'missing'}"
+    assert (
+        MetaflowSource(tmp_path / "missing" / "notice").begin()
+        == f"no folder {tmp_path / 'missing'}"
+    )
 
 
 def test_a_rehearsed_notice_is_taken_from_its_file(clock: StandingClock, tmp_path: Path) -> None:
@@ -352,7 +410,12 @@ def test_a_rehearsed_notice_is_taken_from_its_file(clock: StandingClock, tmp_pat
     began = clock.seconds
     clock.seconds += 3.0
     [notice] = source.look()
-    assert (notice.source, notice.action, notice.ends_at, notice.heard_at) == ("rehearsal", "stop", began + 40.0, began)
+    assert (notice.source, notice.action, notice.ends_at, notice.heard_at) == (
+        "rehearsal",
+        "stop",
+        began + 40.0,
+        began,
+    )
     assert not file.exists() and source.look() == []
     file.write_text("{")
     with pytest.raises(OSError, match=r"notice\.json: Expecting"):
@@ -367,7 +430,10 @@ Answer = tuple[int, str] | Exception
 
 
 class Service:
-    """EC2's metadata service as its client sees it: `tokens` and `answers` come next, the last of them forever."""
+    """EC2's metadata service as its client sees it:
+
+    `tokens` and `answers` come next, the last of them forever.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: list[Answer] = [(200, "a-token")]
@@ -385,13 +451,19 @@ class Service:
         return self._next(self.answers[path])
 
     def _next(self, coming: list[Answer]) -> tuple[int, str]:
-        answer = coming.pop(0) if len(coming) > 1 else coming[0]
+        if len(coming) > 1:
+            answer = coming.pop(0)
+        else:
+            answer = coming[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def interrupt(self, document: object) -> None:
-        text = document if isinstance(document, str) else json.dumps(document)
+        if isinstance(document, str):
+            text = document
+        else:
+            text = json.dumps(document)
         self.answers[INTERRUPTION] = [(200, text)]
 
 
@@ -444,22 +516,30 @@ def test_outside_of_ec2_nothing_is_asked(service: Service, tmp_path: Path) -> No
         (ValueError("no port"), f"{ADDRESS} does not answer: no port"),
     ],
 )
-def test_a_service_that_refuses_a_token_is_not_watched(token: Answer, why: str, service: Service) -> None:
+def test_a_service_that_refuses_a_token_is_not_watched(
+    token: Answer, why: str, service: Service
+) -> None:
     service.tokens = [token]
     assert open_source().begin() == why
     assert kinds(service) == ["token"], "it is not asked without a token"
 
 
-@pytest.mark.parametrize("token", [(400, "a"), (404, "a"), (405, "a"), (501, "a"), TimeoutError("x")])
+@pytest.mark.parametrize(
+    "token", [(400, "a"), (404, "a"), (405, "a"), (501, "a"), TimeoutError("x")]
+)
 @pytest.mark.parametrize("status", [200, 404])
-def test_a_service_without_tokens_is_watched_by_version_1(token: Answer, status: int, service: Service) -> None:
+def test_a_service_without_tokens_is_watched_by_version_1(
+    token: Answer, status: int, service: Service
+) -> None:
     service.tokens = [token]
     service.answers[INTERRUPTION] = [(status, "{}")]
     source = begun()
     assert service.asked[1:] == [(INTERRUPTION, "", pytest.approx(0.9))]
     service.asked.clear()
     assert len(source.look()) == (1 if status == 200 else 0)
-    assert service.asked == [(INTERRUPTION, "", 1.0), (REBALANCE, "", 1.0)], "it is asked for no token any more"
+    assert service.asked == [(INTERRUPTION, "", 1.0), (REBALANCE, "", 1.0)], (
+        "it is asked for no token any more"
+    )
 
 
 @pytest.mark.parametrize(
@@ -468,11 +548,21 @@ def test_a_service_without_tokens_is_watched_by_version_1(token: Answer, status:
         (TimeoutError("x"), f"{ADDRESS} gave no token in time, and no other answer"),
         (http.client.BadStatusLine("x"), f"{ADDRESS} gave no token in time, and no other answer"),
         (ValueError("x"), f"{ADDRESS} gave no token in time, and no other answer"),
-        ((401, ""), f"{ADDRESS} gave no token in time, while it answers 401 without one: the hop limit is too small"),
-        ((500, ""), f"{ADDRESS} gave no token in time, while it answers 500 without one: the hop limit is too small"),
+        (
+            (401, ""),
+            f"{ADDRESS} gave no token in time, while it answers 401 without one: the hop limit "
+            "is too small",
+        ),
+        (
+            (500, ""),
+            f"{ADDRESS} gave no token in time, while it answers 500 without one: the hop limit "
+            "is too small",
+        ),
     ],
 )
-def test_a_service_that_answers_neither_way_is_not_watched(answer: Answer, why: str, service: Service) -> None:
+def test_a_service_that_answers_neither_way_is_not_watched(
+    answer: Answer, why: str, service: Service
+) -> None:
     service.tokens = [TimeoutError("x")]
     service.answers[INTERRUPTION] = [answer]
     found = open_source().begin()
@@ -546,7 +636,9 @@ def test_a_first_request_that_fails_is_an_error(answer: Answer, service: Service
 
 
 @pytest.mark.parametrize("answer", FAILURES)
-def test_an_interruption_counts_although_the_second_request_fails(answer: Answer, service: Service) -> None:
+def test_an_interruption_counts_although_the_second_request_fails(
+    answer: Answer, service: Service
+) -> None:
     source = begun()
     service.answers[REBALANCE] = [answer]
     with pytest.raises(OSError):
@@ -555,7 +647,9 @@ def test_an_interruption_counts_although_the_second_request_fails(answer: Answer
     assert [notice.action for notice in source.look()] == ["stop"]
 
 
-def test_an_interruption_and_a_recommendation_are_two_notices(service: Service, clock: StandingClock) -> None:
+def test_an_interruption_and_a_recommendation_are_two_notices(
+    service: Service, clock: StandingClock
+) -> None:
     source = begun()
     service.interrupt({"action": "hibernate", "time": text_of(clock, 120.0)})
     service.answers[REBALANCE] = [(200, "r" * 300)]

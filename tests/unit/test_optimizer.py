@@ -78,15 +78,23 @@ def test_adamw_decays_whatever_has_two_dimensions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [({}, "float32"), ({"muon_dtype": torch.bfloat16}, "bfloat16")], ids=["default", "bfloat16"]
+    ("options", "name"),
+    [({}, "float32"), ({"muon_dtype": torch.bfloat16}, "bfloat16")],
+    ids=["default", "bfloat16"],
 )
-def test_muon_trains_hidden_matrices_and_leaves_the_rest_to_adamw(options: dict[str, Any], name: str) -> None:
+def test_muon_trains_hidden_matrices_and_leaves_the_rest_to_adamw(
+    options: dict[str, Any], name: str
+) -> None:
     module = Network()
     optimizer = make_optimizer(module, TrainingConfig(optimizer="muon", **SETTINGS), **options)
     assert type(optimizer) is Muon
     hidden, matrices, others = optimizer.param_groups
     assert names_of(module, hidden["params"]) == ["first.weight", "second.weight"]
-    assert names_of(module, matrices["params"]) == ["table.weight", "filter.weight", "output.weight"]
+    assert names_of(module, matrices["params"]) == [
+        "table.weight",
+        "filter.weight",
+        "output.weight",
+    ]
     assert names_of(module, others["params"]) == ["filter.bias", "first.bias", "output.bias"]
     assert [group["weight_decay"] for group in (hidden, matrices, others)] == [0.125, 0.125, 0.0]
     assert [group.get("muon_dtype") for group in (hidden, matrices, others)] == [name, None, None]
@@ -100,30 +108,47 @@ def test_a_model_without_hidden_matrices_is_left_to_adamw() -> None:
 
 def newton_schulz(matrix: np.ndarray) -> np.ndarray:
     """Orthogonalise as Keller Jordan's Muon does."""
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    if matrix.shape[0] <= matrix.shape[1]:
+        wide = matrix
+    else:
+        wide = matrix.T
     x = wide / max(np.linalg.norm(wide), 1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+    if matrix.shape[0] <= matrix.shape[1]:
+        return x
+    return x.T
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (1, 6)])
 def test_orthogonalise_is_five_newton_schulz_iterations(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-    np.testing.assert_allclose(orthogonalise(matrix).numpy(), newton_schulz(matrix.numpy()), rtol=1e-12, atol=1e-14)
+    matrix = torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
+    np.testing.assert_allclose(
+        orthogonalise(matrix).numpy(), newton_schulz(matrix.numpy()), rtol=1e-12, atol=1e-14
+    )
     singular = torch.linalg.svdvals(orthogonalise(matrix))
     assert float(singular.min()) > 0.6 and float(singular.max()) < 1.25
 
 
 def test_orthogonalise_keeps_a_matrix_of_zeros_and_scales_up_a_small_one() -> None:
     assert orthogonalise(torch.zeros(2, 3)).abs().max() == 0.0
-    small = torch.full((1, 1), 2.0**-40, dtype=torch.float64)  # below the smallest norm to divide by
-    np.testing.assert_allclose(orthogonalise(small).numpy(), newton_schulz(small.numpy()), rtol=1e-12)
+    small = torch.full(
+        (1, 1), 2.0**-40, dtype=torch.float64
+    )  # below the smallest norm to divide by
+    np.testing.assert_allclose(
+        orthogonalise(small).numpy(), newton_schulz(small.numpy()), rtol=1e-12
+    )
 
 
-def muon_of(*, rows: int = 3, columns: int = 5) -> tuple[Muon, nn.Parameter, nn.Parameter, nn.Parameter]:
-    """Return a Muon optimizer with an unused matrix, a matrix that it orthogonalises, and a vector of AdamW."""
+def muon_of(
+    *, rows: int = 3, columns: int = 5
+) -> tuple[Muon, nn.Parameter, nn.Parameter, nn.Parameter]:
+    """Return a Muon optimizer with an unused matrix, a matrix that it orthogonalises, and a vector
+    of AdamW.
+    """
     generator = torch.Generator().manual_seed(1)
     unused = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
     matrix = nn.Parameter(torch.randn(rows, columns, dtype=torch.float64, generator=generator))
@@ -158,7 +183,9 @@ def test_a_step_of_muon_is_its_formula(rows: int, columns: int) -> None:
         optimizer.step()
         adamw.step()
         np.testing.assert_allclose(matrix.detach().numpy(), expected, rtol=1e-11)
-        np.testing.assert_allclose(optimizer.state[matrix]["momentum_buffer"].numpy(), momentum, rtol=1e-12)
+        np.testing.assert_allclose(
+            optimizer.state[matrix]["momentum_buffer"].numpy(), momentum, rtol=1e-12
+        )
         assert torch.equal(vector, plain)
     assert bool((unused == 1).all()) and not optimizer.state[unused]
     assert len(optimizer.param_groups) == 2
@@ -173,7 +200,10 @@ def test_a_step_of_muon_is_left_out_if_the_norm_is_not_finite() -> None:
         kept = [state.clone() for state in optimizer.state[matrix].values()]
         optimizer.step()
         left_out = not math.isfinite(norm)
-        assert torch.equal(matrix, before[0]) is left_out and torch.equal(vector, before[1]) is left_out
+        assert (
+            torch.equal(matrix, before[0]) is left_out
+            and torch.equal(vector, before[1]) is left_out
+        )
         assert not left_out or all(map(torch.equal, kept, optimizer.state[matrix].values()))
 
 
@@ -184,7 +214,9 @@ def test_ranks_that_shard_a_matrix_take_the_step_of_muon_and_average_alike() -> 
     def train_shard(rank: int) -> tuple[Tensor, Tensor]:
         optimizer, _, matrix, _ = muon_of()
         mesh = init_device_mesh("cpu", (2,))
-        shard = nn.Parameter(distribute_tensor(matrix.detach(), mesh, [Shard(0)], src_data_rank=None))
+        shard = nn.Parameter(
+            distribute_tensor(matrix.detach(), mesh, [Shard(0)], src_data_rank=None)
+        )
         optimizer.param_groups[0]["params"] = [shard]
         keep_average(optimizer, 0.5)
         for gradient in gradients:
@@ -194,7 +226,10 @@ def test_ranks_that_shard_a_matrix_take_the_step_of_muon_and_average_alike() -> 
             average = shard.detach().to_local().clone()
         return shard.detach().to_local().clone(), average
 
-    gradients = [torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (1, 2)]
+    gradients = [
+        torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
+        for s in (1, 2)
+    ]
     for gradient in gradients:
         whole.grad = gradient.clone()
         whole_optimizer.step()
@@ -217,7 +252,9 @@ def test_muon_keeps_its_groups_when_a_step_fails() -> None:
 
 
 def test_an_average_is_updated_whatever_other_parameters_do() -> None:
-    """The first parameter has no gradient, the second group has none at all, and the last one begins later."""
+    """The first parameter has no gradient, the second group has none at all, and the last one
+    begins later.
+    """
     unused, weight, late = (nn.Parameter(torch.tensor([float(value)])) for value in (9.0, 1.0, 5.0))
     idle = nn.Parameter(torch.tensor([7.0]))
     groups = [{"params": [unused, weight, late]}, {"params": [idle]}]
@@ -226,7 +263,10 @@ def test_an_average_is_updated_whatever_other_parameters_do() -> None:
     averages: dict[int, float] = {}
     for step in range(1, 13):
         weight.grad = torch.tensor([float(step)])
-        late.grad = torch.tensor([-1.0]) if step >= 3 else None
+        if step >= 3:
+            late.grad = torch.tensor([-1.0])
+        else:
+            late.grad = None
         optimizer.step()
         decay = min(0.5, (1 + step) / (10 + step))
         for parameter in [weight, late] if step >= 3 else [weight]:
@@ -258,8 +298,11 @@ def test_the_average_of_a_first_step_is_its_weight() -> None:
 
 
 def test_the_learning_rate_of_a_group_has_its_scale() -> None:
-    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [first], "lr_scale": 0.25}, {"params": [second]}], lr=1.0)
+    first = nn.Parameter(torch.zeros(1))
+    second = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD(
+        [{"params": [first], "lr_scale": 0.25}, {"params": [second]}], lr=1.0
+    )
     set_learning_rate(optimizer, 8.0)
     assert [group["lr"] for group in optimizer.param_groups] == [2.0, 8.0]
 
@@ -281,7 +324,10 @@ def test_gradients_are_scaled_and_clipped_to_the_limit(
 ) -> None:
     gradients = [torch.tensor([1.0, -3.0]), torch.tensor([[5.0]])]
     expected = [gradient * 0.25 * factor for gradient in gradients]
-    kind: Any = (lambda value: torch.tensor(value, dtype=torch.float64)) if on_device else float
+
+    def kind(value: float) -> Any:
+        return torch.tensor(value, dtype=torch.float64) if on_device else value
+
     scale_and_clip(gradients, scale=kind(0.25), norm=kind(norm), limit=limit)
     for gradient, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=3e-7, atol=0)
@@ -289,7 +335,8 @@ def test_gradients_are_scaled_and_clipped_to_the_limit(
 
 def test_a_fused_optimizer_alone_skips_a_step_without_the_host() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    fused, plain = torch.optim.AdamW([parameter], fused=True), torch.optim.Adamax([parameter])
+    fused = torch.optim.AdamW([parameter], fused=True)
+    plain = torch.optim.Adamax([parameter])
     assert skip_if_non_finite(fused, 1.0) and not hasattr(fused, "found_inf")
     assert not skip_if_non_finite(plain, torch.tensor(math.nan)) and not hasattr(plain, "found_inf")
     for norm, found in ((1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)):
@@ -343,4 +390,6 @@ def schedule(kind: str, *, warmup: int, steps: int, final_ratio: float = 0.2) ->
 def test_the_learning_rate_is_a_formula_of_the_step(
     kind: str, warmup: int, steps: int, step: int, share: float
 ) -> None:
-    assert learning_rate(schedule(kind, warmup=warmup, steps=steps), step) == pytest.approx(4.0 * share, rel=1e-12)
+    assert learning_rate(schedule(kind, warmup=warmup, steps=steps), step) == pytest.approx(
+        4.0 * share, rel=1e-12
+    )

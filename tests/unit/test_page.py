@@ -1,4 +1,6 @@
-"""The live page and the report page: what they show at any moment of a job, in a browser and without one."""
+"""The live page and the report page: what they show at any moment of a job, in a browser and
+without one.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,16 @@ def data_of(page: str) -> dict:
 def test_the_page_answers_what_is_asked_in_ten_seconds() -> None:
     report = build_report(job_with_settings())
     verdict = render_verdict(report)
-    # Generation 1's tail and lost steps, and generation 2's start: 4 + 3 + 5 s × 2 ranks at a tenth of a cent.
+    # Generation 1's tail and lost steps, and generation 2's start: 4 + 3 + 5 s × 2 ranks at a tenth
+    # of a cent.
     causes = [one for one in report.money["causes"] if one["cause"].startswith("interruption")]
-    assert sum(cell["usd"] for cell in report.money["cells"]) == pytest.approx(float(report.total_usd))
-    assert f"1 interruption cost {sum(one['rank_seconds'] for one in causes) / 2:.1f} s and $" in verdict
+    assert sum(cell["usd"] for cell in report.money["cells"]) == pytest.approx(
+        float(report.total_usd)
+    )
+    assert (
+        f"1 interruption cost {sum(cause['rank_seconds'] for cause in causes) / 2:.1f} s and $"
+        in verdict
+    )
     assert verdict.startswith("Completed in 53.5 s for $0.0680, 42 % above on-demand")
     page = render(report, earlier=[build_report(interrupted_job())])
     assert verdict in page and "8 of 8 steps" in page
@@ -69,15 +77,21 @@ def test_a_running_job_says_when_it_ends_for_how_much_and_what_a_kill_loses() ->
     gang.steps(1, 5, useful_step=2.0)
     gang.commit(4)
     settings = [{"key": "training.max_steps", "value": 20, "source": "default"}]
-    report = build_report([event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events], running=LAUNCHER)
+    report = build_report(
+        [event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events], running=LAUNCHER
+    )
     found = report.progress
     assert (found["step"], found["steps"], found["at_risk_steps"]) == (5, 20, 1)
     assert found["eta_seconds"] == pytest.approx(30.0)  # 15 steps of 2 s
-    assert found["at_risk_usd"] == pytest.approx(0.004)  # one step of 2 s on 2 nodes at a tenth of a cent
+    assert found["at_risk_usd"] == pytest.approx(
+        0.004
+    )  # one step of 2 s on 2 nodes at a tenth of a cent
     assert found["forecast_usd"] == pytest.approx(float(report.total_usd) + 0.06)
     assert found["low_usd"] <= found["forecast_usd"] <= found["high_usd"]
     columns = data_of(render(report))["tables"]["steps"]
-    assert columns["step"][-1] == 20 and columns["usd_forecast"][-1] == pytest.approx(found["forecast_usd"], rel=1e-5)
+    assert columns["step"][-1] == 20 and columns["usd_forecast"][-1] == pytest.approx(
+        found["forecast_usd"], rel=1e-5
+    )
     assert columns["loss"][-1] is None
 
 
@@ -86,26 +100,37 @@ def test_a_slow_rank_and_the_failure_that_ended_the_job_are_named() -> None:
     gang.steps(1, 4, useful_step=1.0)
     for one in gang.events:
         if one.name == STEP and one.rank == 0:
-            one.data.update(slowest_rank=2, slowest_ratio=1.62, slowest_seconds=0.38, own_seconds=0.75)
+            one.data.update(
+                slowest_rank=2, slowest_ratio=1.62, slowest_seconds=0.38, own_seconds=0.75
+            )
     page = render(build_report([plan_event(), *gang.events], running=LAUNCHER))
     slow = (
-        "rank 2 on node 1 host-1 is slow: 380 ms more than the others' median in 100 % of the steps, which cost 1.5 s"
+        "rank 2 on node 1 host-1 is slow: 380 ms more than the others' median in 100 % of the "
+        "steps, which cost 1.5 s"
     )
     assert html.escape(f"{slow} and $0.0") in page and "of it waiting for other ranks" in page
     for one in gang.events:
         one.data.pop("slowest_rank", None)
     gang.events[-1].data.update(slowest_rank=3, slowest_ratio=1.01)
     assert "no rank is slow" in render(build_report([plan_event(), *gang.events], running=LAUNCHER))
-    failed = build_report(interrupted_job(completed=False))  # it survived the lost node of generation 1
+    failed = build_report(
+        interrupted_job(completed=False)
+    )  # it survived the lost node of generation 1
     assert "generation 2: rank failed (rank 1: ValueError: no such thing)" in render_verdict(failed)
-    failed = replace(failed, job="179543", configuration=[{"key": "model.num_layers", "value": 3, "source": "--set"}])
+    failed = replace(
+        failed,
+        job="179543",
+        configuration=[{"key": "model.num_layers", "value": 3, "source": "--set"}],
+    )
     assert "<h1>3-layer transformer <small>job 179543</small></h1>" in render(failed)
 
 
 def test_thinning_keeps_spikes_and_gaps() -> None:
     count = 100_000
     losses: list[float | None] = [1.0] * count
-    losses[12_345], losses[50_000], losses[77_777] = 99.0, None, -7.0
+    losses[12_345] = 99.0
+    losses[50_000] = None
+    losses[77_777] = -7.0
     axis: list[float | None] = [float(step) for step in range(count)]
     thin = thin_columns({"step": axis, "seconds": axis, "usd": axis, "loss": losses})
     assert len(thin["step"]) == len(thin["loss"]) <= 600
@@ -138,7 +163,9 @@ def test_an_old_report_and_a_job_without_steps_have_a_page() -> None:
     del old["events"]["checks"], old["money"]["cells"]
     page = render(RunReport.from_json(old))
     assert 'id="figure-loss"' in page and "Completed" in page
-    assert "no step has been recorded yet" in render(build_report([event(CONFIGURED, 0.0, settings=[])]))
+    assert "no step has been recorded yet" in render(
+        build_report([event(CONFIGURED, 0.0, settings=[])])
+    )
 
 
 class Clock:
@@ -146,39 +173,65 @@ class Clock:
 
     def __init__(self, folder: Path) -> None:
         self.store = Store.open(str(folder)).sub(job_prefix("demo"))
-        self.log = EventLog(self.store, Origin(job="demo", run="run-1", process="test"), flush_seconds=0.01)
+        self.log = EventLog(
+            self.store, Origin(job="demo", run="run-1", process="test"), flush_seconds=0.01
+        )
 
     def write(self, events: list[Event]) -> None:
-        for one in events:
-            fields = {name: getattr(one, name) for name in ("generation", "node", "rank", "run", "attempt")}
-            process = "agent" if one.rank < 0 else "rank"
+        for recorded in events:
+            fields = {
+                name: getattr(recorded, name)
+                for name in ("generation", "node", "rank", "run", "attempt")
+            }
+            if recorded.rank < 0:
+                process = "agent"
+            else:
+                process = "rank"
             with EventLog(self.store, Origin(job="demo", process=process, **fields)) as log:
-                log.emit(one.name, step=one.step, at=(one.t_wall, one.t_mono), **one.data)
+                log.emit(
+                    recorded.name,
+                    step=recorded.step,
+                    at=(recorded.t_wall, recorded.t_mono),
+                    **recorded.data,
+                )
 
 
 def test_the_live_page_grows_with_the_log_and_ends_as_the_report(tmp_path: Path) -> None:
-    clock, events = Clock(tmp_path), job_with_settings()
+    clock = Clock(tmp_path)
+    events = job_with_settings()
     live = LivePage("demo", str(tmp_path), launcher=LAUNCHER)
     assert b"waiting for the job" in live.render()
-    clock.write([one for one in events if one.generation < 2])
+    clock.write([recorded for recorded in events if recorded.generation < 2])
     assert b"6 of 8 steps" in live.render(last=False) if live.pause_seconds < 0.2 else True
     target = tmp_path / "live.html"
     writer = threading.Thread(target=write_until_ended, args=(live, target, -1))
     writer.start()  # no process has that id: the launcher has ended
     writer.join(30)
     text = target.read_text()
-    assert not writer.is_alive() and 'data-state="ended"' in text and "node_lost" in text.replace(" ", "_")
+    assert (
+        not writer.is_alive()
+        and 'data-state="ended"' in text
+        and "node_lost" in text.replace(" ", "_")
+    )
     assert not list(tmp_path.glob(".live.html*"))
 
 
-def test_the_server_shows_the_page_to_whoever_has_its_address_and_nobody_else(tmp_path: Path) -> None:
+def test_the_server_shows_the_page_to_whoever_has_its_address_and_nobody_else(
+    tmp_path: Path,
+) -> None:
     Clock(tmp_path).write(job_with_settings())
     with _Server(0, LivePage("demo", str(tmp_path))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with urllib.request.urlopen(server.url, timeout=20) as answer:
-            assert b"Completed in" in answer.read() and answer.headers["Cache-Control"] == "no-store"
+            assert (
+                b"Completed in" in answer.read() and answer.headers["Cache-Control"] == "no-store"
+            )
         base = f"http://127.0.0.1:{server.server_port}"
-        for url, headers in ((f"{base}/", {}), (f"{base}/guess/", {}), (server.url, {"Host": "evil.example"})):
+        for url, headers in (
+            (f"{base}/", {}),
+            (f"{base}/guess/", {}),
+            (server.url, {"Host": "evil.example"}),
+        ):
             with pytest.raises(HTTPError, match="404"):
                 urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20)
         with pytest.raises(HTTPError, match="501"):
@@ -186,10 +239,12 @@ def test_the_server_shows_the_page_to_whoever_has_its_address_and_nobody_else(tm
         server.shutdown()
 
 
-def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(tmp_path: Path) -> None:
+def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(
+    tmp_path: Path,
+) -> None:
     """From disk, without a server: the file is replaced while the page is open."""
     evil = "<img src=x onerror=document.title='hacked'>"
-    events = [Event(**{**vars(one), "job": evil}) for one in job_with_settings()]
+    events = [Event(**{**vars(setting), "job": evil}) for setting in job_with_settings()]
     page = tmp_path / "live.html"
     now = time.time()
     page.write_text(render(build_report(events[:20], running=LAUNCHER), written=now))
@@ -197,14 +252,18 @@ def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(tm
     def end() -> None:
         time.sleep(1.0)
         fresh = tmp_path / "fresh"
-        fresh.write_text(render(build_report(events), written=now - 2))  # shortly before the last live page
+        fresh.write_text(
+            render(build_report(events), written=now - 2)
+        )  # shortly before the last live page
         fresh.replace(page)
 
     thread = threading.Thread(target=end)
     thread.start()
     shown = dump(page, tmp_path, budget_milliseconds=90_000)
     thread.join()
-    assert 'data-state="ended"' in shown and "Completed in" in shown and "<title>hacked" not in shown
+    assert (
+        'data-state="ended"' in shown and "Completed in" in shown and "<title>hacked" not in shown
+    )
     assert shown.count('class="uplot') >= 4, "plots are drawn, and again with the new data"
 
 
@@ -220,14 +279,19 @@ def test_the_figures_of_a_failure_come_first() -> None:
     page = render(report)
     assert page.index("Why it ended") < page.index("Training</h2>") < page.index("Timeline")
     assert (
-        "resume train --origin-run-id run-1" in page and "<pre>ebbflow logs demo\nebbflow diagnose demo</pre>" in page
+        "resume train --origin-run-id run-1" in page
+        and "<pre>ebbflow logs demo\nebbflow diagnose demo</pre>" in page
     )
-    assert {segment[2] for lane in report.charts["lanes"] for segment in lane["segments"]} <= set(map(str, LedgerClass))
+    assert {segment[2] for lane in report.charts["lanes"] for segment in lane["segments"]} <= set(
+        map(str, LedgerClass)
+    )
     assert STEP in report.events["counts"]
 
 
 def test_the_stack_of_the_failed_rank_and_the_path_of_its_log_are_on_the_page() -> None:
-    """Of the generation that ended the job, from the first cause on, and without terminal codes or markup."""
+    """Of the generation that ended the job, from the first cause on, and without terminal codes or
+    markup.
+    """
     first = "Traceback (most recent call last)"
     cause = [
         "  File a.py, line 1",
@@ -236,7 +300,15 @@ def test_the_stack_of_the_failed_rank_and_the_path_of_its_log_are_on_the_page() 
         "During handling of the above exception, another exception",
         "",
     ]
-    texts = [first, "ValueError: handled", "step 3", f"{first}:", *cause, f"{first}:", "ValueError: <b>no such\x1b[31m"]
+    texts = [
+        first,
+        "ValueError: handled",
+        "step 3",
+        f"{first}:",
+        *cause,
+        f"{first}:",
+        "ValueError: <b>no such\x1b[31m",
+    ]
     texts[4] += ", token=hunter2hunter2"  # a secret
     common = {"t": "2027-01-15T08:00:00.000Z", "job": "demo", "node": 0, "step": 3, "phase": None}
     lines = [
@@ -267,10 +339,14 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     assert capsys.readouterr().err.endswith(": 1 job\n")
     text = page.read_text()
     assert "simulated" not in text
-    priced = build_report([plan_event(simulated=True), *(one for one in interrupted_job() if one.name != PLAN)])
+    priced = build_report(
+        [plan_event(simulated=True), *(one for one in interrupted_job() if one.name != PLAN)]
+    )
     of_plan = render_jobs_page([("demo", "", "", "completed", 0.068, None)], {"demo": priced}, [])
     assert "prices of 1 job are simulated" in of_plan and "$0.0680 (simulated prices)" in of_plan
-    assert "1 job, 0 running; $0.0680 spent" in text and "100 % of 8" in text and "node lost" in text
+    assert (
+        "1 job, 0 running; $0.0680 spent" in text and "100 % of 8" in text and "node lost" in text
+    )
     assert "2027-01-15" in text and "Dollars by day and owner" in text
     capsys.readouterr()
     assert main(["watch", "nosuch", "--store", str(tmp_path)]) != 0
@@ -282,9 +358,13 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
 def test_a_damaged_log_is_shown_on_the_live_page_and_in_one_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock, live = Clock(tmp_path), LivePage("demo", str(tmp_path), launcher=LAUNCHER)
+    clock = Clock(tmp_path)
+    live = LivePage("demo", str(tmp_path), launcher=LAUNCHER)
     clock.write(job_with_settings())
-    segment = max((tmp_path / "jobs" / "demo" / "events").rglob("*.jsonl"), key=lambda path: path.stat().st_size)
+    segment = max(
+        (tmp_path / "jobs" / "demo" / "events").rglob("*.jsonl"),
+        key=lambda path: path.stat().st_size,
+    )
     lines = segment.read_bytes().splitlines(keepends=True)
     segment.write_bytes(b"".join([lines[0].replace(b'"', b"'", 1), *lines[1:]]))
     said = "DAMAGED: the event log is damaged in "
@@ -295,12 +375,14 @@ def test_a_damaged_log_is_shown_on_the_live_page_and_in_one_state(
 
 
 def test_unknown_prices_are_no_free_machines() -> None:
-    report = build_report([one for one in job_with_settings() if one.name != PLAN])
+    report = build_report([setting for setting in job_with_settings() if setting.name != PLAN])
     assert report.paid_microseconds and "price unknown" in render_verdict(report)
     page = render(report)
     assert "$0.0000" not in page and "the price is unknown" in page
     running = replace(report, outcome=None, running=LAUNCHER)
-    assert "dollars unknown" in render_verdict(running) and "$0.0000" not in "".join(summarize_status(running))
+    assert "dollars unknown" in render_verdict(running) and "$0.0000" not in "".join(
+        summarize_status(running)
+    )
 
 
 def test_words_of_a_failure_and_of_a_rehearsal() -> None:
@@ -318,27 +400,36 @@ def test_words_of_a_failure_and_of_a_rehearsal() -> None:
 
 def test_the_page_says_of_what_the_difference_to_the_plan_is_made() -> None:
     events = job_with_settings()
-    (plan,) = [one for one in events if one.name == PLAN]
+    (plan,) = [event for event in events if event.name == PLAN]
     # A cent, of which 60 % are for useful work.
     plan.data["chosen"] |= {"compute_usd": 0.01, "expected_hours": 1.0, "case": {"work_hours": 0.6}}
     page = render(build_report(events))
     assert ">$0.0060</td>" in page and ">$0.0040</td>" in page
-    found = re.search(r">useful work (\S+), everything else (\S+), of which interruption: node lost cost \$", page)
+    found = re.search(
+        r">useful work (\S+), everything else (\S+), of which interruption: node lost cost \$", page
+    )
     assert found
-    useful, extra = (float(one.replace("$", "")) for one in found.groups())
+    useful, extra = (float(group.replace("$", "")) for group in found.groups())
     assert useful + extra == pytest.approx(0.068 - 0.01, abs=2e-4)
 
 
 def test_clocks_that_are_apart_are_a_caution_on_the_page() -> None:
     for offset, shown in ((3720.0, True), (-0.02, False)):
-        events = [*job_with_settings(), event("network", 11.0, nodes=2, clock_offset_seconds=offset)]
-        assert ("the clocks of the nodes are 1 h 02 min apart" in render(build_report(events))) is shown
+        events = [
+            *job_with_settings(),
+            event("network", 11.0, nodes=2, clock_offset_seconds=offset),
+        ]
+        assert (
+            "the clocks of the nodes are 1 h 02 min apart" in render(build_report(events))
+        ) is shown
 
 
 def test_a_figure_of_several_lines_has_a_legend_without_scripts() -> None:
     drawn = render(build_report(job_with_settings()))
     figure = re.findall(r'<figure class="chart" id="figure-loss">.*?</figure>', drawn)[0]
-    assert re.search(r'</svg><div class="keys"><span><i style="background:var\(--soft\)"></i>loss</span>', figure)
+    assert re.search(
+        r'</svg><div class="keys"><span><i style="background:var\(--soft\)"></i>loss</span>', figure
+    )
 
 
 def test_while_nodes_are_replaced_no_end_is_foretold() -> None:
@@ -349,15 +440,21 @@ def test_while_nodes_are_replaced_no_end_is_foretold() -> None:
     assert build_report(begun, running=LAUNCHER).progress["eta_seconds"] == pytest.approx(30.0)
     silent = [*begun, event("node_heartbeat", 200.0, generation=1, seconds=190.0)]
     assert build_report(silent, running=LAUNCHER).progress["eta_seconds"] is None
-    found = [*begun, event("fault_detected", 20.5, generation=1, culprit="node 1 (host-1) was lost")]
+    found = [
+        *begun,
+        event("fault_detected", 20.5, generation=1, culprit="node 1 (host-1) was lost"),
+    ]
     assert build_report(found, running=LAUNCHER).progress["eta_seconds"] is None
     gang.ended("node_lost", 11.0)
     lost = [event(CONFIGURED, 0.0, settings=settings), plan_event(), *gang.events]
     assert build_report(lost, running=LAUNCHER).progress["eta_seconds"] is None
 
 
-def test_a_store_that_may_not_be_entered_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    closed, user = tmp_path / "closed", os.geteuid()
+def test_a_store_that_may_not_be_entered_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = tmp_path / "closed"
+    user = os.geteuid()
     (closed / "jobs" / "demo" / "events").mkdir(parents=True)
     closed.chmod(0)
     if user == 0:
@@ -375,17 +472,20 @@ def test_merging_committed_steps_changes_no_amount() -> None:
     events = sorted(expensive() + interrupted_tail(), key=lambda one: (one.t_wall, one.t_mono))
     merged = merge_committed_steps(events)
     assert len(merged) < 0.7 * len(events)
-    before, after = build_report(events), build_report(merge_committed_steps(merged))
+    before = build_report(events)
+    after = build_report(merge_committed_steps(merged))
     assert [(line.ledger_class, line.rank_microseconds) for line in after.ledger] == [
         (line.ledger_class, line.rank_microseconds) for line in before.ledger
     ]
     assert after.total_usd == before.total_usd and after.actual["steps"] == before.actual["steps"]
-    spread = [one["step_seconds"] for one in before.charts["ranks"]]
-    assert [one["step_seconds"] for one in after.charts["ranks"]] == pytest.approx(spread)
+    spread = [chart["step_seconds"] for chart in before.charts["ranks"]]
+    assert [chart["step_seconds"] for chart in after.charts["ranks"]] == pytest.approx(spread)
 
 
 def interrupted_tail() -> list[Event]:
-    """A fourth generation that goes on from step 21, and is killed after steps that no commit holds."""
+    """A fourth generation that goes on from step 21, and is killed after steps that no commit
+    holds.
+    """
     gang = GangLog(4, 400_000.0, [[0, 1, 2], [3, 4, 5]], (21, 3))
     gang.steps(22, 40, useful_step=100.0, data_wait=1.0)
     gang.commit(36)

@@ -1,8 +1,9 @@
-"""The report page in a browser: its pictures against stored ones, its speed, its requests and its accessibility.
+"""The report page in a browser: its pictures against stored ones, its speed, its requests and its
+accessibility.
 
-The stored pictures (tests/unit/pictures) show what is drawn rather than written, up to 3,200 pixels of the page at an
-eighth of the size. They do not depend on the machine's fonts: all text is drawn in DejaVu Sans, which the package
-matplotlib brings. To renew a picture, delete it and run the test.
+The stored pictures (tests/unit/pictures) show what is drawn rather than written, up to 3,200 pixels
+of the page at an eighth of the size. They do not depend on the machine's fonts: all text is drawn
+in DejaVu Sans, which the package matplotlib brings. To renew a picture, delete it and run the test.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tests.unit.test_report import interrupted_job
 
 STORED = Path(__file__).parent / "pictures"
 VIEWS = {
-    f"{width}-{scheme}": (width, scheme == "dark", False) for width in (360, 768, 1440) for scheme in ("light", "dark")
+    f"{width}-{scheme}": (width, scheme == "dark", False)
+    for width in (360, 768, 1440)
+    for scheme in ("light", "dark")
 }
 VIEWS["print"] = (718, False, True)  # A4 less its margins
 # Run before the page: its text in one font, also on canvases, whose font no style changes.
@@ -43,7 +46,8 @@ addEventListener('DOMContentLoaded', () => {
 });
 """
 _SECTIONS = "header,#tiles,#plots,#timeline,#money"
-# Draws a PNG at a quarter of its size, and compares two: the share of points that differ clearly, 1 for other sizes.
+# Draws a PNG at a quarter of its size, and compares two: the share of points that differ clearly, 1
+# for other sizes.
 _COMPARE = """
 const draw = async (png, shrink) => {
   const image = new Image(); image.src = 'data:image/png;base64,' + png; await image.decode();
@@ -86,21 +90,29 @@ def compare(browser: Browser, expression: str) -> str | float:
     return browser.evaluate(f"(async () => {{{_COMPARE} return {expression};}})()")
 
 
-def test_the_page_looks_as_in_its_stored_pictures(browser: Browser, page: Path, tmp_path: Path) -> None:
+def test_the_page_looks_as_in_its_stored_pictures(
+    browser: Browser, page: Path, tmp_path: Path
+) -> None:
     package = importlib.util.find_spec("matplotlib")
     if package is None or not package.submodule_search_locations:
         pytest.skip("matplotlib, which has the font of the pictures, is not installed")
     folder = Path(package.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
     files = {"400": "DejaVuSans.ttf", "700": "DejaVuSans-Bold.ttf"}
-    fonts = {weight: base64.b64encode((folder / name).read_bytes()).decode() for weight, name in files.items()}
+    fonts = {
+        weight: base64.b64encode((folder / name).read_bytes()).decode()
+        for weight, name in files.items()
+    }
     source = _ONE_FONT.replace("FONTS", json.dumps(fonts)).replace("SECTIONS", _SECTIONS)
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=source)
     browser.call("Page.setBypassCSP", enabled=True)
-    seen, wrong = {}, []
+    seen = {}
+    wrong = []
     for name, (width, dark, printed) in VIEWS.items():
         browser.open(page.as_uri(), width=width, dark=dark, printed=printed)
         browser.evaluate("document.fonts.ready.then(() => dispatchEvent(new Event('resize')))")
-        browser.evaluate("new Promise((done) => setTimeout(done, 250))")  # plots are drawn again after 150 ms
+        browser.evaluate(
+            "new Promise((done) => setTimeout(done, 250))"
+        )  # plots are drawn again after 150 ms
         large = base64.b64encode(browser.picture(scale=0.5)).decode()
         seen[name] = str(compare(browser, f"await shrunk('{large}')"))
         path = STORED / f"{name}.png"
@@ -109,42 +121,60 @@ def test_the_page_looks_as_in_its_stored_pictures(browser: Browser, page: Path, 
             path.write_bytes(base64.b64decode(seen[name]))
             wrong.append(f"{path} was missing: look at it and commit it")
             continue
-        share = compare(browser, f"await differ('{seen[name]}', '{base64.b64encode(path.read_bytes()).decode()}')")
+        share = compare(
+            browser,
+            f"await differ('{seen[name]}', '{base64.b64encode(path.read_bytes()).decode()}')",
+        )
         if float(share) > TOLERANCE:
             (tmp_path / path.name).write_bytes(base64.b64decode(seen[name]))
-            wrong.append(f"{path}: {float(share):.2%} of the points differ; new: {tmp_path / path.name}")
+            wrong.append(
+                f"{path}: {float(share):.2%} of the points differ; new: {tmp_path / path.name}"
+            )
     browser.evaluate("document.getElementById('tiles').style.display = 'none'")
-    changed = compare(browser, f"await shrunk('{base64.b64encode(browser.picture(scale=0.5)).decode()}')")
+    changed = compare(
+        browser, f"await shrunk('{base64.b64encode(browser.picture(scale=0.5)).decode()}')"
+    )
     assert float(compare(browser, f"await differ('{seen['print']}', '{changed}')")) > TOLERANCE, (
         "the comparison is blind"
     )
-    assert float(compare(browser, f"await differ('{seen['768-light']}', '{seen['768-dark']}')")) > 0.5
+    assert (
+        float(compare(browser, f"await differ('{seen['768-light']}', '{seen['768-dark']}')")) > 0.5
+    )
     browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])
     browser.call("Page.setBypassCSP", enabled=False)
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_phone_shows_the_bars_of_the_money_and_paper_no_defaults(browser: Browser, tmp_path: Path) -> None:
+def test_a_phone_shows_the_bars_of_the_money_and_paper_no_defaults(
+    browser: Browser, tmp_path: Path
+) -> None:
     report = build_report(job_with_settings())
     report.configuration.append({"key": "training.seed", "value": 1, "source": "default"})
     path = tmp_path / "report.html"
     path.write_text(render(report))
     browser.open(path.as_uri(), width=360)
     assert (
-        browser.evaluate("Math.min(...[...document.querySelectorAll('.cause .bar')].map((one) => one.clientWidth))")
+        browser.evaluate(
+            "Math.min(...[...document.querySelectorAll('.cause .bar')].map((one) => "
+            "one.clientWidth))"
+        )
         > 200
     )
     browser.open(path.as_uri(), width=718, printed=True)
     assert browser.evaluate("document.querySelector('#defaults table').checkVisibility()") is False
 
 
-def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(browser: Browser, page: Path) -> None:
+def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(
+    browser: Browser, page: Path
+) -> None:
     observer = """new MutationObserver((seen, self) => {
       if (document.querySelector('.u-over')) { window.drawn = performance.now(); self.disconnect(); }
     }).observe(document, {childList: true, subtree: true});"""
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=observer)
     milliseconds = []
-    while len(milliseconds) < 5 and min(milliseconds, default=9e9) >= 2000:  # on a busy machine one try may be slow
+    while (
+        len(milliseconds) < 5 and min(milliseconds, default=9e9) >= 2000
+    ):  # on a busy machine one try may be slow
         browser.open(page.as_uri())
         milliseconds.append(browser.evaluate("window.drawn"))
     assert min(milliseconds) < 2000, milliseconds
@@ -153,7 +183,9 @@ def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(b
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_axe_finds_nothing_serious(browser: Browser, page: Path, dark: bool, tmp_path: Path) -> None:
+def test_axe_finds_nothing_serious(
+    browser: Browser, page: Path, dark: bool, tmp_path: Path
+) -> None:
     """With the axe-core inside the package axe-playwright-python, which .ci/run installs."""
     package = importlib.util.find_spec("axe_playwright_python")
     if package is None or not package.submodule_search_locations:
@@ -161,10 +193,19 @@ def test_axe_finds_nothing_serious(browser: Browser, page: Path, dark: bool, tmp
     axe = (Path(package.submodule_search_locations[0]) / "axe.min.js").read_text()
     live = tmp_path / "live.html"
     failed = [event(CONFIGURED, 0.0, settings=[]), *interrupted_job(completed=False)]
-    live.write_text(render(build_report(failed)) if dark else render(build_report(failed[:30], running=LAUNCHER)))
+    live.write_text(
+        render(build_report(failed))
+        if dark
+        else render(build_report(failed[:30], running=LAUNCHER))
+    )
     for one in (page, live):
         browser.open(one.as_uri(), dark=dark)
         browser.evaluate(axe)
         found = browser.evaluate("axe.run().then((found) => found.violations)")
-        shown = [(one["id"], one["impact"], [node["target"] for node in one["nodes"]][:3]) for one in found]
-        assert not [each for each in shown if each[1] in ("serious", "critical")], json.dumps(shown, indent=1)
+        shown = [
+            (one["id"], one["impact"], [node["target"] for node in one["nodes"]][:3])
+            for one in found
+        ]
+        assert not [each for each in shown if each[1] in ("serious", "critical")], json.dumps(
+            shown, indent=1
+        )

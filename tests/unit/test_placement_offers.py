@@ -35,11 +35,18 @@ def test_a_placement_names_its_pool_and_costs_the_price_of_all_nodes() -> None:
 
 def test_a_placement_is_read_from_json_of_any_version() -> None:
     stored = json.loads(json.dumps(placement(fallback={"usd": 1.0}).to_json()))
-    assert Placement.from_json({**stored, "of a later version": 1}) == placement(fallback={"usd": 1.0})
+    assert Placement.from_json({**stored, "of a later version": 1}) == placement(
+        fallback={"usd": 1.0}
+    )
     for name in ("policy", "start_by_utc", "reservation", "fallback"):
         del stored[name]
     older = Placement.from_json(stored)
-    assert (older.policy, older.start_by_utc, older.reservation, older.fallback) == ("", None, None, None)
+    assert (older.policy, older.start_by_utc, older.reservation, older.fallback) == (
+        "",
+        None,
+        None,
+        None,
+    )
     del stored["nodes"]
     with pytest.raises(TypeError, match="nodes"):
         Placement.from_json(stored)
@@ -51,19 +58,28 @@ def test_a_placement_is_logged_without_its_reserve() -> None:
 
 
 def test_a_job_may_ask_for_the_memory_that_kernel_system_and_agent_leave() -> None:
-    """8 GiB register as 7,985 MiB with AWS Batch, so 2.5 % are the kernel's; 5 % are kept for the system."""
+    """8 GiB register as 7,985 MiB with AWS Batch, so 2.5 % are the kernel's; 5 % are kept for the
+    system.
+    """
     kind = CATALOGUE["g5.xlarge"]
     for gib, mib in ((16.0, 15143), (64.0, 60670), (1.0, 916)):
         assert memory_mib(replace(kind, ram_gib=gib)) == mib == int(gib * 1024 * 0.975 * 0.95) - 32
 
 
 def test_a_plan_that_follows_a_placement_has_its_pool_first_and_its_reserve() -> None:
-    pools = [on_demand_pool(), spot_pool(zone="use1-az1"), spot_pool(zone="use1-az2"), on_demand_pool(nodes=4)]
+    pools = [
+        on_demand_pool(),
+        spot_pool(zone="use1-az1"),
+        spot_pool(zone="use1-az2"),
+        on_demand_pool(nodes=4),
+    ]
     plan = replace(template_plan(), ranked=tuple(pools), reserve_seconds=1800.0, reserve_usd=77.0)
     followed = with_placement(plan, placement(zone="use1-az2"))
     assert followed.ranked == (pools[2], pools[0], pools[1], pools[3])
     assert followed.reserve_usd == 3.0 * 0.5
-    with pytest.raises(KeyError, match=r"2 × g5\.xlarge spot in queue spot is not among the 4 pools of the plan"):
+    with pytest.raises(
+        KeyError, match=r"2 × g5\.xlarge spot in queue spot is not among the 4 pools of the plan"
+    ):
         with_placement(plan, placement(zone="use1-az3"))
     with pytest.raises(KeyError):
         with_placement(plan, placement(zone="use1-az2", reservation="cr-1"))
@@ -85,7 +101,9 @@ def test_a_plan_that_follows_a_placement_has_its_pool_first_and_its_reserve() ->
 def test_a_queue_runs_pools_of_its_region_or_of_any_if_it_has_none(
     queue_region: str | None, region: str | None, pool_region: str | None, offered: bool
 ) -> None:
-    found = find_offers([spot_pool(region=pool_region)], queues(in_region(queue_region)), region=region)
+    found = find_offers(
+        [spot_pool(region=pool_region)], queues(in_region(queue_region)), region=region
+    )
     assert len(found) == int(offered)
 
 
@@ -126,22 +144,38 @@ def test_without_an_offer_each_queue_explains_itself_with_the_pool_that_is_neare
     text = explain_no_offer([plain, spot, arm], where)
     lines = text.split("; ")
     assert lines[0] == f"arm: AWS Batch runs no job of several nodes on Spot, and {arm} is one"
-    assert lines[1] == f"od: has p5, and {plain} is none of them", "no pool has its types, so the market's cheapest"
+    assert lines[1] == f"od: has p5, and {plain} is none of them", (
+        "no pool has its types, so the market's cheapest"
+    )
     assert lines[2].startswith("mixed: None, of which the plan has no pool"), "none has its market"
     assert lines[3] == f"its best is {plain}"
     single = queues(queue("od", "on_demand", ["g5"], multi_node=False))
-    assert explain_no_offer([spot, plain], single) == f"od: takes no job of several nodes, and {plain} is one"
+    assert (
+        explain_no_offer([spot, plain], single)
+        == f"od: takes no job of several nodes, and {plain} is one"
+    )
     only_spot = explain_no_offer([spot], queues(queue("od", "on_demand", ["p5"])))
     assert only_spot == f"od: on-demand, of which the plan has no pool; its best is {spot}"
 
 
 def test_without_a_queue_or_a_pool_in_its_region_the_explanation_says_so() -> None:
     assert explain_no_offer([spot_pool()], {}) == "the account has no queue that training may go to"
-    regions = ("us-west-2", "us-west-1", "eu-west-3", "eu-west-2", "eu-west-1", "ca-central-1", None)
+    regions = (
+        "us-west-2",
+        "us-west-1",
+        "eu-west-3",
+        "eu-west-2",
+        "eu-west-1",
+        "ca-central-1",
+        None,
+    )
     where = queues(*(in_region(region, f"in-{region}") for region in regions))
     assert explain_no_offer([spot_pool()], where, region="ap-south-1") == (
-        "the plan has no pool in ap-south-1, ca-central-1, eu-west-1, eu-west-2, eu-west-3, us-west-1, us-west-2, "
-        "where the queues are; fix: name it in cost.regions"
+        "the plan has no pool in ap-south-1, ca-central-1, eu-west-1, eu-west-2, eu-west-3, "
+        "us-west-1, us-west-2, where the queues are; fix: name it in cost.regions"
     )
-    here = queues(in_region("us-west-2", "a"), in_region("us-east-1", "b", usable=False, problem="is DISABLED"))
+    here = queues(
+        in_region("us-west-2", "a"),
+        in_region("us-east-1", "b", usable=False, problem="is DISABLED"),
+    )
     assert explain_no_offer([spot_pool()], here) == "a: is in us-west-2; b: is DISABLED"

@@ -1,4 +1,6 @@
-"""Reservations in the rule of placement: waits for them, moves to them, and reservations as the last resort."""
+"""Reservations in the rule of placement: waits for them, moves to them, and reservations as the
+last resort.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_a_reservation_is_taken_if_the_rest_of_the_job_costs_no_more_there() -> 
     dearer = place([spot_pool(), on_demand_pool(), held_pool(expected_usd=30.1)], where=ALL)
     assert dearer.queue == "spot"
     after = place(pools, where=ALL, past=[attempt("reclaimed")])
-    assert after.reason.startswith("2 × g5.xlarge spot in queue spot was reclaimed; reservation cr-1")
+    assert after.reason.startswith(
+        "2 × g5.xlarge spot in queue spot was reclaimed; reservation cr-1"
+    )
 
 
 def test_a_refused_reservation_gives_way_until_an_attempt_has_started() -> None:
@@ -51,19 +55,25 @@ def test_a_refused_reservation_gives_way_until_an_attempt_has_started() -> None:
     full = attempt("never_started", queue="held", started=False)
     lacking = attempt("never_started", at=60.0, started=False)
     assert place(pools, where=ALL, past=[full]).queue == "spot"
-    assert place(pools, where=ALL, past=[full, lacking]).queue == "spot", "with plain on-demand to fall back to"
+    assert place(pools, where=ALL, past=[full, lacking]).queue == "spot", (
+        "with plain on-demand to fall back to"
+    )
     assert place(pools, where=ALL, past=[full, attempt("reclaimed", at=60.0)]).queue == "held"
     alone = queues(SPOT_QUEUE, HELD_QUEUE)
     reserved = [spot_pool(), held_pool()]
     unguarded = place(reserved, where=alone, past=[full])
     assert (unguarded.queue, unguarded.fallback) == ("spot", None)
-    assert place(reserved, where=alone, past=[attempt("ended", queue="held")]).queue == "held", "it was not full"
+    assert place(reserved, where=alone, past=[attempt("ended", queue="held")]).queue == "held", (
+        "it was not full"
+    )
     assert place(reserved, where=alone, past=[full, lacking]).queue == "held", "in turn"
 
 
 def test_the_only_pool_is_tried_again_although_it_was_full() -> None:
     for pool, where in ((held_pool(), queues(HELD_QUEUE)), (on_demand_pool(), BOTH)):
-        full = attempt("never_started", queue="held" if pool.reservation else "on-demand", started=False)
+        full = attempt(
+            "never_started", queue="held" if pool.reservation else "on-demand", started=False
+        )
         found = place([pool], where=where, past=[full])
         assert found.market == "on_demand"
         assert found.reason.endswith("on-demand: no usable queue runs a Spot pool of the plan")
@@ -81,7 +91,12 @@ def test_another_reservation_is_tried_if_the_first_one_was_full() -> None:
     pools = [spot_pool(), on_demand_pool(), held_pool(), held_pool(reservation="cr-2")]
     where = queues(*ALL.values(), second)
     assert place(pools, where=where).queue == "held"
-    assert place(pools, where=where, past=[attempt("never_started", queue="held", started=False)]).queue == "second"
+    assert (
+        place(
+            pools, where=where, past=[attempt("never_started", queue="held", started=False)]
+        ).queue
+        == "second"
+    )
 
 
 # On demand, the job needs 5.125 h; a wait for a reservation must leave that, and 5 min to place it.
@@ -116,8 +131,14 @@ def test_a_wait_for_a_reservation_leaves_on_demand_its_time_and_ends_before_the_
     held = held_pool(wait_hours=begins, ends_utc=None if ends is None else WALL + (ends + 1) * HOUR)
     config = make_config()
     # An hour has passed since the job began.
-    known = {"where": ALL, "now_utc": WALL + HOUR, "deadline_hours": None if deadline is None else deadline + 1}
-    found = place([spot_pool(expected_usd=50.0), on_demand_pool(), held], config=config, held=[], **known)
+    known = {
+        "where": ALL,
+        "now_utc": WALL + HOUR,
+        "deadline_hours": None if deadline is None else deadline + 1,
+    }
+    found = place(
+        [spot_pool(expected_usd=50.0), on_demand_pool(), held], config=config, held=[], **known
+    )
     assert (found.reservation is not None) is (wait is not None)
     if wait is not None:
         assert found.runnable_seconds == pytest.approx(wait * HOUR, abs=1.0)
@@ -140,7 +161,9 @@ def test_a_reservation_that_is_the_last_resort_is_waited_for_although_it_is_too_
 
 
 def test_the_end_of_a_reservation_that_is_the_last_resort_limits_the_time_on_spot() -> None:
-    """Spot may be used until the reservation, which begins later and has an end, is just long enough."""
+    """Spot may be used until the reservation, which begins later and has an end, is just long
+    enough.
+    """
     where = queues(SPOT_QUEUE, HELD_QUEUE)
     for deadline, end in ((30.0, NEEDED_HOURS + 0.25 + 2), (NEEDED_HOURS + 0.25 + 2, 30.0)):
         held = held_pool(wait_hours=2.0, expected_usd=99.0, ends_utc=WALL + end * HOUR)
@@ -150,7 +173,13 @@ def test_the_end_of_a_reservation_that_is_the_last_resort_limits_the_time_on_spo
         assert found.fallback == asdict(
             make_fallback(make_config(), spot_pool(), held, steps=1000, begin_utc=WALL + 2 * HOUR)
         )
-    later = place([spot_pool(), replace(held, ends_utc=None)], where=where, deadline_hours=30.0, held=[], now_utc=WALL)
+    later = place(
+        [spot_pool(), replace(held, ends_utc=None)],
+        where=where,
+        deadline_hours=30.0,
+        held=[],
+        now_utc=WALL,
+    )
     assert later.fallback is not None and later.fallback["end_utc"] is None
 
 
@@ -184,8 +213,8 @@ def test_an_attempt_on_spot_moves_to_the_reservation_that_saves_the_most() -> No
         moves = replace(plain, move_utc=cheap.start_utc, move_to="cr-2", move_end_utc=cheap.end_utc)
         assert found.fallback == asdict(moves)
         assert found.reason == (
-            "Spot while a start is safe (9.31 h more than the reserve); moves to reservation cr-2 at its begin, which "
-            f"saves about ${saved:.2f}"
+            "Spot while a start is safe (9.31 h more than the reserve); moves to reservation "
+            f"cr-2 at its begin, which saves about ${saved:.2f}"
         )
     same = place(where=where, held=[reservation(), reservation("cr-2")])
     assert same.fallback is not None and same.fallback["move_to"] == "cr-1", "the first of equals"
@@ -214,7 +243,9 @@ def test_an_attempt_moves_only_to_a_reservation_of_its_machines_that_a_queue_has
 
 
 def test_an_attempt_moves_to_no_reservation_whose_queue_is_not_usable_nor_from_on_demand() -> None:
-    closed = queues(SPOT_QUEUE, ON_DEMAND_QUEUE, replace(HELD_QUEUE, usable=False, problem="is DISABLED"))
+    closed = queues(
+        SPOT_QUEUE, ON_DEMAND_QUEUE, replace(HELD_QUEUE, usable=False, problem="is DISABLED")
+    )
     found = place(where=closed, held=[reservation()])
     assert found.fallback is not None and found.fallback["move_utc"] is None
     late = place(where=ALL, held=[reservation()], deadline_hours=6.0)

@@ -1,4 +1,6 @@
-"""The rule of placement (`cost.capacity.decision`) at each of its edges, with pools of round figures."""
+"""The rule of placement (`cost.capacity.decision`) at each of its edges, with pools of round
+figures.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from tests.support.timelines import WALL
 
 
 def test_a_start_on_spot_is_safe_up_to_the_last_hour_that_on_demand_needs() -> None:
-    """It must also leave the time of a wait that is worth it: 5 min, or all of `runnable_minutes` if that is less."""
+    """It must also leave the time of a wait that is worth it: 5 min, or all of `runnable_minutes`
+    if that is less.
+    """
     for minutes, wait in ((30.0, DECIDE_HOURS), (3.75, 0.0625)):
         config = make_config(runnable_minutes=minutes)
         needed = NEEDED_HOURS - 0.5 + minutes / 60 + wait
@@ -44,9 +48,19 @@ def test_a_start_on_spot_is_safe_up_to_the_last_hour_that_on_demand_needs() -> N
         assert late.market == "on_demand"
     assert place(config=config, deadline_hours=needed).market == "spot", "just enough"
     assert place(config=config, deadline_hours=needed + 2, now_utc=WALL + 2 * HOUR).market == "spot"
-    assert place(config=config, deadline_hours=needed + 2, now_utc=WALL + 2 * HOUR + 1).market == "on_demand"
-    assert late.reason == "on-demand at the last safe moment: a start of Spot needs 0.02 h more slack"
-    assert (late.runnable_seconds, late.start_by_utc, late.fallback, late.policy) == (225, None, None, RULE)
+    assert (
+        place(config=config, deadline_hours=needed + 2, now_utc=WALL + 2 * HOUR + 1).market
+        == "on_demand"
+    )
+    assert (
+        late.reason == "on-demand at the last safe moment: a start of Spot needs 0.02 h more slack"
+    )
+    assert (late.runnable_seconds, late.start_by_utc, late.fallback, late.policy) == (
+        225,
+        None,
+        None,
+        RULE,
+    )
 
 
 def test_a_start_on_spot_is_safe_up_to_the_last_dollar_that_on_demand_needs() -> None:
@@ -65,7 +79,9 @@ def test_an_attempt_on_spot_waits_and_starts_as_late_as_is_safe() -> None:
     assert found.start_by_utc == WALL + (0.25 + 0.25) * HOUR
     assert found.reason == "Spot while a start is safe (0.25 h more than the reserve)"
     assert found.policy == RULE
-    assert found.fallback == asdict(make_fallback(make_config(), spot_pool(), on_demand_pool(), steps=1000))
+    assert found.fallback == asdict(
+        make_fallback(make_config(), spot_pool(), on_demand_pool(), steps=1000)
+    )
     ample = place(deadline_hours=NEEDED_HOURS + 3.0)
     assert (ample.runnable_seconds, ample.start_by_utc) == (1800, WALL + 3.25 * HOUR)
 
@@ -76,7 +92,9 @@ def test_a_wait_is_rounded_up_to_seconds() -> None:
 
 def test_the_reason_names_the_spot_pool_with_the_most_slack() -> None:
     slow = spot_pool(instance_type="g6.xlarge", start_hours=1.0)
-    found = place([slow, spot_pool(), on_demand_pool()], deadline_hours=NEEDED_HOURS - 0.5 + DECIDE_HOURS)
+    found = place(
+        [slow, spot_pool(), on_demand_pool()], deadline_hours=NEEDED_HOURS - 0.5 + DECIDE_HOURS
+    )
     assert found.reason.endswith("needs 0.50 h more slack")
 
 
@@ -86,7 +104,12 @@ def test_without_a_deadline_or_an_on_demand_pool_spot_is_taken_unguarded() -> No
     assert free.reason == "no deadline: Spot"
     assert alone.reason == "no on-demand pool within queues, deadline and budget: Spot only"
     for found in (free, alone):
-        assert (found.market, found.policy, found.fallback, found.start_by_utc) == ("spot", RULE, None, None)
+        assert (found.market, found.policy, found.fallback, found.start_by_utc) == (
+            "spot",
+            RULE,
+            None,
+            None,
+        )
         assert found.runnable_seconds == 1800
 
 
@@ -97,13 +120,17 @@ def test_without_a_spot_pool_it_is_on_demand_also_without_a_deadline() -> None:
         assert found.reason == "on-demand: no usable queue runs a Spot pool of the plan"
 
 
-FAST = on_demand_pool(instance_type="g6.xlarge", work_hours=1.0, paid_hours=1.0, fixed_lost_hours=0.25)
+FAST = on_demand_pool(
+    instance_type="g6.xlarge", work_hours=1.0, paid_hours=1.0, fixed_lost_hours=0.25
+)
 QUICK_SPOT = spot_pool(work_hours=1.0)
 
 
 def test_a_faster_last_resort_may_cost_a_quarter_more_if_only_it_makes_spot_safe() -> None:
     pools = [QUICK_SPOT, on_demand_pool(), FAST]
-    needed = 0.5 + 1.25 + 0.125 + 2 * 0.25 + 1.0625  # with the fast one; with the usual one, 3.25 h more
+    needed = (
+        0.5 + 1.25 + 0.125 + 2 * 0.25 + 1.0625
+    )  # with the fast one; with the usual one, 3.25 h more
     for expected, market in ((50.0, "spot"), (50.1, "on_demand")):
         dear = replace(FAST, expected_usd=expected)
         found = place([QUICK_SPOT, on_demand_pool(), dear], deadline_hours=needed + 1)
@@ -111,11 +138,15 @@ def test_a_faster_last_resort_may_cost_a_quarter_more_if_only_it_makes_spot_safe
     ample = place(pools, deadline_hours=20.0)
     usual = make_fallback(make_config(), QUICK_SPOT, on_demand_pool(), steps=1000)
     assert ample.fallback == asdict(usual), "the plan's first one, if that suffices"
-    guarded = place([QUICK_SPOT, on_demand_pool(), replace(FAST, expected_usd=50.0)], deadline_hours=needed + 1)
+    guarded = place(
+        [QUICK_SPOT, on_demand_pool(), replace(FAST, expected_usd=50.0)], deadline_hours=needed + 1
+    )
     assert guarded.fallback == asdict(make_fallback(make_config(), QUICK_SPOT, FAST, steps=1000))
     slow = spot_pool(instance_type="g6.xlarge", work_hours=12.0)
     one_of_two = place([slow, QUICK_SPOT, on_demand_pool(), FAST], deadline_hours=needed + 1)
-    assert (one_of_two.market, one_of_two.instance_type) == ("spot", "g5.xlarge"), "it need not be safe for all"
+    assert (one_of_two.market, one_of_two.instance_type) == ("spot", "g5.xlarge"), (
+        "it need not be safe for all"
+    )
     dearest = place([spot_pool(), on_demand_pool(), FAST], deadline_hours=1.0)
     assert (dearest.market, dearest.instance_type) == ("on_demand", "g5.xlarge")
 
@@ -124,7 +155,10 @@ def test_one_safe_spot_pool_suffices_and_an_unsafe_one_before_it_is_passed_over(
     slow = spot_pool(instance_type="g6.xlarge", work_hours=12.0)
     found = place([slow, spot_pool(), on_demand_pool()], deadline_hours=NEEDED_HOURS + 1)
     assert (found.market, found.instance_type) == ("spot", "g5.xlarge")
-    assert place([slow, spot_pool(), on_demand_pool()], deadline_hours=NEEDED_HOURS + 9).instance_type == "g6.xlarge"
+    assert (
+        place([slow, spot_pool(), on_demand_pool()], deadline_hours=NEEDED_HOURS + 9).instance_type
+        == "g6.xlarge"
+    )
 
 
 THREE = queues(*(queue(name, "spot", multi_node=True) for name in ("a", "b", "c")), ON_DEMAND_QUEUE)
@@ -150,7 +184,12 @@ def test_spot_pools_that_lacked_capacity_or_were_reclaimed_come_last_the_oldest_
     past: list[tuple[str, str]], chosen: str
 ) -> None:
     attempts = [
-        attempt(cause, at=60.0 * number, queue=name, started=cause not in ("never_started", "terminated"))
+        attempt(
+            cause,
+            at=60.0 * number,
+            queue=name,
+            started=cause not in ("never_started", "terminated"),
+        )
         for number, (cause, name) in enumerate(past)
     ]
     assert place(where=THREE, past=attempts, now_utc=WALL + HOUR).queue == chosen
@@ -194,7 +233,9 @@ def test_the_reason_begins_with_the_end_of_the_last_attempt() -> None:
     for cause, text in ends.items():
         past = [attempt("reclaimed"), attempt(cause, at=60.0)]
         for values in ({}, {"deadline_hours": None}, {"deadline_hours": 5.0}):
-            assert place(past=past, now_utc=WALL + 60, **values).reason.startswith(f"{name} {text}; ")
+            assert place(past=past, now_utc=WALL + 60, **values).reason.startswith(
+                f"{name} {text}; "
+            )
 
 
 def test_a_decision_takes_the_latest_time_that_batch_reported_if_the_clock_was_set_back() -> None:
@@ -208,7 +249,9 @@ def test_a_refused_plan_is_not_placed() -> None:
     refusal = PlanRefusal(outcome=Outcome.BUDGET, message="too dear", hint="raise it")
     plan = replace(make_plan([spot_pool(), on_demand_pool()]), refusal=refusal)
     with pytest.raises(PlacementError, match=r"^too dear \(raise it\)$") as refused:
-        choose_placement(make_config(), plan=plan, history=AttemptHistory(), queues=BOTH, now_utc=WALL)
+        choose_placement(
+            make_config(), plan=plan, history=AttemptHistory(), queues=BOTH, now_utc=WALL
+        )
     assert refused.value.outcome is Outcome.BUDGET
 
 
@@ -218,8 +261,8 @@ def test_without_an_offer_the_message_counts_queues_and_pools_and_explains_each_
         place(where=where)
     assert refused.value.outcome is Outcome.NO_CAPACITY
     assert str(refused.value) == (
-        "none of 1 queues can run any of the plan's 2 pools: off: is DISABLED; fix: batch.queues, or "
-        "cluster.instance_types, cluster.nodes and cluster.market"
+        "none of 1 queues can run any of the plan's 2 pools: off: is DISABLED; fix: "
+        "batch.queues, or cluster.instance_types, cluster.nodes and cluster.market"
     )
 
 
@@ -234,7 +277,10 @@ def test_the_catalogue_and_the_region_of_the_call_decide_which_queues_can_run_a_
     changed = replace(CATALOGUE, types=(kind,))
     other = choose_placement(make_config(), catalogue=changed, **known)
     assert (shipped.cpu, other.cpu) == (4, 99)
-    assert (shipped.memory_mib, other.memory_mib) == (memory_mib(CATALOGUE["g5.xlarge"]), memory_mib(kind))
+    assert (shipped.memory_mib, other.memory_mib) == (
+        memory_mib(CATALOGUE["g5.xlarge"]),
+        memory_mib(kind),
+    )
     small = queues(queue("spot", "spot", multi_node=True, max_vcpus=100))
     with pytest.raises(PlacementError, match=r"may have 100 vCPUs .* has 198"):
         choose_placement(make_config(), catalogue=changed, **{**known, "queues": small})
@@ -281,28 +327,47 @@ def test_a_placement_has_the_pool_its_machines_and_its_forecast() -> None:
     ("kind", "ranks", "gpus"),
     [("g5.xlarge", 4, 1), ("g5.12xlarge", 4, 4), ("g5.12xlarge", 2, 2)],
 )
-def test_a_placement_asks_for_a_gpu_per_rank_but_for_no_more_than_there_are(kind: str, ranks: int, gpus: int) -> None:
+def test_a_placement_asks_for_a_gpu_per_rank_but_for_no_more_than_there_are(
+    kind: str, ranks: int, gpus: int
+) -> None:
     pool = spot_pool(instance_type=kind, processes_per_node=ranks)
     assert place([pool]).gpu == gpus
 
 
-def wall(pool: Candidate, *, config: RunConfig | None = None, now_utc: float = WALL, **values: Any) -> int:
+def wall(
+    pool: Candidate, *, config: RunConfig | None = None, now_utc: float = WALL, **values: Any
+) -> int:
     plan = make_plan([pool], **values)
-    return wall_seconds(config or make_config(), plan, QueueOffer(candidate=pool, queue="q"), now_utc)
+    return wall_seconds(
+        config or make_config(), plan, QueueOffer(candidate=pool, queue="q"), now_utc
+    )
 
 
 @pytest.mark.parametrize(
     ("pool", "values", "seconds"),
     [
-        # 6 of $10 at $3 per hour, and 1 h to the deadline with 450 s for a last save: the lesser one.
+        # 6 of $10 at $3 per hour, and 1 h to the deadline with 450 s for a last save: the lesser
+        # one.
         ({}, {"budget_usd": 10.0, "spent_usd": 4.0, "deadline_hours": None}, 7200),
         ({}, {"budget_usd": 10.0, "spent_usd": 7.0, "deadline_hours": None}, 3600),
-        ({"usd_per_hour": 3.0}, {"budget_usd": 10.0, "spent_usd": 4.0, "deadline_hours": None}, 3600),
+        (
+            {"usd_per_hour": 3.0},
+            {"budget_usd": 10.0, "spent_usd": 4.0, "deadline_hours": None},
+            3600,
+        ),
         ({}, {"budget_usd": None, "deadline_hours": 3.0, "now_utc": WALL + 7200}, 3600 + 450),
-        ({}, {"budget_usd": None, "deadline_hours": 3.0, "started_utc": WALL + 60}, 3 * 3600 + 60 + 450),
+        (
+            {},
+            {"budget_usd": None, "deadline_hours": 3.0, "started_utc": WALL + 60},
+            3 * 3600 + 60 + 450,
+        ),
         ({}, {"budget_usd": 10.0, "spent_usd": 4.0, "deadline_hours": 1.0}, 3600 + 450),
         ({}, {"budget_usd": 3.0, "deadline_hours": 5.0}, 3600),
-        ({"ends_utc": WALL + 5000}, {"budget_usd": None, "deadline_hours": 5.0, "now_utc": WALL + 1000}, 4000),
+        (
+            {"ends_utc": WALL + 5000},
+            {"budget_usd": None, "deadline_hours": 5.0, "now_utc": WALL + 1000},
+            4000,
+        ),
         ({"ends_utc": WALL + 5000}, {"budget_usd": None, "deadline_hours": None}, 5000),
         # A free reservation has no limit by the budget; the least and the most, and whole seconds.
         ({"usd_per_hour": 0.0}, {"budget_usd": 1.0, "deadline_hours": 1.0}, 3600 + 450),
@@ -324,16 +389,22 @@ def test_the_time_limit_of_an_attempt_is_the_least_of_budget_deadline_and_reserv
 
 def test_after_a_bug_the_job_stays_in_its_pool() -> None:
     pools = [spot_pool(), on_demand_pool()]
-    for started, how in ((True, "was ended by the user's program"), (False, "got no container: is its image missing?")):
+    for started, how in (
+        (True, "was ended by the user's program"),
+        (False, "got no container: is its image missing?"),
+    ):
         past = [attempt("user_code", queue="on-demand", market="on_demand", started=started)]
         found = place(pools, past=past)
         assert (found.queue, found.policy, found.fallback) == ("on-demand", "", None)
         assert found.reason == (
-            f"stays on 2 × g5.xlarge on-demand in queue on-demand: the previous attempt {how}; other capacity would "
-            "not help"
+            f"stays on 2 × g5.xlarge on-demand in queue on-demand: the previous attempt {how}; "
+            "other capacity would not help"
         )
         assert (found.runnable_seconds, found.start_by_utc) == (1800, None)
-    assert place(pools, past=[attempt("user_code", queue="on-demand"), attempt("reclaimed")]).policy == RULE
+    assert (
+        place(pools, past=[attempt("user_code", queue="on-demand"), attempt("reclaimed")]).policy
+        == RULE
+    )
 
 
 def test_after_a_bug_a_lost_pool_is_followed_by_none_that_costs_more() -> None:
@@ -342,13 +413,14 @@ def test_after_a_bug_a_lost_pool_is_followed_by_none_that_costs_more() -> None:
     found = place([on_demand_pool(), spot_pool()], past=past)
     assert found.queue == "spot"
     assert found.reason == (
-        "2 × g5.xlarge spot in queue closed is no longer available; spot/2xg5.xlarge costs no more, as required after "
-        "a failure of the program"
+        "2 × g5.xlarge spot in queue closed is no longer available; spot/2xg5.xlarge costs no "
+        "more, as required after a failure of the program"
     )
     with pytest.raises(PlacementError) as refused:
         place(past=[attempt("user_code", queue="closed", usd_per_hour=1.25, started=False)])
     assert refused.value.outcome is Outcome.NO_CAPACITY
     assert str(refused.value) == (
-        "the previous attempt, on 2 × g5.xlarge spot in queue closed, got no container: is its image missing?; this "
-        "pool is no longer available, and all other pools cost more than its $2.5000/h: fix the failure first"
+        "the previous attempt, on 2 × g5.xlarge spot in queue closed, got no container: is its "
+        "image missing?; this pool is no longer available, and all other pools cost more than "
+        "its $2.5000/h: fix the failure first"
     )

@@ -33,7 +33,15 @@ from ebbflow.flows.attempts.placement import (
 from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import JobIsRunning, Outcome
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, COMMIT, PLACED, PLAN, Event, read_events
+from ebbflow.infra.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    COMMIT,
+    PLACED,
+    PLAN,
+    Event,
+    read_events,
+)
 from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
 from ebbflow.infra.store import Store
@@ -53,10 +61,18 @@ def _service() -> Iterator[JobService]:
 
 @pytest.fixture
 def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService:
-    _service.jobs, _service.owners, _service.requests = {}, {}, []
-    _service.refused, _service.away, _service.slow_seconds = False, False, 0.0
+    _service.jobs = {}
+    _service.owners = {}
+    _service.requests = []
+    _service.refused = False
+    _service.away = False
+    _service.slow_seconds = 0.0
     _service.queues = {"spot-g5": "spot", "od-g5": "on_demand"}
-    for name, value in (("ACCESS_KEY_ID", "local"), ("SECRET_ACCESS_KEY", "local"), ("DEFAULT_REGION", "us-east-1")):
+    for name, value in (
+        ("ACCESS_KEY_ID", "local"),
+        ("SECRET_ACCESS_KEY", "local"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", _service.endpoint)
     return _service
@@ -67,7 +83,8 @@ def make_flow(tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """What a step finds of the steps before it."""
 
     def flow(nodes: int = 1, **cost: Any) -> SimpleNamespace:
-        spot, on_demand = {"name": "spot-g5", "market": "spot"}, {"name": "od-g5", "market": "on_demand"}
+        spot = {"name": "spot-g5", "market": "spot"}
+        on_demand = {"name": "od-g5", "market": "on_demand"}
         document = {
             "store": str(tmp_path / "store"),
             "cluster": {"nodes": 1, "instance_types": ["g5.xlarge"]},
@@ -77,7 +94,9 @@ def make_flow(tmp_path: Path) -> Callable[..., SimpleNamespace]:
         config = RunConfig.model_validate_json(json.dumps(document))
         settings = {"config": config.model_dump(mode="json"), "sources": {}}
         plan = make_plan(config, now_utc=time.time()).brief().to_json()
-        return SimpleNamespace(job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=nodes)
+        return SimpleNamespace(
+            job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=nodes
+        )
 
     return flow
 
@@ -88,14 +107,20 @@ def flow(make_flow: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 
 
 def ask(flow: SimpleNamespace, **known: Any) -> PlacementRequest:
-    return PlacementRequest(**{"flow": flow, "name": NAME, "round": 3, "one_node": True, "last": False, **known})
+    return PlacementRequest(
+        **{"flow": flow, "name": NAME, "round": 3, "one_node": True, "last": False, **known}
+    )
 
 
 def events_of(flow: SimpleNamespace, name: str = "") -> list[Event]:
-    return [one for one in read_events(Job.of(flow, NAME.run).store) if name in ("", one.name)]
+    return [
+        event for event in read_events(Job.of(flow, NAME.run).store) if name in ("", event.name)
+    ]
 
 
-def emit(flow: SimpleNamespace, name: str, *, generation: int = 0, attempt: int = 0, **data: Any) -> None:
+def emit(
+    flow: SimpleNamespace, name: str, *, generation: int = 0, attempt: int = 0, **data: Any
+) -> None:
     with Job.of(flow, NAME.run).events("test") as log:
         log.origin = replace(log.origin, generation=generation, attempt=attempt)
         log.emit(name, **data)
@@ -109,10 +134,16 @@ def stored_order(flow: SimpleNamespace) -> AttemptOrder | None:
     return AttemptOrder.get(Job.of(flow, NAME.run).store, NAME)
 
 
-def test_a_fresh_placement_is_recorded_and_ordered(service: JobService, flow: SimpleNamespace) -> None:
+def test_a_fresh_placement_is_recorded_and_ordered(
+    service: JobService, flow: SimpleNamespace
+) -> None:
     answer = place_attempt(ask(flow))
     assert answer.trouble == "" and answer.order is not None and answer.order.placement is not None
-    assert (answer.order.does, answer.order.nodes, answer.order.placement["queue"]) == ("train", 1, "spot-g5")
+    assert (answer.order.does, answer.order.nodes, answer.order.placement["queue"]) == (
+        "train",
+        1,
+        "spot-g5",
+    )
     [planned_event, placed] = events_of(flow)
     assert (planned_event.name, planned_event.run, planned_event.attempt) == (PLAN, "1733", 2)
     assert json.loads(json.dumps(answer.order.plan)) == planned_event.data
@@ -132,7 +163,9 @@ def test_a_fresh_placement_is_recorded_and_ordered(service: JobService, flow: Si
     assert order is not None and order.placement == placed.data["placement"]
 
 
-def test_a_placement_records_the_newest_generation(service: JobService, flow: SimpleNamespace) -> None:
+def test_a_placement_records_the_newest_generation(
+    service: JobService, flow: SimpleNamespace
+) -> None:
     for generation in (2, 7, 4):
         emit(flow, "note", generation=generation)
     place_attempt(ask(flow))
@@ -144,16 +177,29 @@ def past(flow: SimpleNamespace, service: JobService, count: int, **about: Any) -
     _, spot = chosen()
     for number in range(count):
         task = {"step": "train_node", "task": "5"}
-        emit(flow, PLACED, attempt=60 + number, placement=spot.to_json(), after_generation=0, **task)
+        emit(
+            flow, PLACED, attempt=60 + number, placement=spot.to_json(), after_generation=0, **task
+        )
         emit(flow, BATCH_SUBMITTED, attempt=60 + number, job_id=f"x-{number}", **task)
         service.jobs[f"x-{number}"] = [{"status": "FAILED", "createdAt": 1000, **about}]
 
 
-def test_attempts_that_have_ended_meanwhile_count(service: JobService, flow: SimpleNamespace) -> None:
-    past(flow, service, 5, startedAt=1000, stoppedAt=2000, statusReason="Essential container in task exited")
+def test_attempts_that_have_ended_meanwhile_count(
+    service: JobService, flow: SimpleNamespace
+) -> None:
+    past(
+        flow,
+        service,
+        5,
+        startedAt=1000,
+        stoppedAt=2000,
+        statusReason="Essential container in task exited",
+    )
     order = place_attempt(ask(flow)).order
     assert order is not None and (order.does, order.outcome) == ("stop", "failed")
-    assert order.message.startswith("5 attempts in a row failed (1 × g5.xlarge spot in queue spot-g5: user code)")
+    assert order.message.startswith(
+        "5 attempts in a row failed (1 × g5.xlarge spot in queue spot-g5: user code)"
+    )
     assert stored_order(flow) == order and len(events_of(flow, BATCH_ATTEMPT)) == 5
 
 
@@ -174,7 +220,11 @@ def test_a_job_over_its_budget_is_ordered_to_stop(
     flow = make_flow()
     flow.settings["config"]["cost"]["budget_usd"] = 0.0000001
     order = place_attempt(ask(flow)).order
-    assert order is not None and (order.does, order.outcome) == ("stop", "budget") and "budget" in order.message
+    assert (
+        order is not None
+        and (order.does, order.outcome) == ("stop", "budget")
+        and "budget" in order.message
+    )
     assert stored_order(flow) == order and events_of(flow, PLACED) == []
 
 
@@ -190,7 +240,9 @@ def test_a_job_that_another_launcher_holds_is_not_placed(
     claim.release()
 
 
-def test_the_plan_of_the_run_decides_if_batch_does_not_answer(service: JobService, flow: SimpleNamespace) -> None:
+def test_the_plan_of_the_run_decides_if_batch_does_not_answer(
+    service: JobService, flow: SimpleNamespace
+) -> None:
     emit(flow, "note", generation=7)
     service.away = True
     request = ask(flow)
@@ -201,7 +253,9 @@ def test_the_plan_of_the_run_decides_if_batch_does_not_answer(service: JobServic
     assert placed.data["after_generation"] == 0 and request.abandoned.is_set()
 
 
-def test_an_attempt_without_a_plan_of_the_run_is_not_placed(service: JobService, flow: SimpleNamespace) -> None:
+def test_an_attempt_without_a_plan_of_the_run_is_not_placed(
+    service: JobService, flow: SimpleNamespace
+) -> None:
     service.away = True
     flow.capacity = {}
     answer = place_attempt(ask(flow), deadline_seconds=0.3)
@@ -238,7 +292,10 @@ def test_a_late_placement_by_the_plan_of_the_run_orders_nothing_either(
     monkeypatch.setattr(os, "fsync", sync_slowly)
     monkeypatch.setattr(placement, "PLANNED_SECONDS", 0.1)
     answer = place_attempt(ask(flow))
-    assert answer.order is None and "nor by the plan of the run: CloudUnavailable: placing: timed" in answer.trouble
+    assert (
+        answer.order is None
+        and "nor by the plan of the run: CloudUnavailable: placing: timed" in answer.trouble
+    )
     for thread in placing_threads():
         thread.join(30)
     assert stored_order(flow) is None and events_of(flow, PLACED) == []
@@ -248,7 +305,9 @@ def test_a_late_placement_by_the_plan_of_the_run_orders_nothing_either(
 def test_an_abandoned_request_orders_nothing(
     service: JobService, flow: SimpleNamespace, budget_usd: float | None
 ) -> None:
-    """Neither a placement nor the end of the job; the plan of the run is asked with a request of its own."""
+    """Neither a placement nor the end of the job; the plan of the run is asked with a request of
+    its own.
+    """
     flow.settings["config"]["cost"]["budget_usd"] = budget_usd
     request = ask(flow)
     request.abandoned.set()
@@ -265,8 +324,16 @@ def test_placing_may_hold_up_the_scheduler_for_a_minute_and_a_half() -> None:
 @pytest.mark.parametrize(
     ("off", "words"),
     [
-        (-600.0, "the launcher's clock is 10.0 min behind the store's or AWS Batch's, and times are corrected; "),
-        (600.0, "the launcher's clock is 10.0 min ahead of the store's or AWS Batch's, and times are corrected; "),
+        (
+            -600.0,
+            "the launcher's clock is 10.0 min behind the store's or AWS Batch's, and times are "
+            "corrected; ",
+        ),
+        (
+            600.0,
+            "the launcher's clock is 10.0 min ahead of the store's or AWS Batch's, and times are "
+            "corrected; ",
+        ),
         (0.0, ""),
     ],
 )
@@ -285,17 +352,30 @@ def test_a_wrong_clock_of_the_launcher_is_told_and_corrected(
     monkeypatch.setattr(time, "time", lambda: real() + off)
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
-    assert order.placement["reason"].startswith(words) and ("clock" in order.placement["reason"]) is bool(words)
+    assert order.placement["reason"].startswith(words) and (
+        "clock" in order.placement["reason"]
+    ) is bool(words)
     assert abs(order.placement["start_by_utc"] - right.placement["start_by_utc"] - off) < 100
 
 
 @pytest.mark.parametrize(("later", "told"), [(60.0, False), (61.0, True)])
 def test_batchs_clock_counts_as_the_stores(
-    service: JobService, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, later: float, told: bool
+    service: JobService,
+    flow: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    later: float,
+    told: bool,
 ) -> None:
     now = float(int(time.time()))
     monkeypatch.setattr(time, "time", lambda: now)
-    past(flow, service, 1, startedAt=1000, stoppedAt=(now + later) * 1000, statusReason="Host EC2 (x) terminated.")
+    past(
+        flow,
+        service,
+        1,
+        startedAt=1000,
+        stoppedAt=(now + later) * 1000,
+        statusReason="Host EC2 (x) terminated.",
+    )
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
     assert order.placement["reason"].startswith("the launcher's clock is 1.0 min behind ") is told
@@ -307,10 +387,19 @@ def test_the_clock_that_is_furthest_off_counts(
     """The store's clock is ten minutes behind the launcher's, and Batch's is 30 s ahead of it."""
     now = time.time() + 600.0
     monkeypatch.setattr(time, "time", lambda: now)
-    past(flow, service, 1, startedAt=1000, stoppedAt=(now + 30) * 1000, statusReason="Host EC2 (x) terminated.")
+    past(
+        flow,
+        service,
+        1,
+        startedAt=1000,
+        stoppedAt=(now + 30) * 1000,
+        statusReason="Host EC2 (x) terminated.",
+    )
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
-    assert order.placement["reason"].startswith("the launcher's clock is 10.0 min ahead of the store's ")
+    assert order.placement["reason"].startswith(
+        "the launcher's clock is 10.0 min ahead of the store's "
+    )
 
 
 def test_an_attempt_without_a_configured_region_is_placed_in_the_default_one(
@@ -318,7 +407,11 @@ def test_an_attempt_without_a_configured_region_is_placed_in_the_default_one(
 ) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     order = place_attempt(ask(make_flow(regions=["us-west-2"]))).order
-    assert order is not None and order.placement is not None and order.placement["region"] == "us-east-1"
+    assert (
+        order is not None
+        and order.placement is not None
+        and order.placement["region"] == "us-east-1"
+    )
 
 
 def test_placing_waits_twenty_seconds_for_the_store(
@@ -356,7 +449,11 @@ def test_a_fresh_plan_is_one_of_the_remaining_work(flow: SimpleNamespace) -> Non
         for shape in (small, large)
     ]
     plain = make_fresh_plan(job, [], None, WALL, evidence)
-    assert plain.ranked[0].expected_hours == shaped[0].ranked[0].expected_hours < shaped[1].ranked[0].expected_hours
+    assert (
+        plain.ranked[0].expected_hours
+        == shaped[0].ranked[0].expected_hours
+        < shaped[1].ranked[0].expected_hours
+    )
 
 
 def test_pods_are_placed_on_the_nodes_of_the_run(
@@ -371,8 +468,12 @@ def test_pods_are_placed_on_the_nodes_of_the_run(
     user = {"name": "u", "user": {"token": "t"}}
     known = {"clusters": [cluster], "contexts": [context], "users": [user]}
     path = tmp_path / "kubeconfig.json"
-    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **known}))
-    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))  # read at import
+    path.write_text(
+        json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **known})
+    )
+    monkeypatch.setattr(
+        kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path)
+    )  # read at import
     flow = make_flow(nodes=2)
     answer = place_attempt(ask(flow, backend="kubernetes", one_node=False))
     assert answer.trouble == "" and answer.order is not None
@@ -410,7 +511,9 @@ def test_an_order_trains_in_the_placed_pool() -> None:
         (False, True, 1, "train"),
     ],
 )
-def test_a_step_of_one_node_hands_gangs_and_last_attempts_on(one_node: bool, last: bool, nodes: int, does: str) -> None:
+def test_a_step_of_one_node_hands_gangs_and_last_attempts_on(
+    one_node: bool, last: bool, nodes: int, does: str
+) -> None:
     plan, placed = chosen()
     request = ask(SimpleNamespace(), one_node=one_node, last=last)
     if does == "train":
@@ -424,7 +527,10 @@ def test_a_step_of_one_node_hands_gangs_and_last_attempts_on(one_node: bool, las
 @pytest.mark.parametrize(
     ("order", "text"),
     [
-        (AttemptOrder(does="stop", outcome="budget", message="spent"), "no further attempt: budget: spent"),
+        (
+            AttemptOrder(does="stop", outcome="budget", message="spent"),
+            "no further attempt: budget: spent",
+        ),
         (AttemptOrder(does="gang", nodes=3), "continues as a gang of 3 nodes"),
         (AttemptOrder(does="again"), "another round, since this was the step's last attempt"),
         (
@@ -449,7 +555,9 @@ def test_an_order_is_described_in_one_line(order: AttemptOrder, text: str) -> No
 def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     assert AttemptOrder.get(store, NAME) is None
-    order = AttemptOrder(does="gang", nodes=2, processes_per_node=3, placement={"a": 1}, plan={"b": 2}, message="m")
+    order = AttemptOrder(
+        does="gang", nodes=2, processes_per_node=3, placement={"a": 1}, plan={"b": 2}, message="m"
+    )
     order.put(store, NAME)
     assert AttemptOrder.get(store, NAME) == order
     for other in ({"run": "9"}, {"step": "train"}, {"task": "6"}, {"attempt": 3}):
@@ -459,7 +567,13 @@ def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
     store.put(NAME.key, json.dumps({"does": "again", "later": 1}).encode())
     assert AttemptOrder.get(store, NAME) == AttemptOrder(does="again")
     bare = AttemptOrder()
-    assert (bare.does, bare.nodes, bare.processes_per_node, bare.placement, bare.plan) == ("train", 1, 1, None, None)
+    assert (bare.does, bare.nodes, bare.processes_per_node, bare.placement, bare.plan) == (
+        "train",
+        1,
+        1,
+        None,
+        None,
+    )
     with pytest.raises(ValueError, match="Out of range"):
         AttemptOrder(plan={"hours": float("inf")}).put(store, NAME)
 
@@ -468,7 +582,8 @@ def test_records_of_placing_take_names_only_and_are_frozen(flow: SimpleNamespace
     for record in (AttemptName, AttemptOrder, PlacementRequest, PlacementResult):
         assert takes_names_only(record) and is_frozen(record)
     assert PlacementResult() == PlacementResult(order=None, trouble="")
-    one, other = ask(flow), ask(flow)
+    one = ask(flow)
+    other = ask(flow)
     assert one == other and "abandoned" not in repr(one) and one.backend == "batch"
     assert one.abandoned is not other.abandoned and not one.abandoned.is_set()
 
@@ -482,7 +597,9 @@ def attempts(*causes: str, **known: Any) -> list[PastAttempt]:
     return [PastAttempt(**{**shared, "cause": cause, **known}) for cause in causes]
 
 
-def reason(past_attempts: list[PastAttempt], *events: Event, **known: Any) -> tuple[Outcome, str] | None:
+def reason(
+    past_attempts: list[PastAttempt], *events: Event, **known: Any
+) -> tuple[Outcome, str] | None:
     return give_up_reason(AttemptHistory(attempts=tuple(past_attempts)), events, run="r", **known)
 
 
@@ -527,7 +644,10 @@ def test_attempts_of_another_run_or_before_a_commit_do_not_count() -> None:
     assert reason(attempts(*["unknown"] * 5, run="other")) is None
     assert reason(attempts(*["unknown"] * 5, after_generation=2), commit) is None
     assert reason(attempts(*["unknown"] * 5, after_generation=3), commit) is not None
-    assert reason(attempts(*["unknown"] * 5, after_generation=2), event("note", 5.0, generation=3)) is not None
+    assert (
+        reason(attempts(*["unknown"] * 5, after_generation=2), event("note", 5.0, generation=3))
+        is not None
+    )
     commits = [event(COMMIT, 5.0, generation=number) for number in (1, 3, 2)]
     assert reason(attempts(*["unknown"] * 5, after_generation=2), *commits) is None
 
@@ -536,7 +656,9 @@ def test_attempts_of_another_run_or_before_a_commit_do_not_count() -> None:
     ("market", "reservation", "counted"),
     [("spot", None, False), ("on_demand", "cr-1", False), ("on_demand", None, True)],
 )
-def test_refused_spot_does_not_count_if_on_demand_comes(market: str, reservation: str | None, counted: bool) -> None:
+def test_refused_spot_does_not_count_if_on_demand_comes(
+    market: str, reservation: str | None, counted: bool
+) -> None:
     _, placed = chosen()
     there = replace(placed, market=market, reservation=reservation)
     refused = attempts(*["never_started"] * 5, placement=there, started_utc=None)
@@ -551,8 +673,11 @@ def test_the_message_has_the_causes_and_batchs_last_reason() -> None:
     spot = "1 × g5.xlarge spot in queue spot-g5"
     found = reason([first] * 4 + [replace(second, reason="no image")])
     assert found is not None and found[1] == (
-        f"5 attempts in a row failed ({spot}: never started, {spot}: user code), and another would too; "
-        "the last one: no image"
+        f"5 attempts in a row failed ({spot}: never started, {spot}: user code), and another "
+        "would too; the last one: no image"
     )
     found = reason([replace(second, reason="no image")] * 4 + [second])
-    assert found is not None and found[1] == f"5 attempts in a row failed ({spot}: user code), and another would too"
+    assert (
+        found is not None
+        and found[1] == f"5 attempts in a row failed ({spot}: user code), and another would too"
+    )

@@ -44,17 +44,28 @@ def by_kind(one: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize(("said", "start"), [({}, 240.0), ({"expected_start_seconds": 30.0}, 30.0)])
 def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
-    cluster = {"plan_for": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2, **said}
+    cluster = {
+        "plan_for": "kubernetes",
+        "instance_types": ["g5.xlarge"],
+        "market": "spot",
+        "nodes": 2,
+        **said,
+    }
     one = plan(cluster=cluster)
     (best,) = one.ranked
-    step, carry = best.step_seconds, best.case.fixed_lost_hours * 3600 / 2 - (start + DETECT_SECONDS) / 2
-    assert 0 < carry < 1, "to bring a commit of 0.4 million parameters to the store takes no time to speak of"
+    step = best.step_seconds
+    carry = best.case.fixed_lost_hours * 3600 / 2 - (start + DETECT_SECONDS) / 2
+    assert 0 < carry < 1, (
+        "to bring a commit of 0.4 million parameters to the store takes no time to speak of"
+    )
     undisturbed = (start + 100_000 * step * (1 + best.save_seconds / (50 * step))) / 3600
     each = (50 * step / 2 + carry + DETECT_SECONDS + start + carry) / 3600
     assert best.paid_hours == pytest.approx(undisturbed + best.interruptions * each)
     assert best.interruptions == pytest.approx(best.hazard_per_hour * best.paid_hours)
     assert best.compute_usd == pytest.approx(best.paid_hours * 2 * 1.006 * 0.41, rel=1e-5)
-    assert best.storage_usd == pytest.approx(2 * 100 * best.paid_hours / 730 * 0.08), "volumes; the store is a folder"
+    assert best.storage_usd == pytest.approx(2 * 100 * best.paid_hours / 730 * 0.08), (
+        "volumes; the store is a folder"
+    )
     assert best.expected_usd == best.compute_usd + best.storage_usd + best.transfer_usd
     assert best.usd_per_step * 100_000 == pytest.approx(best.expected_usd)
     assert best.expected_hours >= best.paid_hours, "waits for capacity are not paid"
@@ -67,12 +78,23 @@ def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
     assert all(rejection.reason for rejection in one.rejected)
     costs = [(c.expected_usd, c.nodes, c.instance_type) for c in one.ranked]
     assert costs == sorted(costs)
-    assert {"batch not divisible", "peak unknown", "GPU too old", "no spot price"} <= set(by_kind(one))
+    assert {"batch not divisible", "peak unknown", "GPU too old", "no spot price"} <= set(
+        by_kind(one)
+    )
 
 
-@pytest.mark.parametrize(("most", "sizes"), [(1, {1}), (2, {1, 2}), (3, {1, 2}), (None, {1, 2, 4, 8})])
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, {1}), (2, {1, 2}), (3, {1, 2}), (None, {1, 2, 4, 8})]
+)
 def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[int]):
-    one = plan(cluster={"nodes": "auto", "max_nodes": most, "processes_per_node": "auto", "plan_for": "kubernetes"})
+    one = plan(
+        cluster={
+            "nodes": "auto",
+            "max_nodes": most,
+            "processes_per_node": "auto",
+            "plan_for": "kubernetes",
+        }
+    )
     assert {pool.nodes for pool in [*one.ranked, *one.rejected]} == sizes
 
 
@@ -87,23 +109,37 @@ def test_it_offers_only_what_the_backend_can_run():
     for backend in ("kubernetes", "local"):
         assert pools(plan(cluster={**two, "plan_for": backend}), "spot")
     only = plan(cluster={**two, "plan_for": "kubernetes", "market": "on_demand"})
-    assert {c.market for c in only.ranked} == {"on_demand"} and by_kind(only)["market excluded"] == 63
+    assert {c.market for c in only.ranked} == {"on_demand"} and by_kind(only)[
+        "market excluded"
+    ] == 63
 
 
 def test_the_whole_instance_is_paid_for_and_shared_by_its_ranks():
-    one = plan(cluster={"nodes": 1, "processes_per_node": 2, "instance_types": ["g5."], "market": "on_demand"})
+    one = plan(
+        cluster={
+            "nodes": 1,
+            "processes_per_node": 2,
+            "instance_types": ["g5."],
+            "market": "on_demand",
+        }
+    )
     assert one.chosen.instance_type == "g5.12xlarge"  # four GPUs, two of them idle
     assert by_kind(one)["too few GPUs"] == 5
     assert one.terms().usd_per_rank_second == pytest.approx(5.672 / 2 / 3600)
 
 
 def test_terms_carry_limits_reserve_and_hazard():
-    one = plan(cost={"budget_usd": 500.0, "deadline_hours": 72.0}, checkpoint={"deadline_seconds": 60.0})
+    one = plan(
+        cost={"budget_usd": 500.0, "deadline_hours": 72.0}, checkpoint={"deadline_seconds": 60.0}
+    )
     terms = one.terms(spent_usd=1.25)
     assert (terms.budget_usd, terms.spent_usd, terms.deadline_utc) == (500.0, 1.25, NOW + 72 * 3600)
     assert terms.reserve_usd == pytest.approx(one.chosen.gang_usd_per_hour / 60)
     assert terms.hazard_per_hour == one.chosen.hazard_per_hour > 0
-    assert (terms.price_kind, replace(one, simulated=True).terms().price_kind) == ("recorded", "simulated")
+    assert (terms.price_kind, replace(one, simulated=True).terms().price_kind) == (
+        "recorded",
+        "simulated",
+    )
     assert plan(cluster={"plan_for": "local"}).simulated
 
 
@@ -113,7 +149,12 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
     needed = cheapest.expected_usd + free.reserve_usd
     refused = plan(cost={"budget_usd": needed * 0.5})
     assert refused.refusal.outcome is Outcome.BUDGET
-    for figure in (f"${needed * 0.5:.4f}", f"${needed:.4f}", f"{cheapest.paid_hours:.4g} h", str(cheapest)):
+    for figure in (
+        f"${needed * 0.5:.4f}",
+        f"${needed:.4f}",
+        f"{cheapest.paid_hours:.4g} h",
+        str(cheapest),
+    ):
         assert figure in refused.refusal.message
     assert plan(cost={"budget_usd": needed * 1.001}).refusal is None
     steps = int(refused.refusal.hint.split("max_steps to ")[1].split()[0])
@@ -122,7 +163,9 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
 
 
 def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
-    """The pool with the fewest expected dollars may be a dear gang, whose last save needs too much in reserve."""
+    """The pool with the fewest expected dollars may be a dear gang, whose last save needs too much
+    in reserve.
+    """
     cluster = {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"}
     given = {"cluster": cluster, "checkpoint": {"deadline_seconds": 7200}}
     given["training"] = {"max_steps": 400_000, "batch_size": 256}
@@ -136,15 +179,22 @@ def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
     budget = (need(least) + need(free.chosen)) / 2
     one = plan(**given, cost={"budget_usd": budget})
     borne = [pool for pool in free.ranked if need(pool) <= budget]
-    assert one.refusal is None and [str(pool) for pool in one.ranked] == [str(pool) for pool in borne]
+    assert one.refusal is None and [str(pool) for pool in one.ranked] == [
+        str(pool) for pool in borne
+    ]
     assert one.chosen.expected_usd == min(pool.expected_usd for pool in borne)
     assert one.terms().spendable_usd == pytest.approx(budget - one.chosen.gang_usd_per_hour * 2)
     assert by_kind(one)["over the budget"] == len(free.ranked) - len(borne)
     dear = next(pool for pool in one.rejected if str(pool) == str(free.chosen))
-    assert f"needs ${need(free.chosen):.4f}" in dear.reason and f"cost.budget_usd is ${budget:.4f}" in dear.reason
+    assert (
+        f"needs ${need(free.chosen):.4f}" in dear.reason
+        and f"cost.budget_usd is ${budget:.4f}" in dear.reason
+    )
     poor = plan(**given, cost={"budget_usd": need(least) * 0.9})
     assert poor.refusal.outcome is Outcome.BUDGET and str(least) in poor.refusal.message
-    assert poor.refusal.enough == pytest.approx(need(least)), "what would do is the least that any pool needs"
+    assert poor.refusal.enough == pytest.approx(need(least)), (
+        "what would do is the least that any pool needs"
+    )
 
 
 def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
@@ -155,7 +205,9 @@ def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
     assert refused.refusal.outcome is Outcome.DEADLINE and refused.chosen is None
     assert f"{fastest:.4g} h" in refused.refusal.message
     hours = float(refused.refusal.hint.split("deadline_hours to ")[1].split()[0])
-    assert plan(cluster=cluster, cost={"deadline_hours": hours}).refusal is None, "the hint must make it fit"
+    assert plan(cluster=cluster, cost={"deadline_hours": hours}).refusal is None, (
+        "the hint must make it fit"
+    )
     with pytest.raises(PlanError, match="no pool meets the deadline"):
         refused.terms()
 
@@ -174,19 +226,28 @@ def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
     budget = (cheapest.expected_usd + free.reserve_usd) * 1.001
     late = plan(**given, cost={"deadline_hours": 2, "budget_usd": budget})
     assert late.refusal.outcome is Outcome.DEADLINE
-    assert cheapest.expected_hours < late.refusal.enough < cheapest.expected_hours + 1, "with what on-demand needs"
+    assert cheapest.expected_hours < late.refusal.enough < cheapest.expected_hours + 1, (
+        "with what on-demand needs"
+    )
     assert f"The fastest within the budget, {cheapest}" in late.refusal.message
-    enough = plan(**given, cost={"deadline_hours": late.refusal.enough + 0.01, "budget_usd": budget})
+    enough = plan(
+        **given, cost={"deadline_hours": late.refusal.enough + 0.01, "budget_usd": budget}
+    )
     assert enough.refusal is None, "what would do does"
     both = plan(**given, cost={"deadline_hours": 2, "budget_usd": 1.0})
     assert "The budget is exceeded as well" in both.refusal.message
-    hours, usd = re.search(r"deadline_hours to ([\d.]+) or more.*budget_usd to ([\d.]+)", both.refusal.hint).groups()
+    hours, usd = re.search(
+        r"deadline_hours to ([\d.]+) or more.*budget_usd to ([\d.]+)", both.refusal.hint
+    ).groups()
     lifted = plan(**given, cost={"deadline_hours": float(hours), "budget_usd": float(usd)})
     assert lifted.refusal is None, "what the hint says of both is enough"
 
 
 def test_queues_in_a_region_without_a_price_need_a_price_and_no_other_model():
-    sections = {"cluster": {"plan_for": "batch", "instance_types": ["g5.xlarge"]}, "batch": {"region": "eu-west-1"}}
+    sections = {
+        "cluster": {"plan_for": "batch", "instance_types": ["g5.xlarge"]},
+        "batch": {"region": "eu-west-1"},
+    }
     hint = plan(store="s3://bucket/x", cost={"regions": ["eu-west-1"]}, **sections).refusal.hint
     assert hint == "run ebbflow catalogue refresh --regions eu-west-1"
 
@@ -201,13 +262,18 @@ def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_help
     }
     refused = plan(**sections)
     assert refused.refusal.outcome is Outcome.NO_CAPACITY
-    assert "A100 has 80.00 GiB" in refused.refusal.message and "optimizer" in refused.refusal.message
+    assert (
+        "A100 has 80.00 GiB" in refused.refusal.message and "optimizer" in refused.refusal.message
+    )
     steps = int(refused.refusal.hint.removeprefix("set training.gradient_accumulation_steps to "))
     sections["training"] = {"batch_size": 64, "gradient_accumulation_steps": steps}
     assert plan(**sections).chosen is not None, "the hint must make it fit"
 
     unknown = plan(cluster={"instance_types": ["q9"]})
-    assert unknown.refusal.outcome is Outcome.NO_CAPACITY and "begins with q9" in unknown.refusal.message
+    assert (
+        unknown.refusal.outcome is Outcome.NO_CAPACITY
+        and "begins with q9" in unknown.refusal.message
+    )
     assert "g5" in unknown.refusal.hint
 
 
@@ -229,14 +295,20 @@ def test_json_is_plain_and_complete():
 def test_it_plans_over_the_catalogue_that_it_is_given():
     kind = load_catalogue()["g6.xlarge"]
     one = make_plan(config(cluster={"nodes": 1}), now_utc=NOW, catalogue=Catalogue((kind,)))
-    assert [(c.instance_type, c.market) for c in one.ranked] == [("g6.xlarge", "spot"), ("g6.xlarge", "on_demand")]
+    assert [(c.instance_type, c.market) for c in one.ranked] == [
+        ("g6.xlarge", "spot"),
+        ("g6.xlarge", "on_demand"),
+    ]
 
 
 @pytest.mark.parametrize(
     "sections",
     [
         {"cluster": {"plan_for": "local"}, "cost": {"budget_usd": 5.0, "deadline_hours": 500.0}},
-        {"cluster": {"nodes": "auto", "processes_per_node": "auto"}, "training": {"batch_size": 512}},
+        {
+            "cluster": {"nodes": "auto", "processes_per_node": "auto"},
+            "training": {"batch_size": 512},
+        },
         {"cost": {"budget_usd": 0.0001}},
         {"cost": {"deadline_hours": 0.001}},
         {"model": {"hidden_size": 16384, "num_layers": 128}},
@@ -280,20 +352,42 @@ def test_the_command_prints_the_plan_and_exits_with_its_outcome(tmp_path: Path):
     assert wrong.returncode == 2 and "num_heads" in wrong.stderr and not wrong.stdout
 
 
-def test_the_command_plans_for_the_pools_that_a_configured_queue_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["configs/laptop.yaml", "--set", "cluster.plan_for=batch", "--set", "cluster.nodes=1", "--json"]
-    queues = "batch.queues=[{name: spot-g6, market: spot, instance_types: [g6.xlarge]}, {name: od, market: on_demand}]"
+def test_the_command_plans_for_the_pools_that_a_configured_queue_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = [
+        "configs/laptop.yaml",
+        "--set",
+        "cluster.plan_for=batch",
+        "--set",
+        "cluster.nodes=1",
+        "--json",
+    ]
+    queues = (
+        "batch.queues=[{name: spot-g6, market: spot, instance_types: [g6.xlarge]}, {name: od, "
+        "market: on_demand}]"
+    )
     assert main(["plan", *job, "--set", queues]) == 0
-    spot = {one["instance_type"] for one in json.loads(capsys.readouterr().out)["ranked"] if one["market"] == "spot"}
+    spot = {
+        load["instance_type"]
+        for load in json.loads(capsys.readouterr().out)["ranked"]
+        if load["market"] == "spot"
+    }
     assert spot == {"g6.xlarge"}
     assert main(["plan", *job, "--set", queues, "--frontier"]) == 0
     points = json.loads(capsys.readouterr().out)
-    assert {one["instance_type"] for one in points if one["market"] == "spot"} <= {"g6.xlarge"}
+    assert {point["instance_type"] for point in points if point["market"] == "spot"} <= {
+        "g6.xlarge"
+    }
     assert main(["plan", *job]) == 0
-    assert len({one["instance_type"] for one in json.loads(capsys.readouterr().out)["ranked"]}) > 3
+    assert (
+        len({load["instance_type"] for load in json.loads(capsys.readouterr().out)["ranked"]}) > 3
+    )
 
 
 def test_a_gang_is_reclaimed_at_once_and_only_machine_failures_grow_with_it():
     cluster = {"market": "spot", "plan_for": "kubernetes", "instance_types": ["g5.xlarge"]}
     one, two = (plan(cluster={**cluster, "nodes": nodes}).ranked[0] for nodes in (1, 2))
-    assert two.hazard_per_hour - one.hazard_per_hour == pytest.approx(FAILURES_PER_GPU_HOUR * (two.ranks - one.ranks))
+    assert two.hazard_per_hour - one.hazard_per_hour == pytest.approx(
+        FAILURES_PER_GPU_HOUR * (two.ranks - one.ranks)
+    )

@@ -1,4 +1,6 @@
-"""What a plan says of dollars and chances: data gravity, quantiles, what is left of a job, job history."""
+"""What a plan says of dollars and chances: data gravity, quantiles, what is left of a job, job
+history.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,16 @@ def test_a_store_in_another_region_costs_transfer_by_the_list_and_none_at_home()
     near = plan(store="s3://bucket/p", cost={"store_region": "us-east-1"}).chosen
     far = plan(store="s3://bucket/p", cost={"store_region": "us-west-2"}).chosen
     folder = plan().chosen
-    assert (near.transfer_usd, folder.transfer_usd) == (0.0, 0.0) and near.storage_usd > folder.storage_usd
+    assert (near.transfer_usd, folder.transfer_usd) == (
+        0.0,
+        0.0,
+    ) and near.storage_usd > folder.storage_usd
     assert far.expected_usd == pytest.approx(far.compute_usd + far.storage_usd + far.transfer_usd)
-    rates, parameters = load_rates(), causal_lm_shape(config().model).parameters
-    leaves = STEPS / 50 * 12 * parameters / 2**30 * rates.egress_usd_per_gb("us-east-1", "us-west-2")
+    rates = load_rates()
+    parameters = causal_lm_shape(config().model).parameters
+    leaves = (
+        STEPS / 50 * 12 * parameters / 2**30 * rates.egress_usd_per_gb("us-east-1", "us-west-2")
+    )
     tokens = STEPS * 32 * 128 / 2**30 * rates.egress_usd_per_gb("us-west-2", "us-east-1")
     assert far.transfer_usd == pytest.approx(leaves + tokens, rel=0.01)
     unknown = plan(store="s3://bucket/p")
@@ -68,14 +76,21 @@ def test_a_store_in_another_region_costs_transfer_by_the_list_and_none_at_home()
 def test_what_has_no_price_on_record_counts_as_nothing_and_is_said():
     one = plan(cost={"regions": ["us-east-1", "ap-northeast-1"]})
     assert any("storage in ap-northeast-1: no list price on record" in note for note in one.notes)
-    assert any(note.startswith("storage, requests and transfer: list prices, recorded") for note in one.notes)
+    assert any(
+        note.startswith("storage, requests and transfer: list prices, recorded")
+        for note in one.notes
+    )
 
 
 def simulated(case: ForecastInputs, seed: int) -> tuple[float, float]:
-    """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.plan.forecast` but the case."""
+    """(paid hours, hours) of one job, second by second as it happens: nothing of
+    `cost.plan.forecast` but the case.
+    """
     chance = random.Random(seed)
     hazard = case.reclaims.per_hour
-    left, paid, waited = case.work_hours, case.start_hours, 0.0
+    left = case.work_hours
+    paid = case.start_hours
+    waited = 0.0
     while True:
         until = chance.expovariate(hazard)
         if until >= left:
@@ -98,12 +113,17 @@ def test_expected_hours_and_quantiles_agree_with_a_simulation_of_interruptions()
     )
     runs = [simulated(case, seed) for seed in range(4000)]
     drawn = simulate_runs(case)
-    for mine, theirs in ((drawn.paid_hours, [paid for paid, _ in runs]), (drawn.hours, [all_ for _, all_ in runs])):
+    for mine, theirs in (
+        (drawn.paid_hours, [paid for paid, _ in runs]),
+        (drawn.hours, [all_ for _, all_ in runs]),
+    ):
         theirs.sort()
         assert mine.mean() == pytest.approx(sum(theirs) / len(theirs), rel=0.03)
         ranked = sorted(mine)
         for share in (0.5, 0.9):
-            assert ranked[int(share * len(ranked))] == pytest.approx(theirs[int(share * len(theirs))], rel=0.06)
+            assert ranked[int(share * len(ranked))] == pytest.approx(
+                theirs[int(share * len(theirs))], rel=0.06
+            )
     each = case.fixed_lost_hours + case.interval_hours / 2
     paid = (case.start_hours + case.work_hours) / (1 - 0.25 * each)
     assert paid == pytest.approx(sum(paid for paid, _ in runs) / len(runs), rel=0.01)
@@ -111,11 +131,20 @@ def test_expected_hours_and_quantiles_agree_with_a_simulation_of_interruptions()
 
 def test_the_probability_to_be_in_time_rises_with_the_deadline():
     hours = plan().chosen.expected_hours
-    chance = [plan(cost={"deadline_hours": hours * f}).chosen.outlook.deadline_probability for f in (1.01, 1.5, 3.0)]
+    chance = [
+        plan(cost={"deadline_hours": hours * f}).chosen.outlook.deadline_probability
+        for f in (1.01, 1.5, 3.0)
+    ]
     assert 0.4 < chance[0] < 0.8 < chance[1] < chance[2] <= 1.0
     ahead = plan().chosen.outlook
-    assert ahead.deadline_probability is None and ahead.p50_hours < ahead.p90_hours and ahead.p50_usd < ahead.p90_usd
-    assert "P(in time, staying in this pool)" in render_plan(plan(cost={"deadline_hours": hours * 2}))
+    assert (
+        ahead.deadline_probability is None
+        and ahead.p50_hours < ahead.p90_hours
+        and ahead.p50_usd < ahead.p90_usd
+    )
+    assert "P(in time, staying in this pool)" in render_plan(
+        plan(cost={"deadline_hours": hours * 2})
+    )
 
 
 def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_alone() -> None:
@@ -124,7 +153,9 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     given = {"cluster": cluster, "model": model, "fsdp": {"use_mixed_precision": True}}
     free = plan(**given).ranked
     hours = 1.01 * free[0].expected_hours
-    bold, careful = (plan(**given, cost={"deadline_hours": hours, "confidence": p}) for p in (0.3, 0.9))
+    bold, careful = (
+        plan(**given, cost={"deadline_hours": hours, "confidence": p}) for p in (0.3, 0.9)
+    )
     assert str(bold.chosen) == str(free[0]) and bold.chosen.outlook.deadline_probability < 0.9
     assert careful.chosen.expected_usd > bold.chosen.expected_usd
     assert careful.chosen.outlook.deadline_probability >= 0.9
@@ -133,22 +164,35 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     chances = [one.outlook.deadline_probability for one in careful.ranked]
     kept = [one.expected_usd for one in careful.ranked if one.outlook.deadline_probability >= 0.9]
     assert kept == sorted(kept) and all(chance >= 0.9 for chance in chances[: len(kept)])
-    late = [one.expected_usd / one.outlook.deadline_probability for one in careful.ranked[len(kept) :]]
+    late = [
+        one.expected_usd / one.outlook.deadline_probability for one in careful.ranked[len(kept) :]
+    ]
     assert late == sorted(late) and late
     cluster["instance_types"] = ["g6e.4xlarge", "p5.4xlarge"]
-    sure = plan(**given, cost={"deadline_hours": free[0].expected_hours, "confidence": 0.9999, "budget_usd": 99.0})
+    sure = plan(
+        **given,
+        cost={"deadline_hours": free[0].expected_hours, "confidence": 0.9999, "budget_usd": 99.0},
+    )
     ranked = [(one.instance_type, one.market) for one in sure.ranked]
     dear, cheap = (ranked.index((name, "on_demand")) for name in cluster["instance_types"][::-1])
     assert dear < cheap, "$22.84 with 96 % is better than $16.29 with 56 %"
 
 
 def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None:
-    cluster = {"nodes": 1, "plan_for": "kubernetes", "instance_types": ["g6e.", "p5."], "processes_per_node": "auto"}
+    cluster = {
+        "nodes": 1,
+        "plan_for": "kubernetes",
+        "instance_types": ["g6e.", "p5."],
+        "processes_per_node": "auto",
+    }
     model = {"hidden_size": 2048, "num_layers": 12, "num_heads": 16}
     cost = {"budget_usd": 60.0, "deadline_hours": 4.0}
     given = config(cluster=cluster, model=model, fsdp={"use_mixed_precision": True}, cost=cost)
     sources = PlanInputs(
-        catalogue=load_catalogue(), shape=causal_lm_shape(given.model), prices=StaticPrices(), now_utc=WALL
+        catalogue=load_catalogue(),
+        shape=causal_lm_shape(given.model),
+        prices=StaticPrices(),
+        now_utc=WALL,
     )
     front = find_frontier(given, sources)
     hours = [point.pool.expected_hours for point in front]
@@ -156,11 +200,17 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     assert len(front) > 3 and hours == sorted(hours) and usd == sorted(usd, reverse=True)
     page = render_frontier_page(front, make_plan(given, now_utc=WALL))
     assert page.count("<circle") == len(front) and front[0].pool.instance_type in page
-    free = [replace(point, pool=replace(point.pool, expected_hours=0.0, expected_usd=0.0)) for point in front]
+    free = [
+        replace(point, pool=replace(point.pool, expected_hours=0.0, expected_usd=0.0))
+        for point in front
+    ]
     assert render_frontier_page(free, make_plan(given, now_utc=WALL)).count("<circle") == len(front)
     cheap = given.changed("checkpoint", interval="seconds", interval_seconds=300.0)
-    for one in feasible_pools(cheap.changed("cost", deadline_hours=None), sources):
-        assert any(h <= one.expected_hours and d <= one.expected_usd for h, d in zip(hours, usd, strict=True)), str(one)
+    for pool in feasible_pools(cheap.changed("cost", deadline_hours=None), sources):
+        assert any(
+            h <= pool.expected_hours and d <= pool.expected_usd
+            for h, d in zip(hours, usd, strict=True)
+        ), str(pool)
     assert len({(point.pool.nodes, point.pool.market) for point in front}) > 2
     inside = [point for point in front if point.within]
     assert inside and all(point.needed_usd <= 60.0 for point in inside)
@@ -169,7 +219,9 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     json.dumps([point.to_json() for point in front], allow_nan=False)
 
 
-def job(one: Plan, *, steps: int, speed: float, reclaimed: bool, start: float = 10.0) -> list[Event]:
+def job(
+    one: Plan, *, steps: int, speed: float, reclaimed: bool, start: float = 10.0
+) -> list[Event]:
     """Events of one generation on the plan's pool. speed: seconds per step; 1,000 tokens each."""
     gang = GangLog(1, start, [[0]])
     gang.steps(1, steps, useful_step=speed)
@@ -195,7 +247,9 @@ def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_t
     assert (rest.steps, rest.done_steps, rest.tokens) == (600, 400, 600 * 32 * 128)
     work = [one.chosen.case.work_hours for one in (rest, whole)]
     assert work[0] == pytest.approx(0.6 * work[1], rel=1e-6)
-    assert rest.terms().deadline_utc == WALL + 4 * 3600, "the deadline counts from the job's first plan"
+    assert rest.terms().deadline_utc == WALL + 4 * 3600, (
+        "the deadline counts from the job's first plan"
+    )
     assert "400 steps are done" in render_plan(rest)
     done = make_plan(given, now_utc=WALL + 3600, progress=replace(progress, done_steps=1000))
     assert (done.steps, done.live) == (0, None), "as after a launcher that was lost at the end"
@@ -209,10 +263,14 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
     store = Store.open(str(tmp_path))
     one = plan()
     events = job(one, steps=40, speed=0.5, reclaimed=True)
-    assert save_job_record(store, events) == save_job_record(store, events), "the same events say the same"
+    assert save_job_record(store, events) == save_job_record(store, events), (
+        "the same events say the same"
+    )
     real = {"zone_id": "use1-az1", "market": "on_demand"}
     for known in ({}, {"zone_id": "use1-az1"}, real):
-        told = [replace(e, data={**e.data, **known}) if e.name == NODE_STARTED else e for e in events]
+        told = [
+            replace(e, data={**e.data, **known}) if e.name == NODE_STARTED else e for e in events
+        ]
         [stay] = summarize_job(told).stays
         assert (stay.zone, stay.market, stay.reclaimed) == (
             known.get("zone_id"),
@@ -220,10 +278,16 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
             known != real,
         )
     soon = WALL + 3600
-    every = {c.market: c for c in make_plan(config(), now_utc=soon, history=load_job_history(store)).ranked}
+    every = {
+        c.market: c
+        for c in make_plan(config(), now_utc=soon, history=load_job_history(store)).ranked
+    }
     assert every["spot"].hazard_per_hour > 100 * one.chosen.hazard_per_hour
     assert every["spot"].hazard_kind.endswith("updated by 1 stays of own jobs")
-    assert every["spot"].tokens_per_second == pytest.approx(2000.0) and every["spot"].speed_kind == "measured"
+    assert (
+        every["spot"].tokens_per_second == pytest.approx(2000.0)
+        and every["spot"].speed_kind == "measured"
+    )
     assert every["on_demand"].speed_kind == "measured", "the market does not change the speed"
     asked = {"training": {"max_steps": STEPS}, "cluster": CLUSTER, "store": str(tmp_path)}
     checked = passed("budget-deadline", **asked).detail
@@ -239,17 +303,28 @@ def test_a_measured_speed_is_scaled_to_other_gangs_and_is_of_one_configuration_o
     prior = plan().chosen
     save_job_record(store, job(plan(), steps=40, speed=0.5, reclaimed=False))
     elsewhere = {**CLUSTER, "instance_types": ["g6.xlarge"]}
-    scaled = make_plan(config(cluster=elsewhere), now_utc=WALL, history=load_job_history(store)).chosen
+    scaled = make_plan(
+        config(cluster=elsewhere), now_utc=WALL, history=load_job_history(store)
+    ).chosen
     estimate = plan(cluster=elsewhere).chosen
     assert scaled.speed_kind == "scaled from 1 × g5.xlarge"
-    assert scaled.tokens_per_second / estimate.tokens_per_second == pytest.approx(2000.0 / prior.tokens_per_second)
+    assert scaled.tokens_per_second / estimate.tokens_per_second == pytest.approx(
+        2000.0 / prior.tokens_per_second
+    )
     other = config(model={"num_layers": 3})
-    assert make_plan(other, now_utc=WALL, history=load_job_history(store)).chosen.speed_kind == "prior"
+    assert (
+        make_plan(other, now_utc=WALL, history=load_job_history(store)).chosen.speed_kind == "prior"
+    )
 
 
 def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(tmp_path: Path):
     store = Store.open(str(tmp_path))
-    assert save_job_record(store, job(replace(plan(), simulated=True), steps=40, speed=0.5, reclaimed=True)) is None
+    assert (
+        save_job_record(
+            store, job(replace(plan(), simulated=True), steps=40, speed=0.5, reclaimed=True)
+        )
+        is None
+    )
     planned = job(plan(), steps=40, speed=0.5, reclaimed=False)[0]
     gang = GangLog(1, 10.0, [[0]])
     gang.steps(1, 40, useful_step=0.5)
@@ -257,7 +332,9 @@ def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(
     found = save_job_record(store, [planned, *gang.events])
     assert [stay.reclaimed for stay in found.stays] == [False]
     rehearsed = job(plan(), steps=40, speed=0.5, reclaimed=True)
-    rehearsed.insert(-1, event(FAULT_INJECTED, 20.0, generation=1, rank=0, step=40, kind="node-loss"))
+    rehearsed.insert(
+        -1, event(FAULT_INJECTED, 20.0, generation=1, rank=0, step=40, kind="node-loss")
+    )
     assert [stay.reclaimed for stay in summarize_job(rehearsed).stays] == [False]
     (tmp_path / "experience" / "20990101-other.json").write_text("{}")
     assert len(load_job_history(store).stays) == 1, "what cannot be read is left out"
@@ -265,10 +342,16 @@ def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(
 
 def test_the_event_is_small_and_says_how_many_pools_there_were():
     cluster = {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"}
-    whole = plan(cluster=cluster, training={"batch_size": 512}, cost={"regions": ["us-east-1", "us-east-2"]})
+    whole = plan(
+        cluster=cluster, training={"batch_size": 512}, cost={"regions": ["us-east-1", "us-east-2"]}
+    )
     brief = Plan.from_json(json.loads(json.dumps(whole.brief().to_json())))
     assert len(json.dumps(brief.to_json())) < 64 * 1024 < len(json.dumps(whole.to_json()))
-    assert (len(brief.ranked), brief.chosen, brief.counts) == (KEPT_POOLS, whole.chosen, whole.counts)
+    assert (len(brief.ranked), brief.chosen, brief.counts) == (
+        KEPT_POOLS,
+        whole.chosen,
+        whole.counts,
+    )
     assert sum(brief.counts.values()) == len(whole.ranked) + len(whole.rejected)
     assert {one.kind for one in brief.rejected} == {one.kind for one in whole.rejected}
 
@@ -276,26 +359,53 @@ def test_the_event_is_small_and_says_how_many_pools_there_were():
 def test_the_two_questions_of_a_script():
     best = get_cheapest_suitable_instance(config(), now_utc=WALL)
     assert (best["instance_type"], best["market"]) == ("g5.xlarge", "spot")
-    assert best["savings_percent"] == pytest.approx(59.0), "the advisor's savings of g5.xlarge in us-east-1"
+    assert best["savings_percent"] == pytest.approx(59.0), (
+        "the advisor's savings of g5.xlarge in us-east-1"
+    )
     one = plan()
-    events = job(replace(one, ranked=(replace(one.chosen, zone="use1-az1"),)), steps=7200, speed=0.5, reclaimed=False)
+    events = job(
+        replace(one, ranked=(replace(one.chosen, zone="use1-az1"),)),
+        steps=7200,
+        speed=0.5,
+        reclaimed=False,
+    )
     flat = get_accumulated_cost(events)
     assert float(flat) == pytest.approx(0.41246, rel=1e-3), "an hour at the plan's price"
-    where = {"instance_type": "g5.xlarge", "region": "us-east-1", "zone_name": "us-east-1a", "zone_id": "use1-az1"}
+    where = {
+        "instance_type": "g5.xlarge",
+        "region": "us-east-1",
+        "zone_name": "us-east-1a",
+        "zone_id": "use1-az1",
+    }
     halfway = WALL + 10 + 1800
     dearer = SpotRecord(**where, usd_per_hour=Decimal("0.82492"), at=halfway)
-    assert float(get_accumulated_cost(events, history=[dearer])) == pytest.approx(1.5 * float(flat), rel=1e-3)
-    named = job(replace(one, ranked=(replace(one.chosen, zone="us-east-1a"),)), steps=7200, speed=0.5, reclaimed=False)
-    assert get_accumulated_cost(named, history=[dearer]) == get_accumulated_cost(events, history=[dearer])
-    nowhere = job(one, steps=7200, speed=0.5, reclaimed=False)  # the static table knows regions only
+    assert float(get_accumulated_cost(events, history=[dearer])) == pytest.approx(
+        1.5 * float(flat), rel=1e-3
+    )
+    named = job(
+        replace(one, ranked=(replace(one.chosen, zone="us-east-1a"),)),
+        steps=7200,
+        speed=0.5,
+        reclaimed=False,
+    )
+    assert get_accumulated_cost(named, history=[dearer]) == get_accumulated_cost(
+        events, history=[dearer]
+    )
+    nowhere = job(
+        one, steps=7200, speed=0.5, reclaimed=False
+    )  # the static table knows regions only
     with pytest.raises(ReportError, match="the price history lacks g5"):
         get_accumulated_cost(nowhere, history=[dearer])
     with pytest.raises(ReportError, match="no events"):
         get_accumulated_cost([])
 
 
-def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losses_in_bursts() -> None:
-    """One long stay says what the same hours do as many short ones; a loss of a day ago counts half."""
+def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losses_in_bursts() -> (
+    None
+):
+    """One long stay says what the same hours do as many short ones; a loss of a day ago counts
+    half.
+    """
 
     def stay(hours: float, *, ended: float, reclaimed: bool) -> PoolStay:
         place = {
@@ -309,12 +419,16 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
 
     def believed(*stays: PoolStay) -> GammaHazard:
         seen = JobHistory.of([JobMeasurements(job="j", stays=stays)])
-        return seen.reclaim_hazard(GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
+        return seen.reclaim_hazard(
+            GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600
+        )[0]
 
     whole = believed(stay(48.0, ended=48, reclaimed=True))
     parts = believed(*(stay(1.0, ended=hour, reclaimed=hour == 48) for hour in range(1, 49)))
     assert (whole.shape, whole.hours) == pytest.approx((parts.shape, parts.hours))
-    assert whole.hours == pytest.approx(EVIDENCE_WORTH * sum(0.5 ** (age / 24) for age in range(48)), rel=0.02)
+    assert whole.hours == pytest.approx(
+        EVIDENCE_WORTH * sum(0.5 ** (age / 24) for age in range(48)), rel=0.02
+    )
     halved = believed(stay(1.0, ended=24, reclaimed=True))
     assert halved.shape == pytest.approx(EVIDENCE_WORTH / 2)
     assert believed(stay(1.0, ended=48, reclaimed=True)).per_hour == pytest.approx(1.0, rel=0.02)
@@ -322,28 +436,47 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
 
 def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
     events = job(plan(), steps=40, speed=0.5, reclaimed=True)
-    started = [one for one in events if one.generation == 1]
+    started = [event for event in events if event.generation == 1]
     gap = 6 * 3600.0
-    again = [replace(one, generation=2, t_wall=one.t_wall + gap, t_mono=one.t_mono + gap) for one in started]
+    again = [
+        replace(one, generation=2, t_wall=one.t_wall + gap, t_mono=one.t_mono + gap)
+        for one in started
+    ]
     record = summarize_job([*events, *again])
     first, second = record.stays
-    assert first.gone_hours == pytest.approx(second.ended_utc / 3600 - second.hours - first.ended_utc / 3600)
+    assert first.gone_hours == pytest.approx(
+        second.ended_utc / 3600 - second.hours - first.ended_utc / 3600
+    )
     assert 5.5 < first.gone_hours < 6 and not first.moved and second.gone_hours is None
     elsewhere = summarize_job([*events, *(replace(one, run="another") for one in again)])
     assert elsewhere.stays[0].gone_hours is None, "a later run says nothing of the wait"
     history = JobHistory.of([JobMeasurements(job="j", stays=(first,) * 10)])
     waits = history.waits("g5.xlarge", "us-east-1", None)
-    assert waits is not None and len(waits) == len(WAIT_HOURS) and sum(waits) > 1.5 * sum(WAIT_HOURS)
+    assert (
+        waits is not None and len(waits) == len(WAIT_HOURS) and sum(waits) > 1.5 * sum(WAIT_HOURS)
+    )
     assert history.waits("g6.xlarge", "us-east-1", None) is None
-    moved = JobHistory.of([JobMeasurements(job="j", stays=(replace(first, gone_hours=0.3, moved=True),) * 10)])
+    moved = JobHistory.of(
+        [JobMeasurements(job="j", stays=(replace(first, gone_hours=0.3, moved=True),) * 10)]
+    )
     longer = moved.waits("g5.xlarge", "us-east-1", None)
-    assert longer is not None and sum(longer) > sum(WAIT_HOURS), "what ended elsewhere after 0.3 h was no short wait"
+    assert longer is not None and sum(longer) > sum(WAIT_HOURS), (
+        "what ended elsewhere after 0.3 h was no short wait"
+    )
     known, none = (
-        make_plan(config(cost={"deadline_hours": 6.0}), now_utc=WALL + gap + 3600, history=seen).ranked
-        for seen in (history, JobHistory.of([JobMeasurements(job="j", stays=(replace(first, gone_hours=None),) * 10)]))
+        make_plan(
+            config(cost={"deadline_hours": 6.0}), now_utc=WALL + gap + 3600, history=seen
+        ).ranked
+        for seen in (
+            history,
+            JobHistory.of(
+                [JobMeasurements(job="j", stays=(replace(first, gone_hours=None),) * 10)]
+            ),
+        )
     )
     chances = [
-        next(one.outlook.deadline_probability for one in found if one.market == "spot") for found in (known, none)
+        next(one.outlook.deadline_probability for one in found if one.market == "spot")
+        for found in (known, none)
     ]
     assert chances[0] < chances[1]
     assert make_plan(config(), now_utc=WALL, history=history) == Plan.from_json(

@@ -1,4 +1,6 @@
-"""The policy that weighs a decision process by what the job has seen: its values, its decisions, what it never does."""
+"""The policy that weighs a decision process by what the job has seen: its values, its decisions,
+what it never does.
+"""
 
 from __future__ import annotations
 
@@ -37,34 +39,56 @@ def world(up: np.ndarray, prices: list[float], regions: list[str]) -> World:
 
 
 def coxian(seed: int, ticks: int, up_end: float, down_end: float) -> np.ndarray:
-    """Capacity whose spells end fresh, or settle, at the rates of the policy, and then end at the given ones."""
-    draw, up, settled, seen = np.random.default_rng(seed), True, True, []
+    """Capacity whose spells end fresh, or settle, at the rates of the policy, and then end at the
+    given ones.
+    """
+    draw = np.random.default_rng(seed)
+    up = True
+    settled = True
+    seen = []
     for _ in range(ticks):
         seen.append(up)
-        ends = (up_end if up else down_end) if settled else FRESH_END_PER_HOUR
+        if settled:
+            ends = up_end if up else down_end
+        else:
+            ends = FRESH_END_PER_HOUR
         chance = draw.random()
         if chance < TICK * ends:
-            up, settled = not up, False
+            up = not up
+            settled = False
         elif not settled and chance < TICK * (ends + FRESH_SETTLE_PER_HOUR):
             settled = True
     return np.array([seen])
 
 
 def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
-    up_end, down_end, ratio, changeover = 0.2, 0.3, 0.3, 0.5
-    asked = SlackProblem(8.0, 4.0, changeover, 0.25, ratio, up_end_per_hour=(up_end,), down_end_per_hour=(down_end,))
+    up_end = 0.2
+    down_end = 0.3
+    ratio = 0.3
+    changeover = 0.5
+    asked = SlackProblem(
+        8.0, 4.0, changeover, 0.25, ratio, up_end_per_hour=(up_end,), down_end_per_hour=(down_end,)
+    )
     table = solve(asked)
     step = table.step_hours
-    change, least = round(changeover / step), round(asked.spot_slack_hours / step)
+    change = round(changeover / step)
+    least = round(asked.spot_slack_hours / step)
 
     def over(end: float, ticks: int) -> np.ndarray:
-        """Chances after `ticks` steps from fresh and settled to (fresh, settled, other), in 20,000 small steps each."""
+        """Chances after `ticks` steps from fresh and settled to (fresh, settled, other), in 20,000
+        small steps each.
+        """
         tiny = step / 20000
-        ends, settles = FRESH_END_PER_HOUR * tiny, FRESH_SETTLE_PER_HOUR * tiny
-        once = np.array([[1 - ends - settles, settles, ends], [0, 1 - end * tiny, end * tiny], [0, 0, 1]])
+        ends = FRESH_END_PER_HOUR * tiny
+        settles = FRESH_SETTLE_PER_HOUR * tiny
+        once = np.array(
+            [[1 - ends - settles, settles, ends], [0, 1 - end * tiny, end * tiny], [0, 0, 1]]
+        )
         return np.linalg.matrix_power(once, 20000 * ticks)
 
-    chances = {(end, ticks): over(end, ticks) for end in (up_end, down_end) for ticks in (1, change)}
+    chances = {
+        (end, ticks): over(end, ticks) for end in (up_end, down_end) for ticks in (1, change)
+    }
 
     @cache
     def least_cost(held: str, up: bool, phase: int, left: int, slack: int) -> float:
@@ -73,10 +97,14 @@ def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
             return 0.0
 
         def after(then: str, ticks: int, spent: int) -> float:
-            row, slack_left = chances[up_end if up else down_end, ticks][phase], max(0, slack - spent)
+            row = chances[up_end if up else down_end, ticks][phase]
+            slack_left = max(0, slack - spent)
             if left - ticks < 0:
                 return 0.0
-            lost = "idle" if then == "spot" else then
+            if then == "spot":
+                lost = "idle"
+            else:
+                lost = then
             same = [row[p] * least_cost(then, up, p, left - ticks, slack_left) for p in (0, 1)]
             return sum(same) + row[2] * least_cost(lost, not up, 0, left - ticks, slack_left)
 
@@ -99,7 +127,8 @@ def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
     models = np.array([1.0])
     for left_hours, slack_hours in ((8.0, 4.0), (8.0, 2.0), (6.0, 1.5), (6.0, 1.0), (4.0, 3.0)):
         for up in (True, False):
-            left, slack = round(left_hours / step), round(slack_hours / step)
+            left = round(left_hours / step)
+            slack = round(slack_hours / step)
             expected = least_cost("idle", up, 1, left, slack)
             found = table.expected_cost(left_hours, slack_hours, up, models)
             assert found == pytest.approx(expected, rel=0.01), (left, slack, up)
@@ -109,10 +138,14 @@ def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
 def test_a_rate_is_learnt_and_forgotten(which: int) -> None:
     evidence = RateEvidence()
     assert evidence.weights(0.0) == pytest.approx(PRIOR)
-    draw, now, out = np.random.default_rng(7), 0.0, FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
+    draw = np.random.default_rng(7)
+    now = 0.0
+    out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
     for _ in range(60):
         settles = draw.random() < FRESH_SETTLE_PER_HOUR / out
-        lasted = draw.exponential(1 / out) + settles * draw.exponential(1 / SETTLED_END_PER_HOUR[which])
+        lasted = draw.exponential(1 / out) + settles * draw.exponential(
+            1 / SETTLED_END_PER_HOUR[which]
+        )
         now += lasted
         evidence.add(0.0, lasted, now, ended=True)
     learnt = evidence.weights(now)
@@ -138,7 +171,8 @@ def test_a_spell_counts_while_it_lasts_when_it_ends_and_when_it_is_lost_sight_of
     for tick in range(200):
         spells.observe(tick >= 100, tick * TICK)
     assert spells.age_hours == pytest.approx(9.9)
-    # Ten hours of capacity that still last make short spells of it unlikely, those of none were ten hours, too.
+    # Ten hours of capacity that still last make short spells of it unlikely, those of none were ten
+    # hours, too.
     assert np.dot(spells.weights(up=True), rates) < 0.5 * np.dot(PRIOR, rates)
     assert np.dot(spells.weights(up=False), rates) < 0.5 * np.dot(PRIOR, rates)
     before = spells.weights(up=True)
@@ -149,19 +183,28 @@ def test_a_spell_counts_while_it_lasts_when_it_ends_and_when_it_is_lost_sight_of
     assert spells.weights(up=True) == pytest.approx(before, rel=0.02)
 
 
-@pytest.mark.parametrize(("up_end", "down_end", "deadline"), [(0.1, 0.3, 26.0), (0.4, 0.15, 30.0), (0.05, 0.5, 40.0)])
+@pytest.mark.parametrize(
+    ("up_end", "down_end", "deadline"), [(0.1, 0.3, 26.0), (0.4, 0.15, 30.0), (0.05, 0.5, 40.0)]
+)
 def test_it_costs_hardly_more_than_waiting_and_less_than_uniform_progress_over_known_worlds(
     up_end: float, down_end: float, deadline: float
 ) -> None:
     totals = {"own": 0.0, "greedy": 0.0, "uniform": 0.0}
     for seed in range(16):
         place = world(coxian(seed, round(deadline / TICK), up_end, down_end), [0.9], ["us-x-1"])
-        policies: dict[str, Policy] = {"own": Adaptive(), "greedy": Greedy(), "uniform": UniformProgress()}
+        policies: dict[str, Policy] = {
+            "own": Adaptive(),
+            "greedy": Greedy(),
+            "uniform": UniformProgress(),
+        }
         for name, policy in policies.items():
-            outcome = simulate(place, SimulatedJob(20.0, deadline, 0.3), PUBLISHED, SafetyNet(policy))
+            outcome = simulate(
+                place, SimulatedJob(20.0, deadline, 0.3), PUBLISHED, SafetyNet(policy)
+            )
             assert not outcome.missed
             totals[name] += outcome.usd
-    # Where capacity abounds nothing beats waiting; a policy that fears long absences pays a little for it.
+    # Where capacity abounds nothing beats waiting; a policy that fears long absences pays a little
+    # for it.
     assert totals["own"] < totals["uniform"] and totals["own"] < 1.02 * totals["greedy"], totals
 
 
@@ -169,7 +212,8 @@ class Recorder:
     """Keeps the states and answers of a policy."""
 
     def __init__(self) -> None:
-        self.policy, self.seen = Adaptive(), list[tuple[State, Action]]()
+        self.policy = Adaptive()
+        self.seen = list[tuple[State, Action]]()
 
     def decide(self, state: State) -> Action:
         action = self.policy.decide(state)
@@ -184,7 +228,12 @@ def test_equal_histories_get_equal_answers_and_the_future_plays_no_part() -> Non
     runs = []
     for up in (past, past, other):
         recorder = Recorder()
-        simulate(world(up, [0.9], ["us-x-1"]), SimulatedJob(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder))
+        simulate(
+            world(up, [0.9], ["us-x-1"]),
+            SimulatedJob(20.0, 30.0, 0.2),
+            PUBLISHED,
+            SafetyNet(recorder),
+        )
         runs.append([action for _, action in recorder.seen])
     assert runs[0] == runs[1]
     assert runs[0][:150] == runs[2][:150]
@@ -196,7 +245,9 @@ def test_blind_on_demand_is_not_let_go_of_while_it_starts() -> None:
     place = world(never, [0.9, 0.9], ["us-x-1", "us-x-1"])
     outcome = simulate(place, SimulatedJob(20.0, 26.0, 0.2, seed=3), ENACTABLE, SafetyNet(recorder))
     assert not outcome.missed and outcome.spot_usd == 0
-    starting = [(s, a) for s, a in recorder.seen if s.current is not None and s.startup_left_hours > 0]
+    starting = [
+        (s, a) for s, a in recorder.seen if s.current is not None and s.startup_left_hours > 0
+    ]
     assert starting
     assert all(getattr(action, "pool", None) == state.current for state, action in starting)
     # At worst each hour is paid on demand, and a few tries in vain cost a changeover each.
@@ -208,9 +259,13 @@ def test_it_leaves_a_region_without_capacity_before_it_pays_on_demand() -> None:
     up[0, 20:] = False
     recorder = Recorder()
     outcome = simulate(
-        world(up, [0.9, 0.9], ["us-x-1", "us-y-1"]), SimulatedJob(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder)
+        world(up, [0.9, 0.9], ["us-x-1", "us-y-1"]),
+        SimulatedJob(20.0, 30.0, 0.2),
+        PUBLISHED,
+        SafetyNet(recorder),
     )
-    # One transfer of $1 against a premium of $2.10 an hour. It waits for the home region first, and not for long.
+    # One transfer of $1 against a premium of $2.10 an hour. It waits for the home region first, and
+    # not for long.
     assert outcome.on_demand_hours == 0 and not outcome.missed
     assert outcome.egress_usd == pytest.approx(1.0) or outcome.starts == 1
     assert outcome.usd < 20.4 * 0.9 + 1.0 + 0.5
@@ -220,12 +275,18 @@ def test_it_moves_to_a_cheaper_region_only_when_that_pays() -> None:
     up = np.ones((2, 400), dtype=bool)
     up[1, :30] = False
     cheap = simulate(
-        world(up, [1.8, 0.9], ["us-x-1", "us-y-1"]), SimulatedJob(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
+        world(up, [1.8, 0.9], ["us-x-1", "us-y-1"]),
+        SimulatedJob(20.0, 39.0, 0.2),
+        PUBLISHED,
+        SafetyNet(Adaptive()),
     )
     assert cheap.egress_usd > 0 or cheap.timeline[0][1] == "us-y-1b/spot"
     assert cheap.usd < 20 * 1.2
     near = simulate(
-        world(up, [0.91, 0.9], ["us-x-1", "us-y-1"]), SimulatedJob(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
+        world(up, [0.91, 0.9], ["us-x-1", "us-y-1"]),
+        SimulatedJob(20.0, 39.0, 0.2),
+        PUBLISHED,
+        SafetyNet(Adaptive()),
     )
     assert near.egress_usd == 0 and near.probe_usd == 0 and near.starts == 1
     assert near.usd == pytest.approx(20.2 * 0.91, rel=0.02)
@@ -236,7 +297,10 @@ def test_a_pool_is_tried_before_on_demand_unless_it_refused_since_the_last_loss(
         known = [("a", Market.SPOT, 1.0, current == "a", now)]
         known += [("b", Market.SPOT, 1.0, None if b_seen is None else False, b_seen)]
         known += [("od", Market.ON_DEMAND, 3.0, True, 0.0)]
-        pools = tuple(PoolView(name, "us-x-1", name, market, usd, up, seen) for name, market, usd, up, seen in known)
+        pools = tuple(
+            PoolView(name, "us-x-1", name, market, usd, up, seen)
+            for name, market, usd, up, seen in known
+        )
         return State(
             now_hours=now,
             deadline_hours=now + 5.0 + slack,
@@ -264,10 +328,15 @@ def test_a_pool_is_tried_before_on_demand_unless_it_refused_since_the_last_loss(
 
 
 def test_no_rule_that_is_never_late_keeps_both_mean_and_worst_decile_on_all_traces() -> None:
-    """The worlds are equal for 18.75 h. In the first, on-demand before then is dear; in the second, none is."""
-    job, limit = SimulatedJob(40.0, 60.0, 0.2), 0.005
+    """The worlds are equal for 18.75 h.
+
+    In the first, on-demand before then is dear; in the second, none is.
+    """
+    job = SimulatedJob(40.0, 60.0, 0.2)
+    limit = 0.005
     first, second = (
-        {name: run_enactable(world_after_outage(hours), job, name) for name in COMPARED} for hours in (18.75, 19.0)
+        {name: run_enactable(world_after_outage(hours), job, name) for name in COMPARED}
+        for hours in (18.75, 19.0)
     )
     assert not any(late for usd in (first, second) for _, late in usd.values())
     for name in COMPARED:

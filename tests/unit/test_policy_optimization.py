@@ -1,4 +1,6 @@
-"""Policy optimization: generation beside the plain forward pass, rewards and their limits, options, and bad input."""
+"""Policy optimization: generation beside the plain forward pass, rewards and their limits, options,
+and bad input.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]  # a fixture
 
-SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 12, "vocab_size": 20}
+SHAPE = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "sequence_length": 12,
+    "vocab_size": 20,
+}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
 
 
@@ -49,19 +57,26 @@ def policy_of(**changes: Any) -> Policy:
     materialise(model, "cpu")
     initialise(model, blank, seed=7)
     for parameter in model.parameters():  # further from uniform probabilities
-        parameter.data *= 3.0 if parameter.ndim > 1 else 1.0
+        if parameter.ndim > 1:
+            parameter.data *= 3.0
+        else:
+            parameter.data *= 1.0
     return model
 
 
 def engine_of(model: Policy, *, batch: int = 8, temperature: float = 0.8) -> TorchEngine:
     with torch.device("meta"):
         own = Policy(model.config, values=True)
-    engine = TorchEngine(own, sequence=12, stop=0, temperature=temperature, batch=batch, device=torch.device("cpu"))
+    engine = TorchEngine(
+        own, sequence=12, stop=0, temperature=temperature, batch=batch, device=torch.device("cpu")
+    )
     engine.update_weights(model, 3)
     return engine
 
 
-@pytest.mark.parametrize("changes", [{}, {"architecture": "llama", "num_kv_heads": 1}, {"tied_embeddings": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"architecture": "llama", "num_kv_heads": 1}, {"tied_embeddings": True}]
+)
 def test_generation_with_a_cache_is_that_of_the_whole_sequence(changes: dict[str, Any]) -> None:
     model = policy_of(**changes)
     engine = engine_of(model)
@@ -108,7 +123,9 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert int(likeliest) == int(expected.argmax())
 
 
-def test_less_memory_makes_smaller_batches_and_the_same_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_memory_makes_smaller_batches_and_the_same_rollouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     draws = torch.rand(5, 6, generator=torch.Generator().manual_seed(5))
     expected = engine_of(policy_of()).generate(PROMPTS, draws)
     engine = engine_of(policy_of())
@@ -123,12 +140,16 @@ def test_less_memory_makes_smaller_batches_and_the_same_rollouts(monkeypatch: py
     assert torch.equal(engine.generate(PROMPTS, draws).tokens, expected.tokens)
     engine.batch = 5
     monkeypatch.setattr(engine, "_group", object())
-    with pytest.raises(TrainingError, match=r"with 5 at a time, which a tensor group cannot halve; fix: .*: 2"):
+    with pytest.raises(
+        TrainingError, match=r"with 5 at a time, which a tensor group cannot halve; fix: .*: 2"
+    ):
         engine.generate(PROMPTS, draws)
 
 
 def test_the_share_of_memory_limits_a_generation_batch() -> None:
-    each = cache_bytes(policy_of(), 12)  # 2 blocks × keys and values × 16 wide × 12 tokens × 4 bytes
+    each = cache_bytes(
+        policy_of(), 12
+    )  # 2 blocks × keys and values × 16 wide × 12 tokens × 4 bytes
     assert each == 2 * 2 * 16 * 12 * 4 == 3072
     assert fit_batch(8, 5 * each + 1, each) == 5 and fit_batch(3, 5 * each, each) == 3
     with pytest.raises(TrainingError, match=r"take 3,072 bytes, and .* leaves 3,071"):
@@ -193,7 +214,12 @@ HERE = "tests.unit.test_policy_optimization"
 
 def test_rewards_add_up_with_their_weights() -> None:
     prompt = Prompt("1+1=", {"answer": "275"})
-    assert [reward_of("exact_match")(prompt, text) for text in ("275", " 275\n", "27", "")] == [1.0, 1.0, 0.0, 0.0]
+    assert [reward_of("exact_match")(prompt, text) for text in ("275", " 275\n", "27", "")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     found = [reward_of("shared_start")(prompt, text) for text in ("275", "27", "2755", "295", "")]
     assert found == pytest.approx([1, 2 / 3, 3 / 4, 1 / 3, 0])
     both = reward_of(f"exact_match=2, {HERE}:half=-1")
@@ -219,8 +245,15 @@ def test_a_reward_that_is_no_reward_is_refused(written: str, problem: str) -> No
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("raises", r"test_policy_optimization.py:\d+: .*raises raised ValueError: no such key .*'2\+2='.*'five'"),
-        ("hangs", r"took longer than 0.2 s for prompt '2\+2=', completion 'five'; fix: a faster reward"),
+        (
+            "raises",
+            r"test_policy_optimization.py:\d+: .*raises raised ValueError: no such key "
+            r".*'2\+2='.*'five'",
+        ),
+        (
+            "hangs",
+            r"took longer than 0.2 s for prompt '2\+2=', completion 'five'; fix: a faster reward",
+        ),
         ("nan", "returned nan for prompt .*; fix: a finite number"),
         ("nothing", "returned None for prompt"),
     ],
@@ -238,7 +271,10 @@ def test_a_unit_test_has_limits_of_time_and_memory() -> None:
     assert judge(prompt, "def double(x):\n    return 2 * x") == 1.0
     assert judge(prompt, "def double(x):\n    return x") == 0.0
     assert judge(prompt, "def double(x) return") == 0.0
-    assert judge(prompt, "import os\ndef double(x):\n    return 8 if 'HOME' not in os.environ else 0") == 1.0
+    assert (
+        judge(prompt, "import os\ndef double(x):\n    return 8 if 'HOME' not in os.environ else 0")
+        == 1.0
+    )
     for early in ("exit()", "raise SystemExit", "import os; os._exit(0)"):
         assert judge(prompt, early) == 0.0, "it ends before its test"
     assert judge(prompt, "held = bytearray(10**9)\ndouble = lambda x: 8") == 0.0
@@ -292,7 +328,9 @@ assert caught and list(ThreadPoolExecutor(2).map(abs, [-1, 2])) == [1, 2] and fc
 """
 
 
-def test_a_unit_test_cannot_harm_the_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_unit_test_cannot_harm_the_machine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     if find_missing():
         pytest.skip(f"this machine cannot keep programs from {find_missing()}")
     secret = tmp_path / "answers"
@@ -301,19 +339,36 @@ def test_a_unit_test_cannot_harm_the_machine(tmp_path: Path, capfd: pytest.Captu
     prompt = Prompt("attack", {"test": "assert not passed, passed"})
     judge = reward_of("unit_test", seconds=4.0)
     assert judge(prompt, ATTACKS.replace("SECRET", str(secret))) == 1.0
-    assert secret.read_text() == "42" and secret.stat().st_mode == mode and capfd.readouterr().out == ""
+    assert (
+        secret.read_text() == "42"
+        and secret.stat().st_mode == mode
+        and capfd.readouterr().out == ""
+    )
     assert judge(Prompt("sound", {"test": HARMLESS}), "") == 1.0
-    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: print('x' * 100_000)"
+    deaf = (
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: print('x' * "
+        "100_000)"
+    )
     begun = time.monotonic()
-    assert reward_of("unit_test", seconds=1.0)(prompt, deaf) == 0.0 and time.monotonic() - begun < 30
+    assert (
+        reward_of("unit_test", seconds=1.0)(prompt, deaf) == 0.0 and time.monotonic() - begun < 30
+    )
 
 
 def config_of(tmp_path: Path, options: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
     own = {"prompt_max_len": 6, "held_out_prompts": 4, "n_samples_per_prompt": 2, **(options or {})}
-    model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 10, **sections.pop("model", {})}
+    model = {
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "sequence_length": 10,
+        **sections.pop("model", {}),
+    }
     settings = {"training": {"batch_size": 4}, **sections}
     workload = {"workload": "ebbflow.workloads:PolicyOptimization", "workload_options": own}
-    return RunConfig.model_validate({"store": str(tmp_path / "store"), **workload, "model": model, **settings})
+    return RunConfig.model_validate(
+        {"store": str(tmp_path / "store"), **workload, "model": model, **settings}
+    )
 
 
 def prepare(config: RunConfig) -> Any:
@@ -324,10 +379,29 @@ def prepare(config: RunConfig) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"advantage_estimator": "grpo", "kl_target": 0.1, "reward": "shared_start", "reward_running_norm": True},
-        {"advantage_estimator": "cpgd", "init_kl_coef": 0.0, "rollout_batch_size": 8, "max_epochs": 2},
-        {"advantage_estimator": "reinforce++", "n_samples_per_prompt": 1, "enable_engine_sleep": True},
-        {"advantage_estimator": "rloo", "kl_estimator": "k1", "advantages_norm": True, "micro_rollout_batch_size": 3},
+        {
+            "advantage_estimator": "grpo",
+            "kl_target": 0.1,
+            "reward": "shared_start",
+            "reward_running_norm": True,
+        },
+        {
+            "advantage_estimator": "cpgd",
+            "init_kl_coef": 0.0,
+            "rollout_batch_size": 8,
+            "max_epochs": 2,
+        },
+        {
+            "advantage_estimator": "reinforce++",
+            "n_samples_per_prompt": 1,
+            "enable_engine_sleep": True,
+        },
+        {
+            "advantage_estimator": "rloo",
+            "kl_estimator": "k1",
+            "advantages_norm": True,
+            "micro_rollout_batch_size": 3,
+        },
         {"advantage_estimator": "ppo", "discount": 0.9, "kl_estimator": "k2"},
     ],
     ids=lambda options: options["advantage_estimator"],
@@ -344,12 +418,17 @@ def test_steps_between_two_rollouts_train_on_the_stored_ones(tmp_path: Path) -> 
     options = {"rollout_batch_size": 4, "max_epochs": 2}
     config = config_of(tmp_path, options, training={"batch_size": 2})
     workload = make_workload(config, prepare(config))
-    model, blank = workload.model(), workload.model()
+    model = workload.model()
+    blank = workload.model()
     materialise(model, "cpu")
     initialise(model, blank, seed=1)
     steps = [workload.next_batch(model, Cursor(2 * step, 2)) for step in range(5)]
-    assert torch.equal(steps[0].tokens, steps[2].tokens) and torch.equal(steps[1].tokens, steps[3].tokens)
-    assert torch.equal(steps[1].old, steps[3].old) and not torch.equal(steps[0].tokens, steps[1].tokens)
+    assert torch.equal(steps[0].tokens, steps[2].tokens) and torch.equal(
+        steps[1].tokens, steps[3].tokens
+    )
+    assert torch.equal(steps[1].old, steps[3].old) and not torch.equal(
+        steps[0].tokens, steps[1].tokens
+    )
     assert all(not torch.equal(steps[4].tokens, step.tokens) for step in steps[:4])
     assert all(batch.weight == 4 for batch in steps)
     half = workload.next_batch(model, Cursor(9, 1))  # the second of two ranks
@@ -366,23 +445,49 @@ def test_steps_between_two_rollouts_train_on_the_stored_ones(tmp_path: Path) -> 
         ({"n_samples_per_prompt": 1}, "grpo compares the rollouts of a prompt"),
         ({"n_samples_per_prompt": 0}, "n_samples_per_prompt: 0; fix: at least 1"),
         ({"generate_max_len": 5}, r"6 \+ 5 = 11 tokens are more than model.sequence_length 10"),
-        ({"prompt_max_len": 5}, "8096 of 8096 train prompts have more than workload_options.prompt_max_len 5 tokens"),
-        ({"rollout_batch_size": 6}, "6 prompts are not a multiple of training.batch_size 4; fix: .*8"),
-        ({"rollout_batch_size": 8100}, r"num_rollouts_per_episodes = 8096 prompts // 8100 prompts per rollout = 0"),
+        (
+            {"prompt_max_len": 5},
+            "8096 of 8096 train prompts have more than workload_options.prompt_max_len 5 tokens",
+        ),
+        (
+            {"rollout_batch_size": 6},
+            "6 prompts are not a multiple of training.batch_size 4; fix: .*8",
+        ),
+        (
+            {"rollout_batch_size": 8100},
+            r"num_rollouts_per_episodes = 8096 prompts // 8100 prompts per rollout = 0",
+        ),
         ({"kl_estimator": "k1"}, "k1 is no penalty in the loss, as with grpo.*fix: k2 or k3"),
         ({"kl_horizon": 0.0}, "kl_horizon: 0.0; fix: a number of rollouts"),
-        ({"engine_tp_size": 2}, "splits layers as the policy does, over parallel.tensor_size 1; fix: leave it"),
+        (
+            {"engine_tp_size": 2},
+            "splits layers as the policy does, over parallel.tensor_size 1; fix: leave it",
+        ),
         ({"engine_mem_util": 0.0}, "engine_mem_util: 0.0; fix: more than 0"),
         ({"kl_target": 0.1, "init_kl_coef": 0.0}, "no reference with init_kl_coef 0"),
         ({"path": "absent.jsonl"}, r"absent.jsonl: no file; fix: name a folder, a file, or a glob"),
         ({"zero_stage": 4}, "zero_stage: 4; fix: 0, 1, 2 or 3"),
-        ({"zero_stage": 0}, "zero_stage 0: parallel.mode ddp, where .*; it is fsdp2; fix: parallel.mode: ddp"),
-        ({"reference": "r.safetensors", "init_kl_coef": 0.0}, "reference: it is not used with init_kl_coef 0"),
-        ({"reference": "r.safetensors"}, "workload_options.reference .*r.safetensors: no such file"),
-        ({"supervised_start": 2.0, "supervised_steps": 10}, "the reward is .* after supervised_steps 10, less than 2"),
+        (
+            {"zero_stage": 0},
+            "zero_stage 0: parallel.mode ddp, where .*; it is fsdp2; fix: parallel.mode: ddp",
+        ),
+        (
+            {"reference": "r.safetensors", "init_kl_coef": 0.0},
+            "reference: it is not used with init_kl_coef 0",
+        ),
+        (
+            {"reference": "r.safetensors"},
+            "workload_options.reference .*r.safetensors: no such file",
+        ),
+        (
+            {"supervised_start": 2.0, "supervised_steps": 10},
+            "the reward is .* after supervised_steps 10, less than 2",
+        ),
     ],
 )
-def test_bad_options_are_refused_before_training(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_bad_options_are_refused_before_training(
+    options: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(TrainingError, match=problem):
         prepare(config_of(tmp_path, options))
 
@@ -390,11 +495,31 @@ def test_bad_options_are_refused_before_training(options: dict[str, Any], proble
 @pytest.mark.parametrize(
     ("options", "sections", "problem"),
     [
-        ({}, {"parallel": {"mode": "ddp", "tensor_size": 2}}, "tensor_size 2: only the layers of the built-in model"),
-        ({}, {"parallel": {"tensor_size": 4}}, r"4 does not divide model.num_heads 2: 2 = 4 × 0 \+ 2; .*one of 1, 2"),
-        ({"model": "folder"}, {"parallel": {"tensor_size": 2}}, "only the layers of the built-in policy .* of folder"),
-        ({"engine_tp_size": 4}, {"parallel": {"tensor_size": 2}}, "engine_tp_size: 4: .* parallel.tensor_size 2; fix"),
-        ({}, {"model": {"end_of_document": 3}}, "model.end_of_document: 3: a rollout is one document"),
+        (
+            {},
+            {"parallel": {"mode": "ddp", "tensor_size": 2}},
+            "tensor_size 2: only the layers of the built-in model",
+        ),
+        (
+            {},
+            {"parallel": {"tensor_size": 4}},
+            r"4 does not divide model.num_heads 2: 2 = 4 × 0 \+ 2; .*one of 1, 2",
+        ),
+        (
+            {"model": "folder"},
+            {"parallel": {"tensor_size": 2}},
+            "only the layers of the built-in policy .* of folder",
+        ),
+        (
+            {"engine_tp_size": 4},
+            {"parallel": {"tensor_size": 2}},
+            "engine_tp_size: 4: .* parallel.tensor_size 2; fix",
+        ),
+        (
+            {},
+            {"model": {"end_of_document": 3}},
+            "model.end_of_document: 3: a rollout is one document",
+        ),
     ],
 )
 def test_what_a_tensor_group_or_a_rollout_cannot_do_is_refused(
@@ -406,7 +531,10 @@ def test_what_a_tensor_group_or_a_rollout_cannot_do_is_refused(
 
 def test_another_workload_without_split_layers_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, parallel={"tensor_size": 2}).model_copy(
-        update={"workload": "ebbflow.workloads:PointCloudDiffusion", "workload_options": {"synthetic_clouds": 8}}
+        update={
+            "workload": "ebbflow.workloads:PointCloudDiffusion",
+            "workload_options": {"synthetic_clouds": 8},
+        }
     )
     with pytest.raises(TrainingError, match=r"tensor_size 2: .*Denoiser has no split_layers"):
         try_workload(config, prepare(config))
@@ -422,19 +550,35 @@ def test_stages_of_zero_are_parallel_modes(tmp_path: Path) -> None:
     """What preflight prints about them, beside the number of rollouts."""
     for stage, mode, text in (
         (0, "ddp", "zero_stage 0: parallel.mode ddp, where every rank holds weights"),
-        (1, "fsdp2", "zero_stage 1: parallel.mode fsdp2 or hsdp, which shards weights and gradients too"),
-        (3, "hsdp", "zero_stage 3: parallel.mode fsdp2 or hsdp, which shards weights, gradients and optimizer state"),
+        (
+            1,
+            "fsdp2",
+            "zero_stage 1: parallel.mode fsdp2 or hsdp, which shards weights and gradients too",
+        ),
+        (
+            3,
+            "hsdp",
+            "zero_stage 3: parallel.mode fsdp2 or hsdp, which shards weights, gradients and "
+            "optimizer state",
+        ),
     ):
         config = config_of(tmp_path, {"zero_stage": stage}, parallel={"mode": mode})
-        found = PolicyOptimization.check(workload_context(config, Gang(), store=Store.open(config.store)))
-        assert found.startswith("num_rollouts_per_episodes = 8096 prompts // 4 prompts per rollout = 2024; ")
+        found = PolicyOptimization.check(
+            workload_context(config, Gang(), store=Store.open(config.store))
+        )
+        assert found.startswith(
+            "num_rollouts_per_episodes = 8096 prompts // 4 prompts per rollout = 2024; "
+        )
         assert text in found
 
 
 def test_moments_in_main_memory_change_no_bit(tmp_path: Path) -> None:
-    """Five steps of each optimizer with the same gradients, the second after its state was put back."""
+    """Five steps of each optimizer with the same gradients, the second after its state was put
+    back.
+    """
     config = config_of(tmp_path)
-    models, steps = [policy_of() for _ in range(2)], []
+    models = [policy_of() for _ in range(2)]
+    steps = []
     for model, make in zip(models, (make_optimizer, make_offloaded), strict=True):
         optimizer = make(model, config.training)
         draws = torch.Generator().manual_seed(9)
@@ -446,7 +590,9 @@ def test_moments_in_main_memory_change_no_bit(tmp_path: Path) -> None:
                 optimizer.load_state_dict(optimizer.state_dict())
         steps.append(next(iter(optimizer.state.values()))["step"].item())
     assert steps == [5.0, 5.0]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -456,8 +602,14 @@ def test_moments_in_main_memory_change_no_bit(tmp_path: Path) -> None:
         (['{"prompt": "a"}', "[1]"], r"rows.jsonl, row 2: a list; fix: one JSON object"),
         (['{"prompt": "a"}', '{"text": "b"}'], "row 2: no text in 'prompt'; it has text; fix"),
         (['{"prompt": "a"}'] * 4, r"4 rows - 4 held-out prompts leave none to train on"),
-        (['{"prompt": "a"}'] * 7, r"num_rollouts_per_episodes = 3 prompts // 4 prompts per rollout = 0"),
-        (['{"prompt": "a"}'] * 9 + ['{"prompt": "abcdefg"}'], "1 of 6 train prompts have more than .* 6 tokens"),
+        (
+            ['{"prompt": "a"}'] * 7,
+            r"num_rollouts_per_episodes = 3 prompts // 4 prompts per rollout = 0",
+        ),
+        (
+            ['{"prompt": "a"}'] * 9 + ['{"prompt": "abcdefg"}'],
+            "1 of 6 train prompts have more than .* 6 tokens",
+        ),
     ],
 )
 def test_a_bad_file_of_prompts_is_refused(lines: list[str], problem: str, tmp_path: Path) -> None:
@@ -482,7 +634,14 @@ def test_prompts_are_read_from_a_file_a_folder_and_a_bucket(
         Path(tmp_path, "parts").mkdir(exist_ok=True)
         Path(tmp_path, "parts", f"{part}.jsonl").write_text(content)
         Store.open(f"s3://{bucket}").put(f"in/{part}.jsonl", content.encode())
-    places = ["rows.jsonl", "rows.parquet", "parts", "parts/?.jsonl", f"s3://{bucket}/in", f"s3://{bucket}/in/*.jsonl"]
+    places = [
+        "rows.jsonl",
+        "rows.parquet",
+        "parts",
+        "parts/?.jsonl",
+        f"s3://{bucket}/in",
+        f"s3://{bucket}/in/*.jsonl",
+    ]
     found = [read_prompts(locate(tmp_path, place), column="prompt", held_out=4) for place in places]
     assert found == [rows] * len(places)
     prepared = prepare(config_of(tmp_path, {"path": f"s3://{bucket}/in"})).prepared
@@ -493,43 +652,67 @@ def test_prompts_are_read_from_a_file_a_folder_and_a_bucket(
 
 
 def test_prompts_and_weights_of_files(tmp_path: Path) -> None:
-    """A model that a file gives is the policy's and the reference's first one, and prompts are those of the file."""
+    """A model that a file gives is the policy's and the reference's first one, and prompts are
+    those of the file.
+    """
     from safetensors.torch import save_file
 
     rows = [{"prompt": f"p{number}", "answer": "x"} for number in range(12)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = policy_of(hidden_size=16, num_layers=1, sequence_length=10, vocab_size=256)
-    given = {name: value.contiguous() for name, value in model.named_parameters() if not name.startswith("values")}
+    given = {
+        name: value.contiguous()
+        for name, value in model.named_parameters()
+        if not name.startswith("values")
+    }
     save_file(given, tmp_path / "first.safetensors")
     options = {"path": str(tmp_path / "rows.jsonl"), "weights": str(tmp_path / "first.safetensors")}
     config = config_of(tmp_path, {**options, "init_kl_coef": 0.1})
     context = prepare(config)
     assert context.prepared["train"] == 8 and context.prepared["held_out"] == 4
     workload = make_workload(config, context)
-    policy, blank = workload.model(), workload.model()
+    policy = workload.model()
+    blank = workload.model()
     materialise(policy, "cpu")
     initialise(policy, blank, seed=1)
     assert all(torch.equal(policy.get_parameter(name), value) for name, value in given.items())
     batch = workload.next_batch(policy, Cursor(0, 4))
-    assert torch.allclose(batch.reference * batch.mask, batch.old, atol=1e-5), "the policy is its reference"
-    texts = {bytes(row[:2]).decode() if row[2] != 48 else bytes(row[:3]).decode() for row in batch.tokens.tolist()}
+    assert torch.allclose(batch.reference * batch.mask, batch.old, atol=1e-5), (
+        "the policy is its reference"
+    )
+    texts = {
+        bytes(row[:2]).decode() if row[2] != 48 else bytes(row[:3]).decode()
+        for row in batch.tokens.tolist()
+    }
     assert all(text.startswith("p") for text in texts)
-    save_file({**given, "embeddings.token.weight": torch.zeros(300, 16)}, tmp_path / "other.safetensors")
-    with pytest.raises(TrainingError, match=r"reference: .* a vocabulary of 300 tokens, the policy has 256; fix: "):
+    save_file(
+        {**given, "embeddings.token.weight": torch.zeros(300, 16)}, tmp_path / "other.safetensors"
+    )
+    with pytest.raises(
+        TrainingError, match=r"reference: .* a vocabulary of 300 tokens, the policy has 256; fix: "
+    ):
         prepare(config_of(tmp_path, {**options, "reference": str(tmp_path / "other.safetensors")}))
     with pytest.raises(TrainingError, match="reference would have other weights"):
-        prepare(config_of(tmp_path, training={"batch_size": 4, "initial_weights": "first.safetensors"}))
+        prepare(
+            config_of(tmp_path, training={"batch_size": 4, "initial_weights": "first.safetensors"})
+        )
 
 
 def test_a_supervised_start_is_made_once_and_is_the_reference(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b"}] * 12
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"path": str(tmp_path / "rows.jsonl"), "supervised_start": 0.5, "supervised_batch_size": 4}
+    options = {
+        "path": str(tmp_path / "rows.jsonl"),
+        "supervised_start": 0.5,
+        "supervised_batch_size": 4,
+    }
     config = config_of(tmp_path, {**options, "supervised_steps": 60})
-    first, again = prepare(config), prepare(config)
+    first = prepare(config)
+    again = prepare(config)
     assert first.prepared == again.prepared and first.prepared["start"].startswith("start/")
     workload: Any = make_workload(config, first)
-    model, blank = workload.model(), workload.model()
+    model = workload.model()
+    blank = workload.model()
     materialise(model, "cpu")
     initialise(model, blank, seed=1)
     assert workload.evaluate(model)["held_out_reward"] == 1.0

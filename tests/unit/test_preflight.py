@@ -1,4 +1,6 @@
-"""The preflight mechanism: side by side, each within its deadline, nothing hides, and the command tells by its exit."""
+"""The preflight mechanism: side by side, each within its deadline, nothing hides, and the command
+tells by its exit.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def fails(context: PreflightContext) -> CheckFinding:
 def preflight(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "infra", "preflight", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_checks_run_side_by_side_and_answer_in_their_order() -> None:
@@ -55,7 +59,9 @@ def test_checks_run_side_by_side_and_answer_in_their_order() -> None:
         return CheckFinding.passed("met the others")
 
     results = run_checks([check(name, meets) for name in "dbca"], CONTEXT)
-    assert [(result.id, result.status) for result in results] == [(name, "passed") for name in "dbca"]
+    assert [(result.id, result.status) for result in results] == [
+        (name, "passed") for name in "dbca"
+    ]
 
 
 def test_a_check_that_hangs_is_reported_and_holds_up_nobody() -> None:
@@ -65,7 +71,9 @@ def test_a_check_that_hangs_is_reported_and_holds_up_nobody() -> None:
         release.wait()
         return CheckFinding.passed("too late")
 
-    hung, other = run_checks([check("hung", hangs, deadline_seconds=0.2), check("other", passes)], CONTEXT)
+    hung, other = run_checks(
+        [check("hung", hangs, deadline_seconds=0.2), check("other", passes)], CONTEXT
+    )
     release.set()
     assert (hung.status, hung.detail) == ("failed", "did not answer within 0.2 s")
     assert hung.fix
@@ -74,11 +82,13 @@ def test_a_check_that_hangs_is_reported_and_holds_up_nobody() -> None:
 
 def test_a_check_that_hangs_keeps_no_process_from_ending() -> None:
     code = (
-        "import time; from tests.unit.test_preflight import *\n"
-        "results = run_checks([check('hung', lambda c: time.sleep(3600), deadline_seconds=0.1)], CONTEXT)\n"
+        "import time; from tests.unit.test_preflight import *\nresults = "
+        "run_checks([check('hung', lambda c: time.sleep(3600), deadline_seconds=0.1)], CONTEXT)\n"
         "print(results[0].status)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "failed\n"), done.stderr
 
 
@@ -89,7 +99,10 @@ def test_a_check_that_raises_has_failed_and_says_where(error: BaseException) -> 
 
     broken, other = run_checks([check("broken", raises), check("other", passes)], CONTEXT)
     assert broken.status == "failed"
-    assert f"the check itself raised {type(error).__name__}: {str(error) or 'no text'}" in broken.detail
+    assert (
+        f"the check itself raised {type(error).__name__}: {str(error) or 'no text'}"
+        in broken.detail
+    )
     assert "test_preflight.py:" in broken.fix
     assert other.status == "passed"
 
@@ -135,7 +148,9 @@ def test_the_quick_tier_can_run_alone_and_ids_are_unique() -> None:
 def test_the_command_passes_the_default_job_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = preflight("--set", "store=store/of/mine", "--json", cwd=tmp_path)
     document = json.loads(done.stdout)
-    assert (done.returncode, document["exit_code"], document["outcome"]) == (0, 0, None), done.stdout + done.stderr
+    assert (done.returncode, document["exit_code"], document["outcome"]) == (0, 0, None), (
+        done.stdout + done.stderr
+    )
     statuses = {result["id"]: result["status"] for result in document["results"]}
     assert not {"failed"} & set(statuses.values())
     assert statuses["store-probe"] == statuses["imports"] == statuses["dataset"] == "passed"
@@ -158,7 +173,9 @@ def test_the_command_exits_3_with_the_fix_when_a_check_stops_the_job(
     done = preflight("--quick", "--set", "store=store", "--set", override, cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith(f"FAIL  {id_of_check} "))
+    at = next(
+        number for number, line in enumerate(lines) if line.startswith(f"FAIL  {id_of_check} ")
+    )
     assert "fix: " in lines[at + 1]
     assert list(tmp_path.iterdir()) == []
 
@@ -182,5 +199,7 @@ def test_the_quick_tier_imports_nothing_heavy() -> None:
         "import sys, ebbflow.infra.__main__ as command; command.main(['preflight', '--quick'])\n"
         "print([name for name in ('torch', 'pandas', 'metaflow', 'boto3') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""Each check is seen to fail and to pass, by the condition itself wherever that can be brought about."""
+"""Each check is seen to fail and to pass, by the condition itself wherever that can be brought
+about.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}
 def fake_distribution(folder: Path, name: str, version: str) -> None:
     information = folder / f"{name}-{version}.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    )
 
 
 def test_every_check_names_itself_and_a_symptom() -> None:
@@ -46,7 +50,10 @@ def test_every_check_names_itself_and_a_symptom() -> None:
 
 
 def test_configuration() -> None:
-    assert "770 = 12 × 64 + 2" in failed("configuration", model={"hidden_size": 770, "num_heads": 12}).detail
+    assert (
+        "770 = 12 × 64 + 2"
+        in failed("configuration", model={"hidden_size": 770, "num_heads": 12}).detail
+    )
     passed("configuration")
 
 
@@ -58,7 +65,9 @@ def test_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no `python`" in failed("interpreter").detail
     passed("interpreter", cluster={"nodes": 1})
     (tmp_path / "elsewhere").mkdir()
-    other = shutil.copy(shutil.which("true", path="/usr/bin:/bin") or "", tmp_path / "elsewhere" / "python")
+    other = shutil.copy(
+        shutil.which("true", path="/usr/bin:/bin") or "", tmp_path / "elsewhere" / "python"
+    )
     assert f"`python` is {other}, another interpreter" in failed("interpreter").detail
 
 
@@ -72,7 +81,9 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed("packages").detail == "torch 2.6.0+cpu is installed, torch>=2.7,<2.14 is needed"
 
 
-def test_a_supported_torch_that_is_not_the_tested_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supported_torch_that_is_not_the_tested_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_distribution(tmp_path, "torch", "2.7.0+cpu")
     monkeypatch.syspath_prepend(tmp_path)
     passed("packages")
@@ -95,7 +106,9 @@ def test_the_required_versions_are_those_of_setup_cfg() -> None:
 def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed("imports")
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libtorch.so: cannot open shared object file')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "libtorch.so: cannot open shared object file" in failed("imports").detail
 
@@ -103,7 +116,10 @@ def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ports_without_a_network() -> None:
     passed("ports")
     unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode != 0:
+    if (
+        unshare is None
+        or subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode != 0
+    ):
         pytest.skip("skipped, because this system gives tests no network namespace")
     command = [unshare, "-rn", sys.executable, "-m", "infra", "preflight", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -117,7 +133,9 @@ def test_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     passed("host-name")
     monkeypatch.setattr(socket, "gethostname", lambda: "ebbflow-test.invalid")
     failed("host-name")  # a name server that does not answer is cut off by the deadline
-    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")  # reserved for documentation: nobody's address
+    monkeypatch.setattr(
+        socket, "gethostname", lambda: "192.0.2.1"
+    )  # reserved for documentation: nobody's address
     assert "no address of this host" in failed("host-name").detail
     skipped("host-name", cluster={"nodes": 1})
 
@@ -146,7 +164,10 @@ def test_store_probe_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "store" / "jobs").mkdir(parents=True)
     for folder in ("store", "new/and/deep"):
         passed("store-probe", store=str(tmp_path / folder))
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["store", "store/jobs"]
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "store",
+        "store/jobs",
+    ]
     (tmp_path / "file").write_text("")
     failed("store-probe", store=str(tmp_path / "file"))
 
@@ -171,7 +192,9 @@ def test_shared_memory_warns_of_little_room_for_nccl(monkeypatch: pytest.MonkeyP
         pytest.skip("skipped, because this system has no /dev/shm")
     monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
     free = {"bytes": (1 << 30) - 1}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["bytes"], f_frsize=1))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["bytes"], f_frsize=1)
+    )
     result = failed("shared-memory")
     assert "1.0 GiB advised with 2 GPUs: NCCL's segments" in result.detail
     assert not failed_results([result])
@@ -183,24 +206,34 @@ def test_shared_memory_warns_of_little_room_for_nccl(monkeypatch: pytest.MonkeyP
 
 
 def test_a_small_dev_shm_stops_no_run_since_staging_is_memory() -> None:
-    """With a /dev/shm of 1 MiB, in a mount namespace: the default model's staging fits, and nothing blocks."""
+    """With a /dev/shm of 1 MiB, in a mount namespace: the default model's staging fits, and nothing
+    blocks.
+    """
     unshare = shutil.which("unshare")
     small = "mount -t tmpfs -o size=1m none /dev/shm"
-    if unshare is None or subprocess.run([unshare, "-rm", "sh", "-c", small], capture_output=True).returncode != 0:
+    if (
+        unshare is None
+        or subprocess.run([unshare, "-rm", "sh", "-c", small], capture_output=True).returncode != 0
+    ):
         pytest.skip("skipped, because this system gives tests no mount namespace")
     assert staging_bytes(RunConfig()) > 4 << 20
     code = (
-        "import mmap, os\nfrom ebbflow.infra.config import RunConfig\n"
-        "from ebbflow.infra.footprint import staging_bytes\n"
-        "buffer = os.memfd_create('buffer'); size = staging_bytes(RunConfig()); os.ftruncate(buffer, size)\n"
-        "mapping = mmap.mmap(buffer, size); mapping[:] = bytes(size)\n"
-        "import sys, ebbflow.infra.__main__ as command; sys.exit(command.main(['preflight', '--quick', '--json']))"
+        "import mmap, os\nfrom ebbflow.infra.config import RunConfig\nfrom "
+        "ebbflow.infra.footprint import staging_bytes\nbuffer = os.memfd_create('buffer'); size "
+        "= staging_bytes(RunConfig()); os.ftruncate(buffer, size)\nmapping = mmap.mmap(buffer, "
+        "size); mapping[:] = bytes(size)\nimport sys, ebbflow.infra.__main__ as command; "
+        "sys.exit(command.main(['preflight', '--quick', '--json']))"
     )
     command = f"{small} && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
-    done = subprocess.run([unshare, "-rm", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [unshare, "-rm", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = {result["id"]: result for result in json.loads(done.stdout)["results"]}
-    assert results["shared-memory"]["status"] in {"passed", "warning"}  # the latter on a machine with GPUs
+    assert results["shared-memory"]["status"] in {
+        "passed",
+        "warning",
+    }  # the latter on a machine with GPUs
     assert results["memory"]["status"] == "passed"
 
 
@@ -216,7 +249,12 @@ def test_open_files() -> None:
 
 
 def test_memory() -> None:
-    passed("memory", model={"hidden_size": 16, "num_layers": 1}, cluster={"nodes": 1}, training={"batch_size": 1})
+    passed(
+        "memory",
+        model={"hidden_size": 16, "num_layers": 1},
+        cluster={"nodes": 1},
+        training={"batch_size": 1},
+    )
     detail = failed("memory", model=HUGE).detail
     assert "needed by 2 × 1 = 2 ranks (estimated; " in detail
     staged = staging_bytes(RunConfig.model_validate({"model": HUGE}))
@@ -227,7 +265,10 @@ def test_memory() -> None:
 
 def test_dataset(tmp_path: Path) -> None:
     passed("dataset")
-    assert "is no folder, no file" in failed("dataset", data={"path": str(tmp_path / "nowhere")}).detail
+    assert (
+        "is no folder, no file"
+        in failed("dataset", data={"path": str(tmp_path / "nowhere")}).detail
+    )
     for number in range(3):
         (tmp_path / f"{number}.md").write_text("ebb and flow " * 10)
     missing = failed("dataset", data={"path": str(tmp_path)})
@@ -240,12 +281,18 @@ def test_dataset(tmp_path: Path) -> None:
     passed("dataset", data={"path": str(tmp_path / "0.md"), "held_out_fraction": 0.3}, **small)
     assert "held-out" in failed("dataset", data={"path": str(tmp_path / "0.md")}, **small).detail
     (tmp_path / "image.md").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0")
-    assert "image.md has a NUL byte at offset 8 (it is a PNG image)" in failed("dataset", data=text, **small).detail
+    assert (
+        "image.md has a NUL byte at offset 8 (it is a PNG image)"
+        in failed("dataset", data=text, **small).detail
+    )
 
 
 def test_disk(tmp_path: Path) -> None:
     passed("disk", store=str(tmp_path / "new"))
-    assert "(3 kept + 1 not yet deleted + 1 under way) ×" in failed("disk", store=str(tmp_path), model=HUGE).detail
+    assert (
+        "(3 kept + 1 not yet deleted + 1 under way) ×"
+        in failed("disk", store=str(tmp_path), model=HUGE).detail
+    )
     skipped("disk", store="s3://bucket")
 
 
@@ -253,19 +300,34 @@ def test_disk(tmp_path: Path) -> None:
     ("checkpoint", "words"),
     [
         ({"interval_steps": 7}, "3 kept"),
-        ({"interval_steps": 7, "keep_every_steps": 50}, "7 kept (3 last + 4 every 50 steps, of 29 made)"),
-        ({"interval_steps": 7, "keep_every_steps": 25, "keep_best": 2}, "13 kept (3 last + 8 every 25 steps + 2 best"),
-        ({"interval_steps": 50, "keep_every_steps": 10}, "4 kept (3 last + 20 every 10 steps, of 4 made)"),
-        ({"interval_steps": 7, "keep_every_steps": 25, "max_total_gib": 0.08}, "8 kept by max_total_gib 0.08"),
+        (
+            {"interval_steps": 7, "keep_every_steps": 50},
+            "7 kept (3 last + 4 every 50 steps, of 29 made)",
+        ),
+        (
+            {"interval_steps": 7, "keep_every_steps": 25, "keep_best": 2},
+            "13 kept (3 last + 8 every 25 steps + 2 best",
+        ),
+        (
+            {"interval_steps": 50, "keep_every_steps": 10},
+            "4 kept (3 last + 20 every 10 steps, of 4 made)",
+        ),
+        (
+            {"interval_steps": 7, "keep_every_steps": 25, "max_total_gib": 0.08},
+            "8 kept by max_total_gib 0.08",
+        ),
         ({"interval_steps": 7, "max_total_gib": 0.001}, "1 kept by max_total_gib 0.001"),
     ],
 )
 def test_the_disk_has_room_for_whatever_retention_keeps(checkpoint: dict, words: str) -> None:
-    """Against retention itself, after every commit of a job whose every commit is better than all before it."""
+    """Against retention itself, after every commit of a job whose every commit is better than all
+    before it.
+    """
     config = RunConfig.model_validate({"training": {"max_steps": 200}, "checkpoint": checkpoint})
     room, arithmetic = commits_room(config)
     assert words in arithmetic
-    one, policy = commit_bytes(config, causal_lm_shape(config.model)), retention_policy(config.checkpoint)
+    one = commit_bytes(config, causal_lm_shape(config.model))
+    policy = retention_policy(config.checkpoint)
     there: list[WholeCommit] = []
     every = config.checkpoint.interval_steps
     most = 0
@@ -274,7 +336,9 @@ def test_the_disk_has_room_for_whatever_retention_keeps(checkpoint: dict, words:
         most = max(most, len(there) + 1)  # the next save may begin before any of these is deleted
         kept = choose_commits(there, policy)
         there = [commit for commit in there if commit.sha256 in kept]
-    assert most * one <= room <= (most + 3) * one, "enough, and not for much more: two rules may keep one commit"
+    assert most * one <= room <= (most + 3) * one, (
+        "enough, and not for much more: two rules may keep one commit"
+    )
 
 
 def test_planned_memory() -> None:
@@ -284,7 +348,9 @@ def test_planned_memory() -> None:
 
 
 def test_team_budget(tmp_path: Path) -> None:
-    (tmp_path / "team.yaml").write_text("budgets:\n  - {project: unit tests, month: every, usd: 9}\n")
+    (tmp_path / "team.yaml").write_text(
+        "budgets:\n  - {project: unit tests, month: every, usd: 9}\n"
+    )
     team = {"project": "unit tests", "team_file": str(tmp_path / "team.yaml")}
     passed("team-budget", cost={**team, "budget_usd": 9.0, "deadline_hours": 2.0})
     assert "may spend $10.00" in failed("team-budget", cost={**team, "budget_usd": 10.0}).detail

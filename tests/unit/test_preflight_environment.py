@@ -1,4 +1,7 @@
-"""Checks of the surroundings: EC2's metadata service, interfaces, misleading variables, and GPUs with their driver."""
+"""Checks of the surroundings:
+
+EC2's metadata service, interfaces, misleading variables, and GPUs with their driver.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,12 @@ ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (ENDPOINT, "AWS_EC2_METADATA_DISABLED", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG"):
+    for name in (
+        ENDPOINT,
+        "AWS_EC2_METADATA_DISABLED",
+        "CUDA_VISIBLE_DEVICES",
+        "TORCH_DISTRIBUTED_DEBUG",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -32,7 +40,11 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ("behaviour", "detail", "fix"),
     [
         ({"version_1": True}, "IMDSv1 answers requests without a token", "--http-tokens req"),
-        ({"hop_limit": True}, "its answer may not leave the host", "--http-put-response-hop-limit 2"),
+        (
+            {"hop_limit": True},
+            "its answer may not leave the host",
+            "--http-put-response-hop-limit 2",
+        ),
         ({"token_status": 403}, "turned off (403)", "--http-endpoint enabled"),
         ({"token_status": 404}, "gives no token: status 404", ENDPOINT),
         (
@@ -58,7 +70,9 @@ def test_a_metadata_service_that_will_not_do(
 def test_a_metadata_service_that_is_well_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeMetadata(INSTANCE) as service:
         monkeypatch.setenv(ENDPOINT, service.address)
-        assert passed("imds").detail.startswith("i-0123456789abcdef0: IMDSv2 works, IMDSv1 is refused (401)")
+        assert passed("imds").detail.startswith(
+            "i-0123456789abcdef0: IMDSv2 works, IMDSv1 is refused (401)"
+        )
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         assert "AWS_EC2_METADATA_DISABLED" in skipped("imds").detail
         monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
@@ -84,7 +98,10 @@ def test_interfaces_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert f"{variable}={value}" in passed("interfaces").detail
             else:
                 result = failed("interfaces")
-                assert f"{variable}={value} names no interface of this machine (docker0, eth0, lo)" in result.detail
+                assert (
+                    f"{variable}={value} names no interface of this machine (docker0, eth0, lo)"
+                    in result.detail
+                )
                 assert failed_results([result])
 
 
@@ -103,7 +120,9 @@ def test_interfaces_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> Non
         ("EBBFLOW_STORE", "s3://b", "EBBFLOW__STORE"),
     ],
 )
-def test_advice_on_variables(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str) -> None:
+def test_advice_on_variables(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
     passed("advice")
     monkeypatch.setenv(variable, value)
     result = failed("advice")
@@ -112,12 +131,27 @@ def test_advice_on_variables(monkeypatch: pytest.MonkeyPatch, variable: str, val
     assert not failed_results([result])
 
 
-def test_no_variable_that_some_part_reads_is_told_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variable_that_some_part_reads_is_told_as_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Among them what the launcher sets for the processes below it, in which preflight runs."""
-    files = [path for room in ("flows", "infra", "cost", "training") for path in (ROOT / room).rglob("*")]
-    code = [path.read_text() for path in files if path.suffix in (".py", ".c", ".yaml") and path.name != "advice.py"]
-    names = {name for text in code for name in re.findall(r"\bEBBFLOW_[A-Z]+(?:_[A-Z]+)*\b(?!_)", text)}
-    assert {"EBBFLOW_RUNS", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_SUBMIT", "EBBFLOW_ZONE_ID"} <= names
+    files = [
+        path for room in ("flows", "infra", "cost", "training") for path in (ROOT / room).rglob("*")
+    ]
+    code = [
+        path.read_text()
+        for path in files
+        if path.suffix in (".py", ".c", ".yaml") and path.name != "advice.py"
+    ]
+    names = {
+        name for text in code for name in re.findall(r"\bEBBFLOW_[A-Z]+(?:_[A-Z]+)*\b(?!_)", text)
+    }
+    assert {
+        "EBBFLOW_RUNS",
+        "EBBFLOW_RUNNABLE_SECONDS",
+        "EBBFLOW_SUBMIT",
+        "EBBFLOW_ZONE_ID",
+    } <= names
     for name in names:
         monkeypatch.setenv(name, "1")
     passed("advice")
@@ -132,7 +166,9 @@ def test_a_debugging_level_that_crashes_ddp_is_refused(monkeypatch: pytest.Monke
     passed("debug-level", parallel={"mode": "ddp"})
 
 
-def test_advice_looks_at_values_and_at_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_advice_looks_at_values_and_at_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("ebbflow.infra.checks.gpu.RDMA_DEVICES", tmp_path)
     for variable, value in {
         "TORCH_DISTRIBUTED_DEBUG": "INFO",
@@ -149,14 +185,19 @@ def test_advice_looks_at_values_and_at_the_machine(monkeypatch: pytest.MonkeyPat
 
 def test_machine_code_runs_on_its_own_generation_and_portable_code_on_later_ones() -> None:
     wheel = ["sm_75", "sm_80", "sm_86", "sm_90a", "compute_90"]
-    runs = {capability: has_kernels_for(capability, wheel) for capability in (70, 75, 80, 87, 89, 90, 100)}
+    runs = {
+        capability: has_kernels_for(capability, wheel)
+        for capability in (70, 75, 80, 87, 89, 90, 100)
+    }
     assert runs == {70: False, 75: True, 80: True, 87: True, 89: True, 90: True, 100: True}
     assert not has_kernels_for(100, ["sm_90a", "sm_90"])
     assert not has_kernels_for(91, ["sm_90a"])
 
 
 class FakeGpu:
-    """A machine with a driver and a torch that say what they are told to: what a driver really does is not shown."""
+    """A machine with a driver and a torch that say what they are told to: what a driver really does
+    is not shown.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -214,7 +255,10 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 def test_a_driver_that_goes_with_torch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     result = passed("gpu", gpu.project)
-    assert "driver 570.86.15 (NVIDIA A100), torch 2.13.0 for CUDA 12.8: an addition on each of 1 GPUs" in result.detail
+    assert (
+        "driver 570.86.15 (NVIDIA A100), torch 2.13.0 for CUDA 12.8: an addition on each of 1 GPUs"
+        in result.detail
+    )
     skipped("gpu", gpu.project, cluster={"device": "cpu"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     skipped("gpu", gpu.project)
@@ -230,17 +274,37 @@ def test_a_machine_without_a_driver_skips(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("driver", "torch", "says"),
     [
-        ("echo '570.86.15, NVIDIA A100'", ("13.0", ["sm_80"]), "needs driver 580 or newer: 570 < 580"),
-        ("echo '570.86.15, NVIDIA A100'", (None, []), "built without CUDA: ranks would train on the CPU"),
+        (
+            "echo '570.86.15, NVIDIA A100'",
+            ("13.0", ["sm_80"]),
+            "needs driver 580 or newer: 570 < 580",
+        ),
+        (
+            "echo '570.86.15, NVIDIA A100'",
+            (None, []),
+            "built without CUDA: ranks would train on the CPU",
+        ),
         ("echo '570.86.15, Tesla V100'", ("12.8", ["sm_75"], (7, 0)), "no kernel image: GPU 0"),
-        ("echo '570.86.15, NVIDIA A100'", ("12.8", ["sm_80"], (8, 0), "CUDA error: uncorrectable ECC"), "ECC"),
+        (
+            "echo '570.86.15, NVIDIA A100'",
+            ("12.8", ["sm_80"], (8, 0), "CUDA error: uncorrectable ECC"),
+            "ECC",
+        ),
         (
             "echo '580.95.05, NVIDIA H100'",
             ("13.0", ["sm_90"], (9, 0), "", "Error 802: system not yet initialized"),
             "CUDA 13.0: Error 802: system not yet initialized",
         ),
-        ("echo 'No devices were found'", ("12.8", ["sm_80"]), "nvidia-smi lists no GPU: No devices were found"),
-        ("echo 'NVIDIA-SMI has failed' >&2; exit 9", ("12.8", ["sm_80"]), "ended with 9: NVIDIA-SMI has failed"),
+        (
+            "echo 'No devices were found'",
+            ("12.8", ["sm_80"]),
+            "nvidia-smi lists no GPU: No devices were found",
+        ),
+        (
+            "echo 'NVIDIA-SMI has failed' >&2; exit 9",
+            ("12.8", ["sm_80"]),
+            "ended with 9: NVIDIA-SMI has failed",
+        ),
     ],
 )
 def test_a_driver_that_does_not(gpu: FakeGpu, driver: str, torch: tuple, says: str) -> None:
@@ -255,7 +319,10 @@ def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:
     result = failed("gpu", gpu.project, cluster={"processes_per_node": 2, "device": "cuda"})
     assert "2 × 2 = 4 ranks on 1 GPUs" in result.detail
     json.dumps(result.to_json())
-    assert "all ranks train on the CPU" in passed("gpu", gpu.project, cluster={"processes_per_node": 2}).detail
+    assert (
+        "all ranks train on the CPU"
+        in passed("gpu", gpu.project, cluster={"processes_per_node": 2}).detail
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,18 +333,24 @@ def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:
         ("No CUDA GPUs are available", "whether the container was given its GPUs"),
     ],
 )
-def test_a_gpu_that_does_not_work_is_refused_with_the_words_of_torch(gpu: FakeGpu, said: str, fix: str) -> None:
+def test_a_gpu_that_does_not_work_is_refused_with_the_words_of_torch(
+    gpu: FakeGpu, said: str, fix: str
+) -> None:
     gpu.torch("12.8", ["sm_80"], init=said)
     result = failed("gpu", gpu.project)
     assert said in result.detail
     assert fix in result.fix and "set cluster.device to cpu" in result.fix
 
 
-def test_a_node_that_was_chosen_for_its_gpus_and_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_that_was_chosen_for_its_gpus_and_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("glob.glob", lambda pattern: [])
     finding, gpus = try_gpus(promised=8)
     assert finding.status == "failed" and gpus == 0
-    assert "no nvidia-smi here, and this node was chosen for its GPUs (8 per node)" in finding.detail
+    assert (
+        "no nvidia-smi here, and this node was chosen for its GPUs (8 per node)" in finding.detail
+    )
     assert "--gpus all" in str(finding.fix)
     assert may_have_gpus(promised=8) and may_have_gpus(wanted=True) and not may_have_gpus()

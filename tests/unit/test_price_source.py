@@ -1,4 +1,6 @@
-"""The prices that a configuration selects, what EC2 is asked for them, and the commands that record and show them."""
+"""The prices that a configuration selects, what EC2 is asked for them, and the commands that record
+and show them.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,17 @@ ZONES = {
 }
 
 
-def entry(usd: str, at: float = NOW, zone: str = "us-east-1a", kind: str = "g5.xlarge", **more: str) -> dict[str, Any]:
+def entry(
+    usd: str, at: float = NOW, zone: str = "us-east-1a", kind: str = "g5.xlarge", **more: str
+) -> dict[str, Any]:
     when = datetime.fromtimestamp(at, UTC)
-    return {"AvailabilityZone": zone, "InstanceType": kind, "SpotPrice": usd, "Timestamp": when, **more}
+    return {
+        "AvailabilityZone": zone,
+        "InstanceType": kind,
+        "SpotPrice": usd,
+        "Timestamp": when,
+        **more,
+    }
 
 
 def history(*entries: dict[str, Any]) -> list[dict[str, Any]]:
@@ -51,8 +61,13 @@ def history(*entries: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ec2(*entries: dict[str, Any], region: str = "us-east-1") -> FakeEc2:
-    zones = ZONES if region == "us-east-1" else {}
-    return FakeEc2(region, describe_availability_zones=[zones], describe_spot_price_history=history(*entries))
+    if region == "us-east-1":
+        zones = ZONES
+    else:
+        zones = {}
+    return FakeEc2(
+        region, describe_availability_zones=[zones], describe_spot_price_history=history(*entries)
+    )
 
 
 def denied(region: str = "us-east-1") -> FakeEc2:
@@ -63,8 +78,13 @@ def denied(region: str = "us-east-1") -> FakeEc2:
 
 def asked(*clients: FakeEc2, types: list[str] | None = None, **options: Any) -> PriceAnswers:
     by_region = {client.meta.region_name: client for client in clients}
-    names = ["g5.xlarge"] if types is None else types
-    return query_spot_prices(list(by_region), names, now_utc=NOW, client=by_region.__getitem__, **options)
+    if types is None:
+        names = ["g5.xlarge"]
+    else:
+        names = types
+    return query_spot_prices(
+        list(by_region), names, now_utc=NOW, client=by_region.__getitem__, **options
+    )
 
 
 def test_ec2_is_asked_for_the_zones_of_the_region_and_for_the_prices_of_linux() -> None:
@@ -92,7 +112,9 @@ def test_ec2_is_asked_for_the_zones_of_the_region_and_for_the_prices_of_linux() 
     ]
     present = ec2()
     asked(present)
-    assert present.requests[1][1]["StartTime"] == datetime.fromtimestamp(NOW, UTC), "only the current prices"
+    assert present.requests[1][1]["StartTime"] == datetime.fromtimestamp(NOW, UTC), (
+        "only the current prices"
+    )
 
 
 @pytest.mark.parametrize(("count", "parts"), [(200, [200]), (201, [200, 1]), (401, [200, 200, 1])])
@@ -108,7 +130,10 @@ def test_ec2_is_asked_for_at_most_200_types_at_once(count: int, parts: list[int]
 
 
 def test_pages_of_prices_are_followed_by_their_token() -> None:
-    pages = [{"SpotPriceHistory": [entry("0.4")], "NextToken": "more"}, *history(entry("0.5", kind="g6.xlarge"))]
+    pages = [
+        {"SpotPriceHistory": [entry("0.4")], "NextToken": "more"},
+        *history(entry("0.5", kind="g6.xlarge")),
+    ]
     client = FakeEc2(describe_availability_zones=[ZONES], describe_spot_price_history=pages)
     assert len(asked(client).answered["us-east-1"].records) == 2
     assert client.requests[2][1]["NextToken"] == "more"
@@ -136,17 +161,31 @@ def test_each_region_answers_or_fails_for_itself() -> None:
 
 def test_zones_have_names_only_if_ec2_shows_no_ids() -> None:
     refused = refusal("describe_availability_zones")
-    found = asked(FakeEc2(describe_availability_zones=[refused], describe_spot_price_history=history(entry("0.4"))))
-    assert "ec2:DescribeAvailabilityZones in us-east-1: denied" in found.answered["us-east-1"].names_only
+    found = asked(
+        FakeEc2(
+            describe_availability_zones=[refused], describe_spot_price_history=history(entry("0.4"))
+        )
+    )
+    assert (
+        "ec2:DescribeAvailabilityZones in us-east-1: denied"
+        in found.answered["us-east-1"].names_only
+    )
     with_id = history(entry("0.4", AvailabilityZoneId="use1-az4"))
-    found = asked(FakeEc2(describe_availability_zones=[refused], describe_spot_price_history=with_id))
+    found = asked(
+        FakeEc2(describe_availability_zones=[refused], describe_spot_price_history=with_id)
+    )
     assert found.answered["us-east-1"].names_only == "", "each record has its id"
     known = asked(ec2(entry("0.4"), entry("1", ProductDescription="Windows"))).answered["us-east-1"]
-    assert (known.names_only, known.zone_ids) == ("", {"us-east-1a": "use1-az4", "us-east-1b": "use1-az6"})
+    assert (known.names_only, known.zone_ids) == (
+        "",
+        {"us-east-1a": "use1-az4", "us-east-1b": "use1-az6"},
+    )
     assert [record.zone for record in known.records] == ["use1-az4"]
 
 
-def test_regions_are_asked_in_parallel_by_daemon_threads_with_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_are_asked_in_parallel_by_daemon_threads_with_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each region answers only once the other one is asked as well."""
     limits = record_joins(monkeypatch)
     together = threading.Barrier(2, timeout=20.0)
@@ -159,25 +198,44 @@ def test_regions_are_asked_in_parallel_by_daemon_threads_with_one_deadline(monke
 
     answers = query_spot_prices(["us-east-1", "us-west-2"], [], now_utc=NOW, client=make)
     assert set(answers.answered) == {"us-east-1", "us-west-2"}
-    assert all(thread.daemon for thread in threads), "a request that hangs does not keep the process alive"
+    assert all(thread.daemon for thread in threads), (
+        "a request that hangs does not keep the process alive"
+    )
     assert len(limits) >= 2 and all(20.0 < limit <= 30.0 for limit in limits)
 
 
 def spot(
-    usd: str, at: float = NOW, zone: str = "us-east-1a", zone_id: str = "", region: str = "us-east-1"
+    usd: str,
+    at: float = NOW,
+    zone: str = "us-east-1a",
+    zone_id: str = "",
+    region: str = "us-east-1",
 ) -> SpotRecord:
     return SpotRecord(
-        instance_type="g5.xlarge", region=region, zone_name=zone, zone_id=zone_id, usd_per_hour=Decimal(usd), at=at
+        instance_type="g5.xlarge",
+        region=region,
+        zone_name=zone,
+        zone_id=zone_id,
+        usd_per_hour=Decimal(usd),
+        at=at,
     )
 
 
-def live(*records: SpotRecord, failed: dict[str, str] | None = None, names_only: str = "", **ids: str) -> LivePrices:
+def live(
+    *records: SpotRecord, failed: dict[str, str] | None = None, names_only: str = "", **ids: str
+) -> LivePrices:
     region = RegionPrices(records=records, zone_ids=ids, names_only=names_only)
-    return LivePrices.of(PriceAnswers(answered={"us-east-1": region}, failed=failed or {}, observed=NOW))
+    return LivePrices.of(
+        PriceAnswers(answered={"us-east-1": region}, failed=failed or {}, observed=NOW)
+    )
 
 
 def test_live_prices_are_the_last_changes_observed_now() -> None:
-    prices = live(spot("0.4", NOW - 5.0, zone_id="use1-az4"), spot("0.3", NOW - 9.0, zone_id="use1-az4"), b="use1-az6")
+    prices = live(
+        spot("0.4", NOW - 5.0, zone_id="use1-az4"),
+        spot("0.3", NOW - 9.0, zone_id="use1-az4"),
+        b="use1-az6",
+    )
     [quote] = prices.spot(KIND, "us-east-1")
     assert (quote.usd_per_hour, quote.observed, quote.kind, quote.source) == (
         Decimal("0.4"),
@@ -185,7 +243,9 @@ def test_live_prices_are_the_last_changes_observed_now() -> None:
         "live",
         "asked of EC2",
     )
-    assert prices.zones("us-east-1") == ("use1-az4", "use1-az6"), "with a price, or known by their ids"
+    assert prices.zones("us-east-1") == ("use1-az4", "use1-az6"), (
+        "with a price, or known by their ids"
+    )
     assert (prices.asked_at, prices.names_only, dict(prices.failed)) == (NOW, {}, {})
 
 
@@ -193,7 +253,9 @@ def test_a_region_that_failed_has_the_prices_of_the_table() -> None:
     prices = live(spot("0.4"), failed={"us-west-2": "no answer"})
     assert prices.spot(KIND, "us-west-2") == StaticPrices().spot(KIND, "us-west-2")
     assert live(failed={"us-east-1": "none"}).spot(KIND, "us-east-1")[0].kind == "estimated"
-    assert prices.why_missing(KIND, "us-west-2", None) == StaticPrices().why_missing(KIND, "us-west-2", None)
+    assert prices.why_missing(KIND, "us-west-2", None) == StaticPrices().why_missing(
+        KIND, "us-west-2", None
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,14 +265,19 @@ def test_a_region_that_failed_has_the_prices_of_the_table() -> None:
         (
             live(spot("1")),
             "use1-az4",
-            "zones are known by name only, because EC2 gave no ids of us-east-1a; leave cost.zones empty",
+            "zones are known by name only, because EC2 gave no ids of us-east-1a; leave "
+            "cost.zones empty",
         ),
         (
             live(spot("1"), names_only="it is forbidden"),
             "use1-az4",
             "zones are known by name only, because it is forbidden; leave cost.zones empty",
         ),
-        (live(spot("1", zone_id="use1-az6")), "use1-az4", "no price in that zone, but in others of us-east-1"),
+        (
+            live(spot("1", zone_id="use1-az6")),
+            "use1-az4",
+            "no price in that zone, but in others of us-east-1",
+        ),
     ],
 )
 def test_live_prices_say_why_one_is_missing(prices: LivePrices, zone: str | None, why: str) -> None:
@@ -227,7 +294,9 @@ def test_live_prices_describe_what_each_region_has() -> None:
         f"spot prices of us-west-2: {describe_static_table(NOW)}, because no answer",
         describe_on_demand(NOW, regions),
     )
-    assert prices.describe(now_utc=NOW, regions=["us-west-2"], max_age_hours=1.0)[0].startswith("zones of us-east-1")
+    assert prices.describe(now_utc=NOW, regions=["us-west-2"], max_age_hours=1.0)[0].startswith(
+        "zones of us-east-1"
+    )
 
 
 def configuration(**cost: Any) -> RunConfig:
@@ -236,7 +305,7 @@ def configuration(**cost: Any) -> RunConfig:
 
 
 def write_prices(path: Path, *entries: dict[str, Any]) -> None:
-    texts = [one | {"Timestamp": one["Timestamp"].isoformat()} for one in entries]
+    texts = [entry | {"Timestamp": entry["Timestamp"].isoformat()} for entry in entries]
     path.write_text(json.dumps(texts))
 
 
@@ -245,10 +314,14 @@ def test_the_configuration_selects_the_source_of_prices(tmp_path: Path) -> None:
     assert open_prices(configuration(), NOW) == StaticPrices()
     recorded = open_prices(configuration(prices="prices.json"), NOW, project_root=tmp_path)
     assert isinstance(recorded, RecordedPrices) and recorded.spot(KIND, "us-east-1")
-    assert open_prices(configuration(prices="live"), NOW, network=False) == StaticPrices(because=NOT_ASKED)
+    assert open_prices(configuration(prices="live"), NOW, network=False) == StaticPrices(
+        because=NOT_ASKED
+    )
     client = ec2(entry("0.4"))
     answered = open_prices(configuration(prices="live"), NOW, client=lambda region: client)
-    assert isinstance(answered, LivePrices) and answered.spot(KIND, "us-east-1")[0].usd_per_hour == Decimal("0.4")
+    assert isinstance(answered, LivePrices) and answered.spot(KIND, "us-east-1")[
+        0
+    ].usd_per_hour == Decimal("0.4")
     assert client.requests[1][1]["Filters"] == [{"Name": "instance-type", "Values": ["g5.xlarge"]}]
 
 
@@ -279,19 +352,27 @@ def cost_config(**cost: Any) -> CostConfig:
 
 
 @pytest.mark.parametrize(("prices", "kind"), [("prices.json", "recorded"), ("live", "live")])
-def test_price_changes_since_the_plan_are_listed_by_zone(prices: str, kind: str, tmp_path: Path) -> None:
+def test_price_changes_since_the_plan_are_listed_by_zone(
+    prices: str, kind: str, tmp_path: Path
+) -> None:
     """The price in force when the plan was made, and each change up to now; nothing later."""
     write_prices(tmp_path / "prices.json", *CHANGES)
     client = ec2(*CHANGES)
     options = {"now_utc": NOW + 10.0, "project_root": tmp_path, "client": lambda region: client}
-    first, second = ("us-east-1a", "us-east-1b") if kind == "recorded" else ("use1-az4", "use1-az6")
+    if kind == "recorded":
+        first, second = ("us-east-1a", "us-east-1b")
+    else:
+        first, second = ("use1-az4", "use1-az6")
     pool = {"instance_type": "g5.xlarge", "market": "spot", "region": "us-east-1", "kind": kind}
     assert read_price_changes(cost_config(prices=prices), PLAN, **options) == [
-        pool | {"zone": first, "changes": [[NOW, "0.2"], [NOW + 5.0, "0.300"], [NOW + 10.0, "0.4"]]},
+        pool
+        | {"zone": first, "changes": [[NOW, "0.2"], [NOW + 5.0, "0.300"], [NOW + 10.0, "0.4"]]},
         pool | {"zone": second, "changes": [[NOW + 1.0, "0.7"]]},
     ]
     if kind == "live":
-        assert client.requests[1][1]["StartTime"] == datetime.fromtimestamp(NOW, UTC), "since the plan"
+        assert client.requests[1][1]["StartTime"] == datetime.fromtimestamp(NOW, UTC), (
+            "since the plan"
+        )
         client = ec2(*CHANGES)
     [other] = read_price_changes(cost_config(prices=prices), PLAN, "g6.xlarge", **options)
     assert (other["instance_type"], other["changes"]) == ("g6.xlarge", [[NOW + 1.0, "0.8"]])
@@ -313,7 +394,9 @@ def test_price_changes_need_an_answer_of_the_region_of_the_plan() -> None:
         read_price_changes(both, far, **options)
     nowhere = PLAN | {"chosen": {"instance_type": "g5.xlarge", "region": None}}
     with pytest.raises(PriceError, match="us-east-1: denied"):
-        read_price_changes(cost_config(prices="live"), nowhere, now_utc=NOW, client=lambda region: denied())
+        read_price_changes(
+            cost_config(prices="live"), nowhere, now_utc=NOW, client=lambda region: denied()
+        )
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -328,9 +411,15 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 def test_the_command_that_records_has_defaults() -> None:
     arguments = parsed("record", "--output", "x.json")
-    assert (arguments.regions, arguments.instance_types, arguments.hours) == (CostConfig().regions, [], 0.0)
+    assert (arguments.regions, arguments.instance_types, arguments.hours) == (
+        CostConfig().regions,
+        [],
+        0.0,
+    )
     assert (arguments.output, arguments.run) == (Path("x.json"), record_prices)
-    some = parsed("record", "--output", "x", "--regions", "a", "b", "--instance-types", "g5", "--hours", "1.5")
+    some = parsed(
+        "record", "--output", "x", "--regions", "a", "b", "--instance-types", "g5", "--hours", "1.5"
+    )
     assert (some.regions, some.instance_types, some.hours) == (["a", "b"], ["g5"], 1.5)
     assert parsed("record", "--output", "x", "--instance-types").instance_types == []
 
@@ -338,22 +427,50 @@ def test_the_command_that_records_has_defaults() -> None:
 def test_the_command_that_shows_takes_a_configuration_and_its_overrides() -> None:
     assert (parsed("show").config, parsed("show").set) == (None, [])
     arguments = parsed("show", "a.yaml", "--set", "cost.prices=live", "--set", "cost.zones=[]")
-    assert (arguments.config, arguments.set) == (Path("a.yaml"), ["cost.prices=live", "cost.zones=[]"])
+    assert (arguments.config, arguments.set) == (
+        Path("a.yaml"),
+        ["cost.prices=live", "cost.zones=[]"],
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "texts"),
     [
-        ((), ["COMMAND", "write EC2's present prices to a file", "show the quotes that a plan would use"]),
         (
-            ("record",),
-            ["--regions REGION", "default: us-east-1", "--instance-types [PREFIX", "such as g5 p4d; default: all"],
+            (),
+            [
+                "COMMAND",
+                "write EC2's present prices to a file",
+                "show the quotes that a plan would use",
+            ],
         ),
         (
             ("record",),
-            ["--hours HOURS", "also record the changes of this many past hours", "--output FILE", "JSON; gzip"],
+            [
+                "--regions REGION",
+                "default: us-east-1",
+                "--instance-types [PREFIX",
+                "such as g5 p4d; default: all",
+            ],
         ),
-        (("show",), ["[CONFIG]", "default: configs/laptop.yaml", "--set KEY=VALUE", "override one key; repeatable"]),
+        (
+            ("record",),
+            [
+                "--hours HOURS",
+                "also record the changes of this many past hours",
+                "--output FILE",
+                "JSON; gzip",
+            ],
+        ),
+        (
+            ("show",),
+            [
+                "[CONFIG]",
+                "default: configs/laptop.yaml",
+                "--set KEY=VALUE",
+                "override one key; repeatable",
+            ],
+        ),
     ],
 )
 def test_commands_explain_their_arguments(
@@ -367,18 +484,24 @@ def test_commands_explain_their_arguments(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["record"], ["record", "--output", "x", "--regions"], ["show", "a.yaml", "b.yaml"]]
+    "arguments",
+    [[], ["record"], ["record", "--output", "x", "--regions"], ["show", "a.yaml", "b.yaml"]],
 )
-def test_commands_that_lack_something_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_lack_something_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parsed(*arguments)
     assert "usage" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("hours", "fits"), [("0", True), ("2160", True), ("2160.5", False), ("-0.5", False), ("nan", False)]
+    ("hours", "fits"),
+    [("0", True), ("2160", True), ("2160.5", False), ("-0.5", False), ("nan", False)],
 )
-def test_recorded_hours_are_those_that_ec2_keeps(hours: str, fits: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_hours_are_those_that_ec2_keeps(
+    hours: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ("record", "--output", "x.json", f"--hours={hours}")
     if fits:
         assert parsed(*command).hours == float(hours)
@@ -404,11 +527,15 @@ def test_recording_writes_each_regions_prices_and_says_what_it_has(
     }
     output = tmp_path / "prices.json"
     regions = ["us-east-1", "us-west-2"]
-    arguments = argparse.Namespace(regions=regions, instance_types=["g5.xlarge"], hours=2.0, output=output)
+    arguments = argparse.Namespace(
+        regions=regions, instance_types=["g5.xlarge"], hours=2.0, output=output
+    )
     assert record_prices(arguments, client=clients.__getitem__) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "us-east-1: 3 records, 2 of 2 zones"
-    assert said[1].startswith("us-west-2: 1 records, 1 of 0 zones; zones by name only, because ec2:DescribeAvail")
+    assert said[1].startswith(
+        "us-west-2: 1 records, 1 of 0 zones; zones by name only, because ec2:DescribeAvail"
+    )
     assert said[2:] == [f"{output}: use it with --set cost.prices={output}"]
     recording = read_recording(output)
     assert len(recording.records) == 4 and recording.recorded_at == NOW
@@ -417,18 +544,23 @@ def test_recording_writes_each_regions_prices_and_says_what_it_has(
     request = clients["us-east-1"].requests[1][1]
     assert request["StartTime"] == datetime.fromtimestamp(NOW - 2 * HOUR, UTC)
     assert request["Filters"][0]["Values"] == ["g5.xlarge"]
-    assert limits and all(280.0 < limit <= 300.0 for limit in limits), "a history of some weeks has many pages"
+    assert limits and all(280.0 < limit <= 300.0 for limit in limits), (
+        "a history of some weeks has many pages"
+    )
 
 
 def test_recording_nothing_is_an_error_that_says_why(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(regions=["us-east-1"], instance_types=["z9"], hours=0.0, output=tmp_path / "x.json")
+    arguments = argparse.Namespace(
+        regions=["us-east-1"], instance_types=["z9"], hours=0.0, output=tmp_path / "x.json"
+    )
     with pytest.raises(PriceError, match="no instance type of the catalogue begins with z9"):
         record_prices(arguments)
     arguments.instance_types = ["g5.xlarge"]
     arguments.regions = ["us-east-1", "us-west-2"]
     clients = {"us-east-1": ec2(entry("0.4")), "us-west-2": denied("us-west-2")}
     with pytest.raises(
-        PriceError, match="nothing was written, because ec2:DescribeSpotPriceHistory in us-west-2: denied"
+        PriceError,
+        match="nothing was written, because ec2:DescribeSpotPriceHistory in us-west-2: denied",
     ):
         record_prices(arguments, client=clients.__getitem__)
     assert not arguments.output.exists()
@@ -440,7 +572,12 @@ def test_recording_nothing_is_an_error_that_says_why(tmp_path: Path) -> None:
 
 def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> list[str]:
     types = "cluster.instance_types=[g5.xlarge,g6.xlarge,p5.48xlarge]"
-    chosen = ["cluster.plan_for=kubernetes", types, f"cost.prices={tmp_path}/prices.json", *settings]
+    chosen = [
+        "cluster.plan_for=kubernetes",
+        types,
+        f"cost.prices={tmp_path}/prices.json",
+        *settings,
+    ]
     (tmp_path / "config.yaml").write_text("cost:\n  max_price_age_hours: 1.25\n")
     arguments = argparse.Namespace(config=tmp_path / "config.yaml", set=chosen)
     assert show_prices(arguments, tmp_path) == 0
@@ -468,7 +605,9 @@ def test_quotes_are_shown_cheapest_first_with_their_place_and_age(
     ]
     count, source, *_ = shown(tmp_path, capsys)[6:]
     assert count == "6 quotes; 1 of 3 instance types have no spot price"
-    assert source.startswith("spot prices: recorded in prices.json (us-east-1 2026-09-21 12:13 UTC, 2.0 h old): stale")
+    assert source.startswith(
+        "spot prices: recorded in prices.json (us-east-1 2026-09-21 12:13 UTC, 2.0 h old): stale"
+    )
 
 
 def test_only_quotes_of_the_configured_zones_are_shown(
@@ -482,20 +621,44 @@ def test_only_quotes_of_the_configured_zones_are_shown(
     both = "cost.regions=[us-east-1,us-west-2]"
     one_type = "cluster.instance_types=[g5.xlarge]"
     lines = shown(tmp_path, capsys, both, one_type, "cost.zones=[use1-az6]")
-    assert [line.split()[1:3] for line in lines[:2]] == [["spot", "use1-az6"], ["on-demand", "us-east-1"]]
+    assert [line.split()[1:3] for line in lines[:2]] == [
+        ["spot", "use1-az6"],
+        ["on-demand", "us-east-1"],
+    ]
     assert lines[2] == "2 quotes; 0 of 1 instance types have no spot price"
     lines = shown(tmp_path, capsys, both, one_type)
-    assert [line.split()[2] for line in lines[:4]] == ["use1-az4", "use1-az6", "usw2-az1", "us-east-1"]
+    assert [line.split()[2] for line in lines[:4]] == [
+        "use1-az4",
+        "use1-az6",
+        "usw2-az1",
+        "us-east-1",
+    ]
     lines = shown(tmp_path, capsys, both, one_type, "cost.zones=[usw2-az1]")
-    assert [line.split()[1:3] for line in lines[:1]] == [["spot", "usw2-az1"]], "no zone of the first region"
-    write_prices(tmp_path / "prices.json", east, west, entry("0.6", NOW - HOUR, zone="us-west-2a", kind="g6.xlarge"))
+    assert [line.split()[1:3] for line in lines[:1]] == [["spot", "usw2-az1"]], (
+        "no zone of the first region"
+    )
+    write_prices(
+        tmp_path / "prices.json",
+        east,
+        west,
+        entry("0.6", NOW - HOUR, zone="us-west-2a", kind="g6.xlarge"),
+    )
     partly = shown(tmp_path, capsys, both)
-    assert "6 quotes; 1 of 3 instance types have no spot price" in partly, "one region with a price is enough"
+    assert "6 quotes; 1 of 3 instance types have no spot price" in partly, (
+        "one region with a price is enough"
+    )
     static = shown(tmp_path, capsys, one_type, "cost.prices=static", "cost.zones=[use1-az6]")
-    assert [line.split()[1:3] for line in static[:2]] == [["spot", "us-east-1"], ["on-demand", "us-east-1"]]
+    assert [line.split()[1:3] for line in static[:2]] == [
+        ["spot", "us-east-1"],
+        ["on-demand", "us-east-1"],
+    ]
 
 
-def test_quotes_of_the_default_configuration_are_shown_without_another(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = argparse.Namespace(config=None, set=["cluster.instance_types=[g5.xlarge]", "cost.prices=static"])
+def test_quotes_of_the_default_configuration_are_shown_without_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = argparse.Namespace(
+        config=None, set=["cluster.instance_types=[g5.xlarge]", "cost.prices=static"]
+    )
     assert show_prices(arguments, ROOT) == 0
     assert "2 quotes; 0 of 1 instance types have no spot price" in capsys.readouterr().out

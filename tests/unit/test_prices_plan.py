@@ -1,4 +1,6 @@
-"""A plan over several regions and zones: from recorded prices, ages shown, and nothing quietly replaced."""
+"""A plan over several regions and zones: from recorded prices, ages shown, and nothing quietly
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def configuration(cost: dict | None = None, **sections: dict) -> RunConfig:
     cluster = {"nodes": 2, "plan_for": "kubernetes", "instance_types": ["g5.xlarge", "g6.xlarge"]}
     cost = {"prices": str(SYNTHETIC), "regions": REGIONS, **(cost or {})}
     sections = {"training": {"max_steps": 100_000}, **sections}
-    return RunConfig.model_validate({**sections, "cluster": {**cluster, **sections.get("cluster", {})}, "cost": cost})
+    return RunConfig.model_validate(
+        {**sections, "cluster": {**cluster, **sections.get("cluster", {})}, "cost": cost}
+    )
 
 
 def planned(config: RunConfig, **options: bool) -> Plan:
@@ -45,7 +49,9 @@ def planned(config: RunConfig, **options: bool) -> Plan:
 
 def test_spot_pools_are_zones_and_the_cheapest_region_wins():
     plan = planned(configuration())
-    spot = {(c.instance_type, c.zone): c.quoted_usd_per_hour for c in plan.ranked if c.market == "spot"}
+    spot = {
+        (c.instance_type, c.zone): c.quoted_usd_per_hour for c in plan.ranked if c.market == "spot"
+    }
     assert spot == {
         ("g5.xlarge", "use1-az4"): "0.418200",  # the last change, not the first, and not Windows
         ("g5.xlarge", "use1-az6"): "0.450300",  # seven weeks old, and still in force
@@ -56,23 +62,35 @@ def test_spot_pools_are_zones_and_the_cheapest_region_wins():
         ("g5.xlarge", "usw2-az2"): "0.377900",
         ("g5.xlarge", "usw2-az1"): "0.377900",
     }
-    assert (plan.chosen.instance_type, plan.chosen.region, plan.chosen.zone) == ("g5.xlarge", "us-east-2", "use2-az1")
+    assert (plan.chosen.instance_type, plan.chosen.region, plan.chosen.zone) == (
+        "g5.xlarge",
+        "us-east-2",
+        "use2-az1",
+    )
     costs = [c.expected_usd for c in plan.ranked]
     assert costs == sorted(costs)
     assert all(c.region in REGIONS for c in plan.ranked)
 
 
-def test_each_region_has_its_own_hazard_and_on_demand_prices_are_never_another_regions(catalogue: Catalogue):
+def test_each_region_has_its_own_hazard_and_on_demand_prices_are_never_another_regions(
+    catalogue: Catalogue,
+):
     plan = planned(configuration())
     bands = {region: catalogue["g5.xlarge"].interruption_band(region) for region in REGIONS}
     assert bands["us-east-2"] < bands["us-west-2"] == bands["us-east-1"]
-    hazards = {c.region: c.hazard_per_hour for c in plan.ranked if (c.market, c.instance_type) == ("spot", "g5.xlarge")}
+    hazards = {
+        c.region: c.hazard_per_hour
+        for c in plan.ranked
+        if (c.market, c.instance_type) == ("spot", "g5.xlarge")
+    }
     assert hazards["us-east-2"] < hazards["us-west-2"] == hazards["us-east-1"]
     on_demand = [c for c in plan.ranked if c.market == "on_demand"]
     assert {(c.region, c.zone) for c in on_demand} == {("us-east-1", None)}
     lacking = {r.region: r.reason for r in plan.rejected if r.kind == "no on-demand price"}
     assert lacking["us-west-2"].endswith("on-demand price of g6.xlarge in us-west-2 on record")
-    assert {c.on_demand_usd_per_hour is None for c in plan.ranked if c.region != "us-east-1"} == {True}
+    assert {c.on_demand_usd_per_hour is None for c in plan.ranked if c.region != "us-east-1"} == {
+        True
+    }
 
 
 def test_a_zone_and_a_region_without_a_price_are_rejected_by_name():
@@ -85,10 +103,15 @@ def test_a_zone_and_a_region_without_a_price_are_rejected_by_name():
         ("g6.xlarge", "use2-az1"),
         ("g6.xlarge", "us-west-2"),  # in no zone of the region
     }
-    assert spot["g6.xlarge", "use2-az1"] == "no spot price of g6.xlarge in use2-az1 in synthetic.json"
+    assert (
+        spot["g6.xlarge", "use2-az1"] == "no spot price of g6.xlarge in use2-az1 in synthetic.json"
+    )
     absent = planned(configuration({"regions": ["us-east-2", "eu-west-1"]}))
     reasons = {r.reason for r in absent.rejected if r.region == "eu-west-1" and r.market == "spot"}
-    assert "no spot price of g5.xlarge in eu-west-1 in synthetic.json: it has no record of the region" in reasons
+    assert (
+        "no spot price of g5.xlarge in eu-west-1 in synthetic.json: it has no record of the region"
+        in reasons
+    )
     assert any("eu-west-1 none" in line for line in absent.prices)
 
 
@@ -97,7 +120,10 @@ def test_zones_of_the_configuration_are_the_only_candidates():
     assert {c.place for c in plan.ranked} == {"use1-az6", "usw2-az1"}
     assert {(c.market, c.zone) for c in plan.ranked if c.region == "us-east-1"} == {
         ("spot", "use1-az6"),
-        ("on_demand", "use1-az6"),  # on-demand costs the same in each zone, and the gang lies in one
+        (
+            "on_demand",
+            "use1-az6",
+        ),  # on-demand costs the same in each zone, and the gang lies in one
     }
     assert {r.kind for r in plan.rejected if r.region == "us-east-2"} == {"outside cost.zones"}
 
@@ -108,8 +134,13 @@ def test_zones_of_the_configuration_find_no_price_in_a_file_that_names_zones_onl
         "Timestamp,InstanceType,AvailabilityZone,SpotPrice\n2026-09-21T07:00:00Z,g5.xlarge,us-east-1a,0.41\n"
     )
     config = configuration({"prices": str(path), "regions": ["us-east-1"], "zones": ["use1-az4"]})
-    reasons = {r.instance_type: r.reason for r in planned(config).rejected if r.kind == "no spot price"}
-    why = "zones are known by name only, because the file has no ids of us-east-1a; leave cost.zones empty"
+    reasons = {
+        r.instance_type: r.reason for r in planned(config).rejected if r.kind == "no spot price"
+    }
+    why = (
+        "zones are known by name only, because the file has no ids of us-east-1a; leave "
+        "cost.zones empty"
+    )
     assert reasons["g5.xlarge"] == f"no spot price of g5.xlarge in use1-az4 in prices.csv: {why}"
     assert reasons["g6.xlarge"] == "no spot price of g6.xlarge in us-east-1 in prices.csv"
 
@@ -128,24 +159,42 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     assert abs(ledger.total_usd - exact) <= Decimal("0.0000005") and ledger.total_usd > 0
     assert ledger.price_kind == "recorded 2026-09-21 08:00 UTC, 6.2 h old"
     report = build_report(events)
-    assert report.savings_usd is None, "no on-demand price of us-east-2 is on record to compare with"
+    assert report.savings_usd is None, (
+        "no on-demand price of us-east-2 is on record to compare with"
+    )
     assert format_key_figures(report)["prices"] == ledger.price_kind
     trust = " ".join(explain_figures(report))
-    assert "recorded in synthetic.json (us-east-1, us-east-2, us-west-2 2026-09-21 08:00 UTC, 6.2 h old)" in trust
+    assert (
+        "recorded in synthetic.json (us-east-1, us-east-2, us-west-2 2026-09-21 08:00 UTC, 6.2 h "
+        "old)" in trust
+    )
     assert "dollars: recorded 2026-09-21 08:00 UTC, 6.2 h old, $0.298800/h per node; exact" in trust
-    local = build_report([event(PLAN, 0.0, **replace(plan, simulated=True).to_json()), *gang.events])
-    assert format_key_figures(local)["prices"] == "simulated: priced as if on 2 × g5.xlarge spot in use2-az1"
+    local = build_report(
+        [event(PLAN, 0.0, **replace(plan, simulated=True).to_json()), *gang.events]
+    )
+    assert (
+        format_key_figures(local)["prices"]
+        == "simulated: priced as if on 2 × g5.xlarge spot in use2-az1"
+    )
     trust = " ".join(explain_figures(local))
-    assert "in use2-az1, $0.298800/h per node (recorded 2026-09-21 08:00 UTC, 6.2 h old); exact at that price" in trust
+    assert (
+        "in use2-az1, $0.298800/h per node (recorded 2026-09-21 08:00 UTC, 6.2 h old); exact at "
+        "that price" in trust
+    )
 
 
 def test_a_stale_price_is_used_and_said_to_be_stale():
-    fresh, stale = planned(configuration()), planned(configuration({"max_price_age_hours": 6.0}))
+    fresh = planned(configuration())
+    stale = planned(configuration({"max_price_age_hours": 6.0}))
     assert stale.chosen.zone == fresh.chosen.zone
     assert [c.price_stale for c in (fresh.chosen, stale.chosen)] == [False, True]
-    assert stale.chosen.price_kind.endswith(": stale") and not fresh.chosen.price_kind.endswith("stale")
+    assert stale.chosen.price_kind.endswith(": stale") and not fresh.chosen.price_kind.endswith(
+        "stale"
+    )
     assert any("stale, older than cost.max_price_age_hours 6" in line for line in stale.prices)
-    assert "(r!)" in render_plan(stale) and "!:" in render_plan(stale) and "(r)" in render_plan(fresh)
+    assert (
+        "(r!)" in render_plan(stale) and "!:" in render_plan(stale) and "(r)" in render_plan(fresh)
+    )
 
 
 def test_the_text_shows_places_and_ages_and_does_not_flood():
@@ -160,8 +209,8 @@ def test_the_text_shows_places_and_ages_and_does_not_flood():
         joined = " ".join(line.lstrip("│· ") for line in lines)
         assert "(us-east-1, us-east-2, us-west-2 2026-09-21 08:00 UTC, 6.2 h old)" in joined
         assert (
-            "on-demand prices: static table of us-east-1, 2026-07-20, 2 months old; none on record for us-east-2,"
-            in joined
+            "on-demand prices: static table of us-east-1, 2026-07-20, 2 months old; none on "
+            "record for us-east-2," in joined
         )
         assert Plan.from_json(json.loads(json.dumps(plan.to_json(), allow_nan=False))) == plan
 
@@ -171,12 +220,18 @@ def test_the_static_table_says_its_age_and_offers_no_price_of_another_region():
     refused = planned(config)
     assert not refused.ranked and "no spot price" in refused.refusal.message
     assert refused.refusal.hint == (
-        "run ebbflow catalogue refresh --regions us-west-2, set cost.prices to live, or add us-east-1 to cost.regions"
+        "run ebbflow catalogue refresh --regions us-west-2, set cost.prices to live, or add "
+        "us-east-1 to cost.regions"
     )
     both = planned(configuration({"prices": "static", "regions": ["us-east-1", "us-west-2"]}))
     assert {c.region for c in both.ranked} == {"us-east-1"}
-    assert "on-demand prices of 2026-07-20, 2 months old; savings of 2025-07, 15 months old" in both.prices[0]
-    assert both.chosen.quoted_usd_per_hour == "0.410448" and both.chosen.price_kind.startswith("estimated")
+    assert (
+        "on-demand prices of 2026-07-20, 2 months old; savings of 2025-07, 15 months old"
+        in both.prices[0]
+    )
+    assert both.chosen.quoted_usd_per_hour == "0.410448" and both.chosen.price_kind.startswith(
+        "estimated"
+    )
 
 
 def test_tables_older_than_90_days_are_named_with_the_command() -> None:
@@ -186,5 +241,7 @@ def test_tables_older_than_90_days_are_named_with_the_command() -> None:
     assert young is not None and "on-demand" not in young, "only the advisor's table is old"
     late = warn_of_age(recorded + 91 * 86400, regions)
     assert late is not None and "on-demand prices of us-east-1 (3 months)" in late
-    assert "spot advisor (16 months)" in late and late.endswith("fix: ebbflow catalogue refresh --regions us-east-1")
+    assert "spot advisor (16 months)" in late and late.endswith(
+        "fix: ebbflow catalogue refresh --regions us-east-1"
+    )
     assert late in make_plan(RunConfig(), now_utc=recorded + 91 * 86400).notes

@@ -1,4 +1,6 @@
-"""Recorded prices as files: every shape that is read, what is wrong with a file in one line, and the checks of both."""
+"""Recorded prices as files: every shape that is read, what is wrong with a file in one line, and
+the checks of both.
+"""
 
 from __future__ import annotations
 
@@ -56,19 +58,27 @@ def test_json_as_the_command_line_prints_it_and_csv_gzipped_or_not(packed: bool,
         path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
         (quote,) = quotes(path)
         assert (quote.zone, quote.region) == ("us-east-1a", "us-east-1")
-        assert str(quote.usd_per_hour) == ("0.4100" if text is CSV else "0.41"), "09:30+02:00 is after 07:00 UTC"
+        assert str(quote.usd_per_hour) == ("0.4100" if text is CSV else "0.41"), (
+            "09:30+02:00 is after 07:00 UTC"
+        )
     path.write_text(CSV)
     (earlier,) = quotes(path, now=NOW - 10 * 3600)
     assert str(earlier.usd_per_hour) == "0.4317", "later changes are not known yet"
-    assert quotes(path)[0].at == quotes(path)[0].observed, "without more, a price was last seen when it last changed"
+    assert quotes(path)[0].at == quotes(path)[0].observed, (
+        "without more, a price was last seen when it last changed"
+    )
 
 
-_changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from("ab"), st.integers(1, 9)), min_size=1, max_size=30)
+_changes = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from("ab"), st.integers(1, 9)), min_size=1, max_size=30
+)
 
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(_changes, st.integers(0, 45), st.randoms(use_true_random=False))
-def test_the_last_change_before_a_moment_holds_in_whatever_order_changes_are_told(changes, moment, random):
+def test_the_last_change_before_a_moment_holds_in_whatever_order_changes_are_told(
+    changes, moment, random
+):
     records = [
         SpotRecord(
             instance_type="g5.xlarge",
@@ -81,7 +91,9 @@ def test_the_last_change_before_a_moment_holds_in_whatever_order_changes_are_tol
         for at, zone, price in changes
     ]
     random.shuffle(records)
-    found = prices_at(records, now_utc=moment, observed={"us-east-1": 45.0}, kind="recorded", source="")
+    found = prices_at(
+        records, now_utc=moment, observed={"us-east-1": 45.0}, kind="recorded", source=""
+    )
     held: dict[str, tuple[int, int]] = {}
     for at, zone, price in sorted(changes):
         if at <= moment:
@@ -107,12 +119,24 @@ BAD_JSON: dict[str, tuple[Any, str]] = {
     "no list": ({"SpotPrices": []}, 'no list "SpotPriceHistory"'),
     "no record": ([RECORD, 3], "record 2: 3 is not a record"),
     "no price": ([{**RECORD, "SpotPrice": ""}], "record 1: SpotPrice: is missing"),
-    "words": ([{**RECORD, "SpotPrice": "free"}], "record 1: SpotPrice: 'free' is not dollars per hour"),
-    "not a number": ([RECORD, {**RECORD, "SpotPrice": "NaN"}], "record 2: SpotPrice: 'NaN' is not dollars per hour"),
+    "words": (
+        [{**RECORD, "SpotPrice": "free"}],
+        "record 1: SpotPrice: 'free' is not dollars per hour",
+    ),
+    "not a number": (
+        [RECORD, {**RECORD, "SpotPrice": "NaN"}],
+        "record 2: SpotPrice: 'NaN' is not dollars per hour",
+    ),
     "nothing": ([{**RECORD, "SpotPrice": "0"}], "record 1: SpotPrice: '0' is not dollars per hour"),
     "a float": ([{**RECORD, "SpotPrice": 0.41}], "record 1: SpotPrice: 0.41 is not text"),
-    "no zone": ([{**RECORD, "AvailabilityZone": "us-east-1"}], "AvailabilityZone: 'us-east-1' is no zone's name"),
-    "no time": ([{**RECORD, "Timestamp": "yesterday"}], "record 1: Timestamp: 'yesterday' is not a time"),
+    "no zone": (
+        [{**RECORD, "AvailabilityZone": "us-east-1"}],
+        "AvailabilityZone: 'us-east-1' is no zone's name",
+    ),
+    "no time": (
+        [{**RECORD, "Timestamp": "yesterday"}],
+        "record 1: Timestamp: 'yesterday' is not a time",
+    ),
     "no hour": ({"SpotPriceHistory": [RECORD], "RecordedAt": 7}, "RecordedAt: 7 is not a time"),
     "later": (
         {"SpotPriceHistory": [RECORD], "RecordedAt": "2026-09-20T00:00:00Z"},
@@ -146,7 +170,10 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path):
         (b"[" * 100_000, ": not a price file: maximum recursion"),
         (b'{"SpotPrice": ' + b"9" * 5000 + b"}", ": not a price file: Exceeds the limit"),
         (b'\xef\xbb\xbf{"SpotPriceHistory": {}}', ': no list "SpotPriceHistory"'),
-        (CSV.replace("0.4182", "1e999999999").encode(), ":3: SpotPrice: '1e999999999' is not dollars per hour"),
+        (
+            CSV.replace("0.4182", "1e999999999").encode(),
+            ":3: SpotPrice: '1e999999999' is not dollars per hour",
+        ),
         (gzip.compress(CSV.encode())[:40], ": cannot be read: "),
         (b"\xff\xfe", ": cannot be read: "),
     ):
@@ -154,21 +181,36 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path):
         with pytest.raises(PriceError) as error:
             read_recording(path)
         assert str(error.value).startswith(f"{path}{message}"), error.value
-    with pytest.raises(PriceError, match=r"no such file; cost\.prices is static, live or a file of recorded prices"):
+    with pytest.raises(
+        PriceError, match=r"no such file; cost\.prices is static, live or a file of recorded prices"
+    ):
         read_recording(tmp_path / "missing.json")
     path.write_text(CSV)
-    with pytest.raises(PriceError, match="first record is of 2026-09-20 14:43 UTC, after the time to plan for"):
+    with pytest.raises(
+        PriceError, match="first record is of 2026-09-20 14:43 UTC, after the time to plan for"
+    ):
         RecordedPrices.read(path, NOW - 30 * 86400)
 
 
 def test_zones_by_name_are_said_to_be_an_accounts_own(tmp_path: Path):
     path = tmp_path / "prices.csv"
     path.write_text(CSV)
-    said = RecordedPrices.read(path, NOW).describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
-    assert "zones of us-east-1: by the names of the account that recorded them, since ids are missing" in said
+    said = RecordedPrices.read(path, NOW).describe(
+        now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0
+    )
+    assert (
+        "zones of us-east-1: by the names of the account that recorded them, since ids are missing"
+        in said
+    )
     assert is_zone_of("use1-az4", "us-east-1") and is_zone_of("apse2-az1", "ap-southeast-2")
     assert not is_zone_of("use1-az4", "us-east-2") and not is_zone_of("use1-az4", "use1")
-    ages = {90: "2 min", 4000: "1.1 h", 5 * 86400: "5 days", 120 * 86400: "4 months", 2000 * 86400: "5.5 years"}
+    ages = {
+        90: "2 min",
+        4000: "1.1 h",
+        5 * 86400: "5 days",
+        120 * 86400: "4 months",
+        2000 * 86400: "5.5 years",
+    }
     assert {seconds: format_age(seconds) for seconds in ages} == ages
 
 
@@ -185,7 +227,10 @@ def checked(monkeypatch: pytest.MonkeyPatch, **cost: Any) -> dict[str, CheckResu
 def test_checks_of_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     static = checked(monkeypatch)
     assert static["prices"].status == "passed" and "savings of 2025-07" in static["prices"].detail
-    assert static["live-prices"].status == "skipped" and "cost.prices is not live" in static["live-prices"].detail
+    assert (
+        static["live-prices"].status == "skipped"
+        and "cost.prices is not live" in static["live-prices"].detail
+    )
     path = tmp_path / "prices.csv"
     path.write_text(CSV.replace("2026-", "2021-"))
     good = checked(monkeypatch, prices=str(path))
@@ -193,7 +238,10 @@ def test_checks_of_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "years old): stale" in good["prices"].detail
     assert "price recorded 2021-09-21 07:30 UTC" in good["budget-deadline"].detail
     far = checked(monkeypatch, prices=str(path), regions=["eu-west-1"])["prices"]
-    assert far.status == "failed" and far.fix == "set cost.regions to [us-east-1], or record those regions"
+    assert (
+        far.status == "failed"
+        and far.fix == "set cost.regions to [us-east-1], or record those regions"
+    )
     bad = checked(monkeypatch, prices="tests/prices/missing.json")
     assert bad["prices"].status == "failed" and "no such file" in bad["prices"].detail
     for name in ("planned-memory", "budget-deadline"):
@@ -202,16 +250,30 @@ def test_checks_of_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_checks_of_live_prices_ask_nobody_in_the_quick_tier(monkeypatch: pytest.MonkeyPatch):
     live = checked(monkeypatch, prices="live", regions=["eu-west-1"], budget_usd=5.0)
-    assert live["prices"].status == "skipped" and "asked when the plan is made" in live["prices"].detail
+    assert (
+        live["prices"].status == "skipped"
+        and "asked when the plan is made" in live["prices"].detail
+    )
     # The table knows no price of eu-west-1; that must not stop a job whose prices EC2 may tell.
-    assert live["planned-memory"].status == "skipped" and "no spot price" in live["planned-memory"].detail
+    assert (
+        live["planned-memory"].status == "skipped"
+        and "no spot price" in live["planned-memory"].detail
+    )
     assert live["live-prices"].status == "warning"
     words = live["live-prices"].detail
-    assert "the static table is used instead, because ec2:Describe" in words and "no AWS credentials" in words
+    assert (
+        "the static table is used instead, because ec2:Describe" in words
+        and "no AWS credentials" in words
+    )
     poor = checked(monkeypatch, prices="live", budget_usd=0.0001)
-    assert poor["budget-deadline"].status == "skipped" and "cost.budget_usd" in poor["budget-deadline"].detail
+    assert (
+        poor["budget-deadline"].status == "skipped"
+        and "cost.budget_usd" in poor["budget-deadline"].detail
+    )
     assert checked(monkeypatch, budget_usd=0.0001)["budget-deadline"].status == "failed"
-    assert {check.tier for check in CHECKS if check.id in ("prices", "budget-deadline")} == {"quick"}
+    assert {check.tier for check in CHECKS if check.id in ("prices", "budget-deadline")} == {
+        "quick"
+    }
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -224,9 +286,14 @@ def test_the_commands_show_quotes_and_refuse_a_bad_file_in_one_line():
     assert static.returncode == 0, static.stderr
     spot, on_demand, count, source = static.stdout.splitlines()
     assert (
-        "$0.41246/h" in spot and "estimated" in spot and "$1.006/h" in on_demand and "recorded 2026-07-20" in on_demand
+        "$0.41246/h" in spot
+        and "estimated" in spot
+        and "$1.006/h" in on_demand
+        and "recorded 2026-07-20" in on_demand
     )
-    assert count.startswith("2 quotes; 0 of 1 instance types") and source.startswith("spot prices: static table")
+    assert count.startswith("2 quotes; 0 of 1 instance types") and source.startswith(
+        "spot prices: static table"
+    )
     bad = run("plan", "configs/laptop.yaml", "--set", "cost.prices=missing.json")
     assert bad.returncode == 2 and not bad.stdout
     assert bad.stderr.count("\n") == 1 and "missing.json: no such file" in bad.stderr

@@ -31,8 +31,15 @@ def kernel(name: str, start: float, length: float, stream: int = 7, **facts: Any
     }
 
 
-def collective(name: str, sizes: tuple[int, int], dtype: str, ranks: int, group: str) -> dict[str, Any]:
-    facts = {"Collective name": name, "In msg nelems": sizes[0], "Out msg nelems": sizes[1], "dtype": dtype}
+def collective(
+    name: str, sizes: tuple[int, int], dtype: str, ranks: int, group: str
+) -> dict[str, Any]:
+    facts = {
+        "Collective name": name,
+        "In msg nelems": sizes[0],
+        "Out msg nelems": sizes[1],
+        "dtype": dtype,
+    }
     return {**facts, "Group size": ranks, "Process Group Description": group}
 
 
@@ -40,11 +47,26 @@ GATHER = collective("_allgather_base", (1_000_000, 8_000_000), "BFloat16", 8, "s
 REDUCE = collective("allreduce", (2_000_000, 2_000_000), "Float", 2, "replicate")
 TRACE = [
     {"ph": "M", "name": "process_name", "pid": 0},
-    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 900, "args": {}},
-    kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 100, 20, **GATHER),
+    {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+        "tid": 1,
+        "ts": 0,
+        "dur": 900,
+        "args": {},
+    },
+    kernel(
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 100, 20, **GATHER
+    ),
     kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 200, 100, 20, **REDUCE),
-    kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 400, 100, 20, **GATHER),
-    kernel("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 50, 200),  # half of the first gather, half of the reduction
+    kernel(
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 400, 100, 20, **GATHER
+    ),
+    kernel(
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 50, 200
+    ),  # half of the first gather, half of the reduction
     kernel("void flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", 300, 50),
     kernel("triton_poi_fused_add_gelu_3", 350, 50),
     kernel("Memcpy DtoH (Device -> Pinned)", 600, 25),
@@ -63,9 +85,17 @@ def test_kernels_are_classed_and_collectives_have_their_bus_bandwidth() -> None:
         }
     )
     gather, reduce = found["collectives"]
-    assert (gather["name"], gather["group"], gather["ranks"], gather["calls"]) == ("allgather", "shard", 8, 2)
-    # Two of 8 million elements of 2 bytes in 200 µs are 160 GB/s; of each byte, 7/8 pass through a link.
-    assert gather["bytes"] == 32e6 and gather["bus_bytes_per_second"] == pytest.approx(160e9 * 7 / 8)
+    assert (gather["name"], gather["group"], gather["ranks"], gather["calls"]) == (
+        "allgather",
+        "shard",
+        8,
+        2,
+    )
+    # Two of 8 million elements of 2 bytes in 200 µs are 160 GB/s; of each byte, 7/8 pass through a
+    # link.
+    assert gather["bytes"] == 32e6 and gather["bus_bytes_per_second"] == pytest.approx(
+        160e9 * 7 / 8
+    )
     assert (reduce["name"], reduce["bytes"]) == ("allreduce", 8e6)
     assert reduce["bus_bytes_per_second"] == pytest.approx(80e9)  # 2 (n - 1) / n is 1 for two ranks
     assert found["overlap_share"] == pytest.approx(100 / 300)
@@ -73,8 +103,21 @@ def test_kernels_are_classed_and_collectives_have_their_bus_bandwidth() -> None:
 
 def test_an_operator_inside_another_counts_once() -> None:
     nested = [
-        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
-        for name, ts, dur in (("aten::linear", 0, 100), ("aten::addmm", 10, 60), ("aten::copy_", 20, 10))
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": name,
+            "pid": 1,
+            "tid": 1,
+            "ts": ts,
+            "dur": dur,
+            "args": {},
+        }
+        for name, ts, dur in (
+            ("aten::linear", 0, 100),
+            ("aten::addmm", 10, 60),
+            ("aten::copy_", 20, 10),
+        )
     ]
     found = summarize_trace(nested, 1)
     assert found["classes"] == pytest.approx({"matrix products": 90e-6, "copies": 10e-6})
@@ -84,26 +127,40 @@ def test_an_operator_inside_another_counts_once() -> None:
 def test_each_class_and_collective_has_a_line_per_step() -> None:
     lines = format_lines(summarize_trace(TRACE, None), 2)
     assert lines["· matrix products"] == "0.10 ms per step, 32.0 %"
-    assert lines["· allgather, 8 ranks (shard)"] == "16.00 MB in 0.10 ms per step, 140.00 GB/s on the bus"
+    assert (
+        lines["· allgather, 8 ranks (shard)"]
+        == "16.00 MB in 0.10 ms per step, 140.00 GB/s on the bus"
+    )
     assert lines["· overlapped"] == "33.3 % of the collectives' time"
     nothing = {"classes": {}, "collectives": [], "overlap_share": None}
     assert format_lines(nothing, 1) == {}
 
 
 @pytest.mark.parametrize("first", [2, 9])
-def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(first: int, tmp_path: Path) -> None:
+def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
+    first: int, tmp_path: Path
+) -> None:
     config = RunConfig.model_validate({"training": {"profile_from": first, "profile_steps": 2}})
     spec = WorkerSpec(
-        job="plain", run="1", attempt=0, node=0, generation=1, generation_id="a", candidates=[],
-        config=config.model_dump(mode="json"), store_uri=str(tmp_path), prepared={},
-    )  # fmt: skip
-    model, other = torch.nn.Linear(8, 8), torch.nn.Linear(2, 2)
+        job="plain",
+        run="1",
+        attempt=0,
+        node=0,
+        generation=1,
+        generation_id="a",
+        candidates=[],
+        config=config.model_dump(mode="json"),
+        store_uri=str(tmp_path),
+        prepared={},
+    )
+    model = torch.nn.Linear(8, 8)
+    other = torch.nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
     with profile_script(spec):
         for _ in range(5):
             model(torch.ones(4, 8)).sum().backward()
-            for one in optimizers:
-                one.step()
+            for optimizer in optimizers:
+                optimizer.step()
     events = read_events(Store.open(str(tmp_path)).sub("jobs/plain"))
     found = [event for event in events if event.name in ("profile", "notice")]
     if first == 9:
@@ -118,8 +175,13 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(first:
 
 
 @pytest.mark.parametrize(
-    "given", [["--profile"], ["--profile", "15:10"], ["--profile", "0:3"], ["a.py", "--profile", "x"]]
+    "given",
+    [["--profile"], ["--profile", "15:10"], ["--profile", "0:3"], ["a.py", "--profile", "x"]],
 )
-def test_steps_that_cannot_be_profiled_are_refused_in_one_line(given: list[str], capsys: Any) -> None:
+def test_steps_that_cannot_be_profiled_are_refused_in_one_line(
+    given: list[str], capsys: Any
+) -> None:
     assert main(["run", *given]) == 2
-    assert capsys.readouterr().err == ("ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15\n")
+    assert capsys.readouterr().err == (
+        "ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15\n"
+    )

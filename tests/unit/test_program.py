@@ -1,4 +1,6 @@
-"""How the project's programs start: without their packages, on any terminal, from any directory, with any order."""
+"""How the project's programs start: without their packages, on any terminal, from any directory,
+with any order.
+"""
 
 from __future__ import annotations
 
@@ -44,31 +46,48 @@ def run(
 def _obey_permissions() -> None:
     """Root may write anywhere until it loses CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2)."""
     for capability in (1, 2):
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; fails, as it may, where there is none
+        ctypes.CDLL(None).prctl(
+            24, capability, 0, 0, 0
+        )  # PR_CAPBSET_DROP; fails, as it may, where there is none
 
 
 @pytest.mark.parametrize("door", _DOORS)
 def test_a_missing_package_is_one_line_with_the_fix(door: str) -> None:
     done = run(sys.executable, "-S", *_DOORS[door])  # -S: without site-packages
     assert done.returncode == 3, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and " is not installed for " in done.stderr and "fix: " in done.stderr
+    assert (
+        len(done.stderr.splitlines()) == 1
+        and " is not installed for " in done.stderr
+        and "fix: " in done.stderr
+    )
 
 
 def test_another_error_keeps_its_traceback() -> None:
-    program = "from ebbflow.infra.program import begin_program; begin_program(); import no_such_module"
+    program = (
+        "from ebbflow.infra.program import begin_program; begin_program(); import no_such_module"
+    )
     done = run(sys.executable, "-c", program)
     assert done.returncode == 1 and "Traceback" in done.stderr and "no_such_module" in done.stderr
 
 
 def test_a_plan_is_readable_on_an_ascii_terminal() -> None:
-    done = run(sys.executable, "-m", "cost", "plan", "configs/laptop.yaml", PYTHONIOENCODING="ascii")
+    done = run(
+        sys.executable, "-m", "cost", "plan", "configs/laptop.yaml", PYTHONIOENCODING="ascii"
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert done.stdout.isascii() and lines[0].startswith("+- capacity plan -") and lines[1].startswith("| 240 steps")
+    assert (
+        done.stdout.isascii()
+        and lines[0].startswith("+- capacity plan -")
+        and lines[1].startswith("| 240 steps")
+    )
 
 
 def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
-    program = r"from ebbflow.infra.program import begin_program; begin_program(); print('│ 2 × é 日 \udc80')"
+    program = (
+        r"from ebbflow.infra.program import begin_program; begin_program(); print('│ 2 × é 日 "
+        r"\udc80')"
+    )
     ascii_only = run(sys.executable, "-c", program, PYTHONIOENCODING="ascii")
     assert ascii_only.stdout == "| 2 x \\xe9 \\u65e5 \\udc80\n", ascii_only.stderr
     utf8 = run(sys.executable, "-c", program, PYTHONIOENCODING="utf-8")
@@ -96,16 +115,25 @@ def test_options_of_run_may_stand_before_it(typed: str, meant: str) -> None:
     ("words", "message"),
     [
         ("--set training.max_steps=5", "--set is an option of run; fix: "),
-        ("--set training.max_steps=none run", "--set training.max_steps=none:1:20: training.max_steps must be"),
+        (
+            "--set training.max_steps=none run",
+            "--set training.max_steps=none:1:20: training.max_steps must be",
+        ),
         ("resume --set training.max_steps=5", "resume takes no --set: "),
         ("card view report", "no run is recorded in "),
         ("--with kubernetes argo-workflows create", "Argo Workflows cannot run this flow, "),
         ("step-functions create --only-json", "AWS Step Functions cannot run this flow, "),
     ],
 )
-def test_words_that_cannot_work_are_told_without_a_traceback(words: str, message: str, tmp_path: Path) -> None:
-    done = run(sys.executable, str(FLOW), *words.split(), METAFLOW_DATASTORE_SYSROOT_LOCAL=str(tmp_path))
-    assert done.returncode == 2 and done.stderr.startswith(message) and "Traceback" not in done.stderr
+def test_words_that_cannot_work_are_told_without_a_traceback(
+    words: str, message: str, tmp_path: Path
+) -> None:
+    done = run(
+        sys.executable, str(FLOW), *words.split(), METAFLOW_DATASTORE_SYSROOT_LOCAL=str(tmp_path)
+    )
+    assert (
+        done.returncode == 2 and done.stderr.startswith(message) and "Traceback" not in done.stderr
+    )
 
 
 def test_the_help_of_run_shows_its_own_options() -> None:
@@ -115,9 +143,16 @@ def test_the_help_of_run_shows_its_own_options() -> None:
 
 
 def test_the_project_is_the_users_folder_or_the_checkout_that_contains_it(tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "from ebbflow.infra.program import PROJECT_ROOT; print(PROJECT_ROOT)")
+    command = (
+        sys.executable,
+        "-c",
+        "from ebbflow.infra.program import PROJECT_ROOT; print(PROJECT_ROOT)",
+    )
     places = [tmp_path, ROOT / "docs", ROOT]
-    found = [run(*command, cwd=place, PYTHONPATH=str(ROOT), EBBFLOW_PROJECT="").stdout for place in places]
+    found = [
+        run(*command, cwd=place, PYTHONPATH=str(ROOT), EBBFLOW_PROJECT="").stdout
+        for place in places
+    ]
     assert found == [f"{tmp_path}\n", f"{ROOT}\n", f"{ROOT}\n"]
     assert run(*command, PYTHONPATH=str(ROOT), EBBFLOW_PROJECT="/mine").stdout == "/mine\n"
 
@@ -133,7 +168,9 @@ def test_a_job_that_an_earlier_version_left_in_the_checkout_is_not_begun_anew(
     with pytest.raises(SystemExit) as left:
         options.check_run_options(["--config", "my.yaml", "--job", "old"])
     said = capsys.readouterr().err
-    assert left.value.code == 2 and f"continue it with EBBFLOW_PROJECT={tmp_path}/checkout" in said, said
+    assert (
+        left.value.code == 2 and f"continue it with EBBFLOW_PROJECT={tmp_path}/checkout" in said
+    ), said
     options.check_run_options(["--config", "my.yaml", "--job", "new"])
 
 
@@ -141,8 +178,9 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
     project = tmp_path / "project"
     project.mkdir()
     program = (
-        "import pathlib, sys; from ebbflow.infra.layout import *; project = pathlib.Path(sys.argv[1])\n"
-        "print(runs_folder(project)); print(records_root(project, METAFLOW_FOLDER))"
+        "import pathlib, sys; from ebbflow.infra.layout import *; project = "
+        "pathlib.Path(sys.argv[1])\nprint(runs_folder(project)); print(records_root(project, "
+        "METAFLOW_FOLDER))"
     )
     command = (sys.executable, "-c", program, str(project))
     state = {"XDG_STATE_HOME": str(tmp_path / "state")}
@@ -150,23 +188,42 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
     assert writable.stdout.split() == [str(project / "runs"), str(project)], writable.stderr
     project.chmod(0o555)
     closed = run(*command, drop_privileges=True, **state)
-    assert closed.stdout.split() == [str(tmp_path / "state/ebbflow/runs"), str(tmp_path / "state/ebbflow")]
+    assert closed.stdout.split() == [
+        str(tmp_path / "state/ebbflow/runs"),
+        str(tmp_path / "state/ebbflow"),
+    ]
     assert run(*command, drop_privileges=True, EBBFLOW_RUNS="/mine").stdout.startswith("/mine\n")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_a_program_starts_with_closed_streams(closed: str, tmp_path: Path) -> None:
-    program = "import ebbflow.infra.program as p; p.begin_program(); print(1); open('written', 'w').write('whole')"
+    program = (
+        "import ebbflow.infra.program as p; p.begin_program(); print(1); open('written', "
+        "'w').write('whole')"
+    )
     command = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program]
     done = run(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "written").read_text() == "whole", "the file took no descriptor that is printed to"
+    assert (tmp_path / "written").read_text() == "whole", (
+        "the file took no descriptor that is printed to"
+    )
 
 
 def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
     program = "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers()\n"
-    program += "for number in range(10_000): print(number, flush=True)\nopen('written', 'w').write('whole')"
-    done = run("sh", "-c", '"$0" -c "$1" >/dev/full', sys.executable, program, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    program += (
+        "for number in range(10_000): print(number, flush=True)\nopen('written', "
+        "'w').write('whole')"
+    )
+    done = run(
+        "sh",
+        "-c",
+        '"$0" -c "$1" >/dev/full',
+        sys.executable,
+        program,
+        cwd=tmp_path,
+        PYTHONPATH=str(ROOT),
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "written").exists()
 
@@ -174,18 +231,31 @@ def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
 def test_what_metaflows_runner_passes_on_is_read_as_what_was_given_to_it() -> None:
     """A string arrives in quotes, a list and a dictionary as JSON."""
     assert (
-        parse_json_option('"configs/laptop.yaml"') == "configs/laptop.yaml" == parse_json_option("configs/laptop.yaml")
+        parse_json_option('"configs/laptop.yaml"')
+        == "configs/laptop.yaml"
+        == parse_json_option("configs/laptop.yaml")
     )
     assert parse_json_option("5") == "5", "a file may have that name"
     typed = ["training.learning_rate=0.001", 'data.path="a b"', "batch.tags={team: x}"]
-    assert parse_overrides(json.dumps({"training.learning_rate": 1e-3, "data.path": "a b"})) == typed[:2]
+    assert (
+        parse_overrides(json.dumps({"training.learning_rate": 1e-3, "data.path": "a b"}))
+        == typed[:2]
+    )
     assert parse_overrides(json.dumps(typed)) == typed and parse_overrides(typed[2]) == typed[2:]
 
 
 def test_a_configuration_given_as_a_dictionary_is_checked_like_a_file() -> None:
     given = {"model": {"hidden_size": 64, "num_heads": 4}, "cluster": {"nodes": 1}}
     loaded = load_config(json.dumps(given, indent=1), ["model.num_layers=3"], project_root=ROOT)
-    assert (loaded.config.model.hidden_size, loaded.config.model.num_layers, loaded.config.cluster.nodes) == (64, 3, 1)
+    assert (
+        loaded.config.model.hidden_size,
+        loaded.config.model.num_layers,
+        loaded.config.cluster.nodes,
+    ) == (64, 3, 1)
     assert loaded.sources["model.hidden_size"] == "--config:3"
-    with pytest.raises(ConfigError, match=r"^--config:\d:\d+: model\.hidden_size must be divisible by"):
-        load_config(json.dumps({"model": {"hidden_size": 64, "num_heads": 5}}, indent=1), project_root=ROOT)
+    with pytest.raises(
+        ConfigError, match=r"^--config:\d:\d+: model\.hidden_size must be divisible by"
+    ):
+        load_config(
+            json.dumps({"model": {"hidden_size": 64, "num_heads": 5}}, indent=1), project_root=ROOT
+        )

@@ -57,8 +57,12 @@ def utc(year: int, month: int, day: int = 1) -> float:
     return datetime(year, month, day, tzinfo=UTC).timestamp()
 
 
-@pytest.mark.parametrize(("age", "hours"), [(0.0, 0.0), (1800.0, 0.5), (36 * HOUR, 36.0), (-50.0, 0.0)])
-def test_the_age_of_a_quote_counts_from_when_it_was_last_known_to_be_valid(age: float, hours: float) -> None:
+@pytest.mark.parametrize(
+    ("age", "hours"), [(0.0, 0.0), (1800.0, 0.5), (36 * HOUR, 36.0), (-50.0, 0.0)]
+)
+def test_the_age_of_a_quote_counts_from_when_it_was_last_known_to_be_valid(
+    age: float, hours: float
+) -> None:
     assert replace(QUOTE, observed=NOW - age).age_hours(NOW) == hours
 
 
@@ -72,7 +76,9 @@ def test_the_age_of_a_quote_counts_from_when_it_was_last_known_to_be_valid(age: 
         ("estimated", 0.0, False),
     ],
 )
-def test_a_quote_is_stale_beyond_the_limit_unless_it_is_an_estimate(kind, limit: float, stale: bool) -> None:
+def test_a_quote_is_stale_beyond_the_limit_unless_it_is_an_estimate(
+    kind, limit: float, stale: bool
+) -> None:
     assert replace(QUOTE, kind=kind).is_stale(NOW, limit) is stale
 
 
@@ -115,7 +121,10 @@ def test_an_age_has_one_unit(seconds: float, age: str, short: str) -> None:
 
 def test_a_month_has_30_44_days_and_a_year_365_25() -> None:
     """Of 700 days the number of months, and of 273.9 years the number, tell other lengths apart."""
-    assert [format_age(months * 30.44 * DAY) for months in (22.51, 23.49)] == ["23 months", "23 months"]
+    assert [format_age(months * 30.44 * DAY) for months in (22.51, 23.49)] == [
+        "23 months",
+        "23 months",
+    ]
     assert format_age(100_000 * DAY) == "273.8 years"
 
 
@@ -151,7 +160,9 @@ def test_the_region_of_a_zone_name(zone: str, region: str | None) -> None:
         ("None-az4", "nowhere", False),
     ],
 )
-def test_a_zone_id_belongs_to_the_region_with_its_prefix(zone: str, region: str, belongs: bool) -> None:
+def test_a_zone_id_belongs_to_the_region_with_its_prefix(
+    zone: str, region: str, belongs: bool
+) -> None:
     assert is_zone_of(zone, region) is belongs
 
 
@@ -176,7 +187,9 @@ def test_the_static_spot_price_is_the_on_demand_price_less_the_advisors_savings(
         source="on-demand recorded 2026-07-20, savings recorded 2025-07",
     )
     assert advisor_recorded() == "2025-07"
-    old = replace(DEAR, on_demand={"us-east-1": replace(DEAR.on_demand["us-east-1"], recorded="2020-01-02")})
+    old = replace(
+        DEAR, on_demand={"us-east-1": replace(DEAR.on_demand["us-east-1"], recorded="2020-01-02")}
+    )
     assert StaticPrices().spot(old, "us-east-1")[0].observed == utc(2020, 1, 2)
 
 
@@ -204,14 +217,18 @@ def test_the_static_on_demand_price_is_as_recorded() -> None:
 
 def test_the_static_table_says_why_a_price_is_missing() -> None:
     prices = StaticPrices()
-    assert prices.why_missing(KIND, "mars-1", None) == "in the static table, whose prices are of us-east-1 only"
+    assert (
+        prices.why_missing(KIND, "mars-1", None)
+        == "in the static table, whose prices are of us-east-1 only"
+    )
     assert "the spot advisor did not list it" in prices.why_missing(KIND, "us-east-1", None)
 
 
 def test_the_static_table_describes_itself_and_what_it_lacks() -> None:
     now = utc(2026, 9, 20)
     table = (
-        "static table of us-east-1 (on-demand prices of 2026-07-20, 2 months old; savings of 2025-07, 15 months old)"
+        "static table of us-east-1 (on-demand prices of 2026-07-20, 2 months old; savings of "
+        "2025-07, 15 months old)"
     )
     assert describe_static_table(now) == table
     described = StaticPrices().describe(now_utc=now, regions=["us-east-1"], max_age_hours=1.0)
@@ -227,12 +244,15 @@ def test_the_static_table_describes_itself_and_what_it_lacks() -> None:
 def test_on_demand_prices_are_described_with_the_regions_that_lack_them() -> None:
     known = "on-demand prices: static table of us-east-1, 2026-07-20, 2 months old"
     lacking = (
-        "; none on record for mars-1, eu-west-1 (ebbflow catalogue refresh --regions mars-1 eu-west-1 brings them)"
+        "; none on record for mars-1, eu-west-1 (ebbflow catalogue refresh --regions mars-1 "
+        "eu-west-1 brings them)"
     )
     now = utc(2026, 9, 20)
     assert describe_on_demand(now, ["us-east-1"]) == known
     assert describe_on_demand(now, ["mars-1", "us-east-1", "eu-west-1"]) == known + lacking
-    assert describe_on_demand(now, ["mars-1"]).startswith(known), "none of the regions is recorded: all that are"
+    assert describe_on_demand(now, ["mars-1"]).startswith(known), (
+        "none of the regions is recorded: all that are"
+    )
     assert refresh_command(["a-1", "b-2"]) == "ebbflow catalogue refresh --regions a-1 b-2"
 
 
@@ -251,8 +271,12 @@ def two_regions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 def test_the_oldest_of_several_recorded_regions_counts() -> None:
     now = utc(2026, 9, 20)
     both = describe_on_demand(now, ["us-east-1", "eu-west-1", "mars-1"])
-    assert both.startswith("on-demand prices: static table of us-east-1, eu-west-1, 2026-05-01, 5 months old; none")
-    assert describe_on_demand(now, ["us-east-1"]).endswith("static table of us-east-1, 2026-07-20, 2 months old")
+    assert both.startswith(
+        "on-demand prices: static table of us-east-1, eu-west-1, 2026-05-01, 5 months old; none"
+    )
+    assert describe_on_demand(now, ["us-east-1"]).endswith(
+        "static table of us-east-1, 2026-07-20, 2 months old"
+    )
     assert "on-demand prices of 2026-05-01, 5 months old;" in describe_static_table(now)
     assert len(table_ages(["us-east-1"])) == len(table_ages()) - 1
 
@@ -285,7 +309,9 @@ def test_tables_are_old_after_90_days() -> None:
     at = utc(2026, 7, 20) + 90 * DAY
     assert "us-east-1 (" not in (warn_of_age(at, ["us-east-1"]) or "")
     assert "on-demand prices of us-east-1 (3 months)" in (warn_of_age(at + 1, ["us-east-1"]) or "")
-    assert "us-east-1 (" not in (warn_of_age(at + 1, ["eu-west-1"]) or ""), "only regions that are asked for"
+    assert "us-east-1 (" not in (warn_of_age(at + 1, ["eu-west-1"]) or ""), (
+        "only regions that are asked for"
+    )
     assert warn_of_age(utc(2025, 7), []) is None
     assert warn_of_age(utc(2025, 7) + 91 * DAY, ["mars-1"]) == (
         "! tables older than 90 days: savings and bands of the spot advisor (3 months); "

@@ -1,4 +1,6 @@
-"""Months of bills: ten of AWS Batch's normal life without an alarm, twenty with one planted fault that is named."""
+"""Months of bills: ten of AWS Batch's normal life without an alarm, twenty with one planted fault
+that is named.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,27 @@ from tests.support.bills import Instance, rows_of, write_report
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
 
 HOUR = 3600.0
-TAG, OTHER = {"ebbflow-job": "demo"}, {"ebbflow-job": "another"}
+TAG = {"ebbflow-job": "demo"}
+OTHER = {"ebbflow-job": "another"}
 CHANGES = [(9 * HOUR + 700, 4.5), (31 * HOUR + 1500, 2.7), (52 * HOUR, 3.3)]
-MACHINE = {"instance_type": "g5.xlarge", "market": "spot", "region": "us-east-1", "zone": "us-east-1a"}
+MACHINE = {
+    "instance_type": "g5.xlarge",
+    "market": "spot",
+    "region": "us-east-1",
+    "zone": "us-east-1a",
+}
 
 
 def price(at: float) -> float:
     held = [usd for since, usd in CHANGES if since <= at - WALL]
-    return held[-1] if held else 3.6
+    if held:
+        return held[-1]
+    return 3.6
 
 
-def node(number: int, start: float, end: float, name: str, *, uptime: float = 150.0, clock: float = 0.0) -> list[Event]:
+def node(
+    number: int, start: float, end: float, name: str, *, uptime: float = 150.0, clock: float = 0.0
+) -> list[Event]:
     """One generation of one node, on a machine whose clock is ahead by `clock` seconds."""
     known = {**MACHINE, "instance_id": name, "uptime_seconds": uptime}
     gang = GangLog(number, start + clock, [[0, 1]], machines=[known])
@@ -43,7 +55,9 @@ def life(name: str, start: float, end: float, **known) -> Instance:
 
 @dataclass
 class Month:
-    """What the job recorded, how long its instances really lived, and what is done to the lines of the bill."""
+    """What the job recorded, how long its instances really lived, and what is done to the lines of
+    the bill.
+    """
 
     events: list[Event]
     lives: list[Instance]
@@ -51,22 +65,38 @@ class Month:
     edit: Callable[[list[dict]], list[dict]] = lambda rows: rows
 
     def reconciled(self, folder: Path) -> Reconciliation:
-        rows = [row for one in self.lives for row in rows_of(one, tick=20.0)]
+        rows = []
+        for one in self.lives:
+            rows.extend(rows_of(one, tick=20.0))
         report = write_report(folder / "cur.csv", self.edit(rows))
         return reconcile(self.events, read_bill(report), others=self.others)
 
 
-def plain(*, clock: float = 0.0, uptime: float = 150.0, later: float = 5.0, twice: bool = False) -> Month:
-    """Three instances of 8 to 30 hours; the first two follow each other, the third ran twice with a pause of 400 s."""
+def plain(
+    *, clock: float = 0.0, uptime: float = 150.0, later: float = 5.0, twice: bool = False
+) -> Month:
+    """Three instances of 8 to 30 hours; the first two follow each other, the third ran twice with a
+    pause of 400 s.
+    """
     spans = [("i-one", 1.2, 9.3), ("i-two", 9.5, 39.7), ("i-three", 40.1, 58.6)]
-    events, lives = [plan_event(3.6), prices_event(CHANGES)], []
+    events = [plan_event(3.6), prices_event(CHANGES)]
+    lives = []
     for number, (name, start, end) in enumerate(spans, start=1):
         middle = (start + end) / 2 * HOUR
         events += node(2 * number, start * HOUR, middle, name, uptime=uptime, clock=clock)
         begin = middle + 400.0
-        events += node(2 * number + 1, begin, end * HOUR, name, uptime=uptime + begin - start * HOUR, clock=clock)
+        events += node(
+            2 * number + 1,
+            begin,
+            end * HOUR,
+            name,
+            uptime=uptime + begin - start * HOUR,
+            clock=clock,
+        )
         lives.append(life(name, start * HOUR - uptime, end * HOUR + later))
-    return Month(events, lives, edit=(lambda rows: [*rows, *rows]) if twice else (lambda rows: rows))
+    return Month(
+        events, lives, edit=(lambda rows: [*rows, *rows]) if twice else (lambda rows: rows)
+    )
 
 
 def shared(month: Month, *, after: bool, tagged: bool) -> Month:
@@ -75,20 +105,36 @@ def shared(month: Month, *, after: bool, tagged: bool) -> Month:
     if after:
         longer = replace(two, end=two.end + 5 * HOUR)
         other = node(1, 39.7 * HOUR + 90, 44.7 * HOUR, "i-two", uptime=30 * HOUR)
-        edit = by_hour("i-two", range(40, 46), tags=OTHER) if tagged else month.edit
-        return replace(month, lives=[one, longer, three], others=[] if tagged else [other], edit=edit)
+        if tagged:
+            edit = by_hour("i-two", range(40, 46), tags=OTHER)
+        else:
+            edit = month.edit
+        return replace(
+            month, lives=[one, longer, three], others=[] if tagged else [other], edit=edit
+        )
     events = [
-        replace(one, data={**one.data, "uptime_seconds": one.data["uptime_seconds"] + 4 * HOUR})
-        if one.data.get("instance_id") == "i-two"
-        else one
-        for one in month.events
+        replace(
+            event, data={**event.data, "uptime_seconds": event.data["uptime_seconds"] + 4 * HOUR}
+        )
+        if event.data.get("instance_id") == "i-two"
+        else event
+        for event in month.events
     ]
     longer = replace(two, start=two.start - 4 * HOUR, tags=OTHER if tagged else {})
     return replace(month, events=events, lives=[one, longer, three])
 
 
-def by_hour(name: str, hours: range | list[int], *, tags: dict | None = None, drop: bool = False, factor: float = 1.0):
-    """Edit the lines of an instance in some hours after WALL: another tag, none at all, another price."""
+def by_hour(
+    name: str,
+    hours: range | list[int],
+    *,
+    tags: dict | None = None,
+    drop: bool = False,
+    factor: float = 1.0,
+):
+    """Edit the lines of an instance in some hours after WALL: another tag, none at all, another
+    price.
+    """
 
     def edit(rows: list[dict]) -> list[dict]:
         found = []
@@ -97,7 +143,10 @@ def by_hour(name: str, hours: range | list[int], *, tags: dict | None = None, dr
             if row["lineItem/ResourceId"] == name and hour in hours:
                 if drop:
                     continue
-                row = {**row, "lineItem/UnblendedCost": str(float(row["lineItem/UnblendedCost"]) * factor)}
+                row = {
+                    **row,
+                    "lineItem/UnblendedCost": str(float(row["lineItem/UnblendedCost"]) * factor),
+                }
                 row |= {f"resourceTags/user:{key}": value for key, value in (tags or {}).items()}
             found.append(row)
         return found
@@ -107,15 +156,30 @@ def by_hour(name: str, hours: range | list[int], *, tags: dict | None = None, dr
 
 def silent_node(month: Month) -> Month:
     """A Batch job was paid for two hours, and its machine died before an agent spoke."""
-    ran = {"started_utc": WALL + 60 * HOUR, "stopped_utc": WALL + 62 * HOUR, "cause": "reclaimed", "nodes": 1}
-    chosen = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 3.3, "price_kind": "recorded"}
+    ran = {
+        "started_utc": WALL + 60 * HOUR,
+        "stopped_utc": WALL + 62 * HOUR,
+        "cause": "reclaimed",
+        "nodes": 1,
+    }
+    chosen = {
+        "instance_type": "g5.xlarge",
+        "market": "spot",
+        "usd_per_hour": 3.3,
+        "price_kind": "recorded",
+    }
     job = event(BATCH_ATTEMPT, 63 * HOUR, job_id="job-1", processes_per_node=2, **ran, **chosen)
     silent = life("i-four", 60 * HOUR - 200, 62 * HOUR + 60)
     return replace(month, events=[*month.events, job], lives=[*month.lives, silent])
 
 
 def lost_ends(month: Month) -> Month:
-    return replace(month, events=[one for one in month.events if one.name != NODE_ENDED or one.generation != 7])
+    return replace(
+        month,
+        events=[
+            event for event in month.events if event.name != NODE_ENDED or event.generation != 7
+        ],
+    )
 
 
 NORMAL = {
@@ -136,10 +200,14 @@ NORMAL = {
 def test_a_normal_month_raises_no_alarm(name: str, tmp_path: Path) -> None:
     found = NORMAL[name]().reconciled(tmp_path)
     assert found.findings == () and found.agrees, render(found)
-    assert float(sum(part.usd for part in found.parts)) == pytest.approx(float(found.gap_usd), abs=1e-9)
+    assert float(sum(part.usd for part in found.parts)) == pytest.approx(
+        float(found.gap_usd), abs=1e-9
+    )
     if name.startswith("clocks"):
         assert (
-            len(found.notes) == 3 and "clock was about 2" in found.notes[0] and "ahead of the bill's" in found.notes[0]
+            len(found.notes) == 3
+            and "clock was about 2" in found.notes[0]
+            and "ahead of the bill's" in found.notes[0]
         )
 
 
@@ -151,7 +219,8 @@ def with_life(index: int, **changes) -> Month:
     month = plain()
     lives = list(month.lives)
     lives[index] = replace(
-        lives[index], **{k: v(lives[index]) if callable(v) and k == "end" else v for k, v in changes.items()}
+        lives[index],
+        **{k: v(lives[index]) if callable(v) and k == "end" else v for k, v in changes.items()},
     )
     return replace(month, lives=lives)
 
@@ -168,15 +237,22 @@ def one_twice(rows: list[dict]) -> list[dict]:
 
 def half(rows: list[dict]) -> list[dict]:
     target = [row for row in rows if row["lineItem/ResourceId"] == "i-two"][7]
-    less = {"lineItem/UsageAmount": "0.5", "lineItem/UnblendedCost": str(float(target["lineItem/UnblendedCost"]) / 2)}
+    less = {
+        "lineItem/UsageAmount": "0.5",
+        "lineItem/UnblendedCost": str(float(target["lineItem/UnblendedCost"]) / 2),
+    }
     return [{**row, **less} if row is target else row for row in rows]
 
 
 def pause_of_hours() -> Month:
-    """The third instance had no agent for four hours between its two nodes, and was billed throughout."""
+    """The third instance had no agent for four hours between its two nodes, and was billed
+    throughout.
+    """
     month = plain()
-    third = node(20, 40.1 * HOUR, 45 * HOUR, "i-three") + node(21, 49 * HOUR, 58.6 * HOUR, "i-three", uptime=9 * HOUR)
-    kept = [one for one in month.events if one.generation < 6]
+    third = node(20, 40.1 * HOUR, 45 * HOUR, "i-three") + node(
+        21, 49 * HOUR, 58.6 * HOUR, "i-three", uptime=9 * HOUR
+    )
+    kept = [event for event in month.events if event.generation < 6]
     return replace(month, events=[*kept, *third])
 
 
@@ -186,27 +262,63 @@ def missing_and_zombie() -> Month:
 
 
 FAULTS: dict[str, tuple[Callable[[], Month], set[str]]] = {
-    "an hour missing, and a zombie hour": (missing_and_zombie, {"hour not billed", "billed without use"}),
-    "an untagged orphan": (lambda: more(life("i-x", 5 * HOUR, 30 * HOUR, tags={})), {"untagged instance"}),
-    "a short untagged orphan": (lambda: more(life("i-x", 5 * HOUR, 5 * HOUR + 700, tags={})), {"untagged instance"}),
+    "an hour missing, and a zombie hour": (
+        missing_and_zombie,
+        {"hour not billed", "billed without use"},
+    ),
+    "an untagged orphan": (
+        lambda: more(life("i-x", 5 * HOUR, 30 * HOUR, tags={})),
+        {"untagged instance"},
+    ),
+    "a short untagged orphan": (
+        lambda: more(life("i-x", 5 * HOUR, 5 * HOUR + 700, tags={})),
+        {"untagged instance"},
+    ),
     "a tagged orphan": (lambda: more(life("i-x", 5 * HOUR, 30 * HOUR)), {"orphan instance"}),
     "another zone": (lambda: with_life(1, zone="us-east-1d"), {"wrong zone"}),
     "another type": (lambda: with_life(1, instance_type="g5.2xlarge"), {"wrong type"}),
     "on-demand": (lambda: with_life(1, market="on_demand"), {"wrong market"}),
-    "twice the price": (lambda: with_life(1, usd_per_hour=lambda at: 2 * price(at)), {"wrong price"}),
-    "one hour at another price": (lambda: edited(by_hour("i-two", [20], factor=1.3)), {"wrong price"}),
-    "an instance missing": (lambda: edited(by_hour("i-one", range(0, 99), drop=True)), {"not billed"}),
-    "twenty minutes too long": (lambda: with_life(2, end=lambda one: one.end + 1200), {"billed without use"}),
-    "five hours too long": (lambda: with_life(2, end=lambda one: one.end + 5 * HOUR), {"billed without use"}),
-    "a day too long": (lambda: with_life(0, end=lambda one: one.end + 24 * HOUR), {"billed without use"}),
+    "twice the price": (
+        lambda: with_life(1, usd_per_hour=lambda at: 2 * price(at)),
+        {"wrong price"},
+    ),
+    "one hour at another price": (
+        lambda: edited(by_hour("i-two", [20], factor=1.3)),
+        {"wrong price"},
+    ),
+    "an instance missing": (
+        lambda: edited(by_hour("i-one", range(0, 99), drop=True)),
+        {"not billed"},
+    ),
+    "twenty minutes too long": (
+        lambda: with_life(2, end=lambda one: one.end + 1200),
+        {"billed without use"},
+    ),
+    "five hours too long": (
+        lambda: with_life(2, end=lambda one: one.end + 5 * HOUR),
+        {"billed without use"},
+    ),
+    "a day too long": (
+        lambda: with_life(0, end=lambda one: one.end + 24 * HOUR),
+        {"billed without use"},
+    ),
     "an hour billed twice": (lambda: edited(one_twice), {"billed twice"}),
     "half an hour missing": (lambda: edited(half), {"hour not billed"}),
-    "the first hour missing": (lambda: edited(by_hour("i-two", [9], drop=True)), {"hour not billed"}),
-    "the last hour missing": (lambda: edited(by_hour("i-two", [39], drop=True)), {"hour not billed"}),
+    "the first hour missing": (
+        lambda: edited(by_hour("i-two", [9], drop=True)),
+        {"hour not billed"},
+    ),
+    "the last hour missing": (
+        lambda: edited(by_hour("i-two", [39], drop=True)),
+        {"hour not billed"},
+    ),
     "no agent for four hours": (pause_of_hours, {"billed without use"}),
     "no tag": (lambda: with_life(1, tags={}), {"missed tag"}),
-    "another job's tag on an instance of its own": (lambda: with_life(1, tags=OTHER), {"missed tag"}),
-}  # fmt: skip
+    "another job's tag on an instance of its own": (
+        lambda: with_life(1, tags=OTHER),
+        {"missed tag"},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -214,7 +326,9 @@ def test_a_planted_fault_is_named_and_nothing_else(name: str, tmp_path: Path) ->
     make, kinds = FAULTS[name]
     found = make().reconciled(tmp_path)
     assert not found.agrees and {finding.kind for finding in found.findings} == kinds, render(found)
-    assert float(sum(part.usd for part in found.parts)) == pytest.approx(float(found.gap_usd), abs=1e-9)
+    assert float(sum(part.usd for part in found.parts)) == pytest.approx(
+        float(found.gap_usd), abs=1e-9
+    )
 
 
 def test_there_are_ten_normal_months_and_twenty_faults() -> None:

@@ -1,4 +1,6 @@
-"""Reconciliation by hand-made bill lines: each part of a gap in exact dollars, and each finding at its limit."""
+"""Reconciliation by hand-made bill lines: each part of a gap in exact dollars, and each finding at
+its limit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from hypothesis import strategies as st
 
 from ebbflow.cost.bill import BillLine
 from ebbflow.cost.errors import BillError
-from ebbflow.cost.reconcile import BillingFinding, GapPart, Reconciliation, add_command, reconcile, render
+from ebbflow.cost.reconcile import (
+    BillingFinding,
+    GapPart,
+    Reconciliation,
+    add_command,
+    reconcile,
+    render,
+)
 from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, Event
 from ebbflow.infra.layout import event_key
 from ebbflow.infra.store import Store
@@ -24,7 +33,12 @@ from tests.support.records import is_frozen, takes_names_only
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
 
 HOUR = 3600.0
-MACHINE = {"instance_type": "g5.xlarge", "market": "spot", "region": "us-east-1", "zone": "us-east-1a"}
+MACHINE = {
+    "instance_type": "g5.xlarge",
+    "market": "spot",
+    "region": "us-east-1",
+    "zone": "us-east-1a",
+}
 TAG = {"ebbflowjob": "demo"}
 _generation = iter(range(1, 10**6))
 
@@ -42,7 +56,9 @@ def node(
 
 
 def line(name: str, hour: int, seconds: float, usd: str | None = None, **changes) -> BillLine:
-    """A line of an instance for one hour after WALL; without dollars, at a tenth of a cent per second."""
+    """A line of an instance for one hour after WALL; without dollars, at a tenth of a cent per
+    second.
+    """
     known = {
         "resource_id": name,
         "start": WALL + hour * HOUR,
@@ -74,7 +90,9 @@ def parts(found: Reconciliation) -> list[tuple[str, Decimal, str]]:
 
 
 def findings(found: Reconciliation) -> list[tuple[str, str, Decimal, str]]:
-    return [(finding.kind, finding.resource, finding.usd, finding.words) for finding in found.findings]
+    return [
+        (finding.kind, finding.resource, finding.usd, finding.words) for finding in found.findings
+    ]
 
 
 def kinds(found: Reconciliation) -> list[str]:
@@ -85,21 +103,35 @@ AT_PRICE = "3,000 s billed at $3.600000/h, metered at $3.600000/h"
 
 
 def test_the_gap_of_an_hour_is_split_by_price_boot_and_end() -> None:
-    """3,000 s are common; of 600 s that are only billed, half precedes the agent and half follows it."""
+    """3,000 s are common; of 600 s that are only billed, half precedes the agent and half follows
+    it.
+    """
     found = reconciled(node("i-one", 300, 3300, uptime=300), line("i-one", 0, 3600, "4.32"))
     assert parts(found) == [
         ("price", Decimal("0.6"), "3,000 s billed at $4.320000/h, metered at $3.600000/h"),
         ("boot time", Decimal("0.36"), "300 s from the instance's boot to the first agent"),
-        ("ended later", Decimal("0.36"), "300 s from the last agent's end to the end of the instance"),
+        (
+            "ended later",
+            Decimal("0.36"),
+            "300 s from the last agent's end to the end of the instance",
+        ),
     ]
-    assert (found.billed_usd, found.joined_usd, found.gap_usd) == (Decimal("4.32"), 3, Decimal("1.32"))
+    assert (found.billed_usd, found.joined_usd, found.gap_usd) == (
+        Decimal("4.32"),
+        3,
+        Decimal("1.32"),
+    )
     assert {part.instance_id for part in found.parts} == {"i-one"}
 
 
 def test_the_gap_of_several_hours_is_summed_by_cause() -> None:
-    """Of the second hour 600 metered seconds are not billed; in the third 700 s are billed at twice the price."""
+    """Of the second hour 600 metered seconds are not billed; in the third 700 s are billed at twice
+    the price.
+    """
     events = node("i-one", 600, 2 * HOUR + 100, uptime=600)
-    found = reconciled(events, line("i-one", 0, 3600), line("i-one", 1, 3000), line("i-one", 2, 800, "1.6"))
+    found = reconciled(
+        events, line("i-one", 0, 3600), line("i-one", 1, 3000), line("i-one", 2, 800, "1.6")
+    )
     assert parts(found) == [
         ("price", Decimal("0.1"), "6,100 s billed at $3.989189/h, metered at $3.600000/h"),
         ("unexplained", Decimal("-0.6"), "600 s metered and not billed"),
@@ -109,8 +141,14 @@ def test_the_gap_of_several_hours_is_summed_by_cause() -> None:
 
 
 def test_a_boot_over_two_hours_is_one_part() -> None:
-    found = reconciled(node("i-one", HOUR + 300, 2 * HOUR, uptime=600), line("i-one", 0, 300), line("i-one", 1, 3600))
-    assert parts(found) == [("boot time", Decimal("0.6"), "600 s from the instance's boot to the first agent")]
+    found = reconciled(
+        node("i-one", HOUR + 300, 2 * HOUR, uptime=600),
+        line("i-one", 0, 300),
+        line("i-one", 1, 3600),
+    )
+    assert parts(found) == [
+        ("boot time", Decimal("0.6"), "600 s from the instance's boot to the first agent")
+    ]
 
 
 def test_every_cause_has_its_words() -> None:
@@ -118,7 +156,10 @@ def test_every_cause_has_its_words() -> None:
     others = [node("i-one", 3300, 3500)]
     found = reconciled(lost, line("i-one", 0, 3585), others=others)
     assert [(part.cause, part.words) for part in found.parts] == [
-        ("warm instance", "1,700 s before the first agent, on an instance that another job had started"),
+        (
+            "warm instance",
+            "1,700 s before the first agent, on an instance that another job had started",
+        ),
         ("another job", "200 s while another job used the instance"),
         ("end not recorded", "15 s after the last event of a lost node"),
         ("ended later", "470 s from the last agent's end to the end of the instance"),
@@ -143,7 +184,10 @@ def test_an_hour_that_was_not_billed_is_unexplained_at_the_metered_price() -> No
 
 def test_dollars_without_seconds_are_unexplained() -> None:
     found = reconciled(
-        node("i-one", 0, 2 * HOUR), line("i-one", 0, 3600), line("i-one", 1, 3600), line("i-one", 2, 0, "5")
+        node("i-one", 0, 2 * HOUR),
+        line("i-one", 0, 3600),
+        line("i-one", 1, 3600),
+        line("i-one", 2, 0, "5"),
     )
     assert [(cause, usd) for cause, usd, _ in parts(found)] == [("unexplained", Decimal(5))]
     assert not found.agrees and found.findings == ()
@@ -162,30 +206,44 @@ def test_dollars_without_seconds_are_unexplained() -> None:
     st.integers(1, 12_000),
     st.integers(0, 900),
 )
-def test_the_parts_of_a_gap_sum_to_it(hours: list[tuple[int, int]], start: int, seconds: int, uptime: int) -> None:
+def test_the_parts_of_a_gap_sum_to_it(
+    hours: list[tuple[int, int]], start: int, seconds: int, uptime: int
+) -> None:
     events = node("i-one", start, start + seconds, uptime=uptime)
     lines = [line("i-one", hour, billed, str(usd)) for hour, (billed, usd) in enumerate(hours)]
     found = reconciled(events, *lines)
-    assert abs(sum((part.usd for part in found.parts), Decimal(0)) - found.gap_usd) < Decimal("1e-12")
+    assert abs(sum((part.usd for part in found.parts), Decimal(0)) - found.gap_usd) < Decimal(
+        "1e-12"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "cause", "finding", "words"),
     [
-        ({"zone": "us-east-1b"}, "other zone", "wrong zone", "billed in us-east-1b, the events have us-east-1a"),
+        (
+            {"zone": "us-east-1b"},
+            "other zone",
+            "wrong zone",
+            "billed in us-east-1b, the events have us-east-1a",
+        ),
         (
             {"instance_type": "g5.8xlarge"},
             "other type",
             "wrong type",
             "billed in g5.8xlarge, the events have g5.xlarge",
         ),
-        ({"market": "on_demand"}, "other market", "wrong market", "billed in on_demand, the events have spot"),
+        (
+            {"market": "on_demand"},
+            "other market",
+            "wrong market",
+            "billed in on_demand, the events have spot",
+        ),
         (
             {"zone": ""},
             "price",
             "wrong price",
-            "$7.2000 billed for 3,600 s in 1 hour from 2027-01-15 08:00 UTC; at the prices on record it would be "
-            "$3.6000",
+            "$7.2000 billed for 3,600 s in 1 hour from 2027-01-15 08:00 UTC; at the prices on "
+            "record it would be $3.6000",
         ),
     ],
 )
@@ -199,14 +257,17 @@ def test_a_price_is_explained_by_what_the_bill_says_of_the_machine(
 
 def test_a_bill_with_the_machines_zone_among_others_does_not_contradict_it() -> None:
     events = node("i-one", 0, 2 * HOUR)
-    there, elsewhere = line("i-one", 0, 3600), line("i-one", 1, 3600, zone="us-east-1b")
+    there = line("i-one", 0, 3600)
+    elsewhere = line("i-one", 1, 3600, zone="us-east-1b")
     assert reconciled(events, there, elsewhere).agrees
     found = reconciled(events, replace(there, zone="us-east-1c"), elsewhere)
     assert found.findings[0].words == "billed in us-east-1b, us-east-1c, the events have us-east-1a"
     assert reconciled(node("i-one", 0, 2 * HOUR, zone=None), there, elsewhere).agrees
 
 
-@pytest.mark.parametrize(("usd", "right"), [("3.6363", True), ("3.6364", False), ("3.5644", True), ("3.5643", False)])
+@pytest.mark.parametrize(
+    ("usd", "right"), [("3.6363", True), ("3.6364", False), ("3.5644", True), ("3.5643", False)]
+)
 def test_a_price_may_differ_by_a_percent(usd: str, right: bool) -> None:
     found = reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600, usd))
     assert kinds(found) == ([] if right else ["wrong price"])
@@ -215,33 +276,55 @@ def test_a_price_may_differ_by_a_percent(usd: str, right: bool) -> None:
 @pytest.mark.parametrize(
     ("end", "billed", "usd", "right"),
     [
-        (1800, 2400, "3.3333", True),  # at the most $1.80 metered, $1.20 at the later price, and $0.30 for clocks
+        (
+            1800,
+            2400,
+            "3.3333",
+            True,
+        ),  # at the most $1.80 metered, $1.20 at the later price, and $0.30 for clocks
         (1800, 2400, "3.3334", False),
-        (1800, 2400, "2.0792", False),  # at the least $1.80 metered, $0.60 at the earlier price, less $0.30
+        (
+            1800,
+            2400,
+            "2.0792",
+            False,
+        ),  # at the least $1.80 metered, $0.60 at the earlier price, less $0.30
         (1800, 2400, "2.0793", True),
         (3600, 3000, "5.1515", True),  # at the most $5.40 metered, less $0.60 at the earlier price
         (3600, 3000, "5.1516", False),
         (3600, 3000, "3.8613", False),
         (3600, 3000, "3.8615", True),
     ],
-)  # fmt: skip
-def test_a_price_that_changes_within_the_hour_has_bounds(end: float, billed: float, usd: str, right: bool) -> None:
+)
+def test_a_price_that_changes_within_the_hour_has_bounds(
+    end: float, billed: float, usd: str, right: bool
+) -> None:
     events = [*node("i-one", 0, end), prices_event([(1800, 7.2)])]
     assert ("wrong price" not in kinds(reconciled(events, line("i-one", 0, billed, usd)))) is right
 
 
 @pytest.mark.parametrize(("change", "usd", "right"), [(3700, "2.2", True), (100, "3.8", False)])
-def test_the_bounds_of_a_price_follow_the_agents_clock(change: float, usd: str, right: bool) -> None:
-    """The agent's clock was 300 s ahead, so the bill's first hour is from 300 s to 3,900 s by its clock."""
+def test_the_bounds_of_a_price_follow_the_agents_clock(
+    change: float, usd: str, right: bool
+) -> None:
+    """The agent's clock was 300 s ahead, so the bill's first hour is from 300 s to 3,900 s by its
+    clock.
+    """
     events = [*node("i-one", 2100, 9300), prices_event([(change, 7.2)])]
-    lines = [line("i-one", 0, 1800, usd), line("i-one", 1, 3600, "7.2"), line("i-one", 2, 1800, "3.6")]
+    lines = [
+        line("i-one", 0, 1800, usd),
+        line("i-one", 1, 3600, "7.2"),
+        line("i-one", 2, 1800, "3.6"),
+    ]
     found = reconciled(events, *lines)
     assert found.notes == ("i-one: its clock was about 300 s ahead of the bill's",)
     assert kinds(found) == ([] if right else ["wrong price"])
 
 
 def test_a_clock_that_is_behind_is_noted() -> None:
-    found = reconciled(node("i-one", 1800 - 120, 5400 - 120), line("i-one", 0, 1800), line("i-one", 1, 1800))
+    found = reconciled(
+        node("i-one", 1800 - 120, 5400 - 120), line("i-one", 0, 1800), line("i-one", 1, 1800)
+    )
     assert found.notes == ("i-one: its clock was about 120 s behind the bill's",)
 
 
@@ -255,8 +338,8 @@ def test_hours_at_a_wrong_price_are_summed() -> None:
     found = reconciled(events, *lines)
     [wrong] = [finding for finding in found.findings if finding.kind == "wrong price"]
     assert wrong.words == (
-        "$28.0000 billed for 7,190 s in 2 hours from 2027-01-15 08:00 UTC; at the prices on record it would be "
-        "$8.9800 to $8.9900"
+        "$28.0000 billed for 7,190 s in 2 hours from 2027-01-15 08:00 UTC; at the prices on "
+        "record it would be $8.9800 to $8.9900"
     )
     assert wrong.usd == Decimal("31.6")
 
@@ -274,8 +357,12 @@ def test_an_instance_without_a_bill_has_a_finding_that_says_why() -> None:
     events = node("i-one", 0, 3600)
     early = reconciled(events)
     assert findings(early) == [("not billed", "i-one", Decimal("3.6"), later)]
-    assert findings(reconciled(events, line("i-x", -1, 3600, tags={"ebbflowjob": "x"})))[0][3] == later
-    assert findings(reconciled(events, line("i-x", 0, 3600, tags={"ebbflowjob": "x"})))[0][3] == other
+    assert (
+        findings(reconciled(events, line("i-x", -1, 3600, tags={"ebbflowjob": "x"})))[0][3] == later
+    )
+    assert (
+        findings(reconciled(events, line("i-x", 0, 3600, tags={"ebbflowjob": "x"})))[0][3] == other
+    )
     unordered = [line("i-x", hour, 3600, tags={"ebbflowjob": "x"}) for hour in (0, -1)]
     assert findings(reconciled(events, *unordered))[0][3] == other
     assert "not billed" in kinds(reconciled(events, line("i-one", 0, 0, "0")))
@@ -289,8 +376,13 @@ def test_an_hour_may_exceed_its_length_by_a_second(seconds: float, twice: bool) 
 
 def test_an_hour_that_is_billed_twice_has_its_reasons() -> None:
     events = node("i-one", 0, 3600)
-    twice = reconciled(events, line("i-one", 0, 3600), line("i-one", 0, 3400, usd="3.6", delivery=1))
-    words = "1 of its hours are in two files that differ, 3,400 s billed beyond the length of their hours"
+    twice = reconciled(
+        events, line("i-one", 0, 3600), line("i-one", 0, 3400, usd="3.6", delivery=1)
+    )
+    words = (
+        "1 of its hours are in two files that differ, 3,400 s billed beyond the length of their "
+        "hours"
+    )
     assert findings(twice)[-1][::3] == (
         "billed twice",
         f"{words}: two deliveries together? fix: pass only the newest one",
@@ -301,11 +393,15 @@ def test_an_hour_that_is_billed_twice_has_its_reasons() -> None:
     ]
 
 
-NO_AGENT = "no agent of the job was there: is it still running, or did another job use it (--also JOB)?"
+NO_AGENT = (
+    "no agent of the job was there: is it still running, or did another job use it (--also JOB)?"
+)
 
 
 @pytest.mark.parametrize(("missing", "found"), [(60, []), (61, ["hour not billed"])])
-def test_a_minute_of_each_hour_may_be_metered_and_not_billed(missing: int, found: list[str]) -> None:
+def test_a_minute_of_each_hour_may_be_metered_and_not_billed(
+    missing: int, found: list[str]
+) -> None:
     lines = [line("i-one", 0, 3600 - missing), line("i-one", 1, 3600 - missing)]
     assert kinds(reconciled(node("i-one", 0, 2 * HOUR), *lines)) == found
 
@@ -317,8 +413,12 @@ def test_a_minute_may_be_billed_without_use(unused: int, found: list[str]) -> No
 
 
 def test_an_hour_with_a_minute_without_use_is_not_listed_beside_others() -> None:
-    found = reconciled(node("i-one", 60, HOUR + 1000), line("i-one", 0, 3600), line("i-one", 1, 1661))
-    assert [words for *_, words in findings(found)] == [f"661 s in the hour from 2027-01-15 09:00 UTC: {NO_AGENT}"]
+    found = reconciled(
+        node("i-one", 60, HOUR + 1000), line("i-one", 0, 3600), line("i-one", 1, 1661)
+    )
+    assert [words for *_, words in findings(found)] == [
+        f"661 s in the hour from 2027-01-15 09:00 UTC: {NO_AGENT}"
+    ]
 
 
 def test_wrong_hours_are_listed_with_their_seconds_and_dollars() -> None:
@@ -330,29 +430,40 @@ def test_wrong_hours_are_listed_with_their_seconds_and_dollars() -> None:
             "hour not billed",
             "i-one",
             5 * Decimal("3.6"),
-            "18,000 s in the hours from 2027-01-15 09:00 UTC, 2027-01-15 10:00 UTC, 2027-01-15 11:00 UTC and 2 more: "
-            "metered, and not in this bill",
+            "18,000 s in the hours from 2027-01-15 09:00 UTC, 2027-01-15 10:00 UTC, 2027-01-15 "
+            "11:00 UTC and 2 more: metered, and not in this bill",
         )
     ]
     found = reconciled(events, *[line("i-one", hour, 3600) for hour in (0, 1, 2, 3, 4, 5)])
     assert [words for *_, words in findings(found)] == [
-        "7,200 s in the hours from 2027-01-15 14:00 UTC, 2027-01-15 15:00 UTC: the bill ends before: try a later report"
+        "7,200 s in the hours from 2027-01-15 14:00 UTC, 2027-01-15 15:00 UTC: the bill ends "
+        "before: try a later report"
     ]
     assert kinds(found) == ["not billed"]
     three = reconciled(events, *[line("i-one", hour, 3600) for hour in (0, 1, 2, 3, 7)])
     assert findings(three)[0][3] == (
-        "10,800 s in the hours from 2027-01-15 12:00 UTC, 2027-01-15 13:00 UTC, 2027-01-15 14:00 UTC: "
-        "metered, and not in this bill"
+        "10,800 s in the hours from 2027-01-15 12:00 UTC, 2027-01-15 13:00 UTC, 2027-01-15 14:00 "
+        "UTC: metered, and not in this bill"
     )
     four = reconciled(events, *[line("i-one", hour, 3600) for hour in (0, 1, 2, 7)])
     assert findings(four)[0][3].endswith("13:00 UTC and 1 more: metered, and not in this bill")
     one = reconciled(node("i-one", 0, 1000), line("i-one", 0, 1000), line("i-one", 1, 700))
     assert findings(one) == [
-        ("billed without use", "i-one", Decimal("0.7"), f"700 s in the hour from 2027-01-15 09:00 UTC: {NO_AGENT}")
+        (
+            "billed without use",
+            "i-one",
+            Decimal("0.7"),
+            f"700 s in the hour from 2027-01-15 09:00 UTC: {NO_AGENT}",
+        )
     ]
     partly = reconciled(node("i-one", 0, 2 * HOUR), line("i-one", 0, 3000), line("i-one", 1, 3600))
     assert findings(partly) == [
-        ("hour not billed", "i-one", 3, "600 s in the hour from 2027-01-15 08:00 UTC: metered, and not in this bill")
+        (
+            "hour not billed",
+            "i-one",
+            3,
+            "600 s in the hour from 2027-01-15 08:00 UTC: metered, and not in this bill",
+        )
     ]
 
 
@@ -360,18 +471,33 @@ def test_wrong_hours_are_listed_with_their_seconds_and_dollars() -> None:
     ("tags", "uptime", "words"),
     [
         ({}, 600.0, "its tag ebbflow-job has no value: cost allocation by tag misses it"),
-        ({"ebbflowjob": "x"}, 0.0, "its tag ebbflow-job has the value x: cost allocation by tag misses it"),
+        (
+            {"ebbflowjob": "x"},
+            0.0,
+            "its tag ebbflow-job has the value x: cost allocation by tag misses it",
+        ),
         (TAG, 0.0, None),
-        ({"ebbflowjob": "x"}, 601.0, None),  # a warm instance keeps the tag of the job that started it
+        (
+            {"ebbflowjob": "x"},
+            601.0,
+            None,
+        ),  # a warm instance keeps the tag of the job that started it
     ],
 )
-def test_an_instance_without_the_jobs_tag_has_a_finding(tags: dict, uptime: float, words: str | None) -> None:
+def test_an_instance_without_the_jobs_tag_has_a_finding(
+    tags: dict, uptime: float, words: str | None
+) -> None:
     found = reconciled(node("i-one", 3600, 7200, uptime=uptime), line("i-one", 1, 3600, tags=tags))
-    assert findings(found) == ([] if words is None else [("missed tag", "i-one", Decimal("3.6"), words)])
+    assert findings(found) == (
+        [] if words is None else [("missed tag", "i-one", Decimal("3.6"), words)]
+    )
 
 
 def test_several_wrong_tags_are_listed() -> None:
-    lines = [line("i-one", 0, 3600, tags={"ebbflowjob": "y"}), line("i-one", 1, 3600, tags={"ebbflowjob": "x"})]
+    lines = [
+        line("i-one", 0, 3600, tags={"ebbflowjob": "y"}),
+        line("i-one", 1, 3600, tags={"ebbflowjob": "x"}),
+    ]
     [*_, missed] = reconciled(node("i-one", 0, 2 * HOUR), *lines).findings
     assert "has the value x, y:" in missed.words
 
@@ -388,7 +514,9 @@ def test_lines_of_other_jobs_and_kinds_are_left_out() -> None:
         stored("i-one", "9", tags={}),
         stored("volume", "9", tags={}, zone="us-east-1a"),
         replace(stored("shared", "9", tags={}, line_id="s"), instance_type="g5.xlarge"),
-        replace(stored("shared", "8", tags={}, line_id="s"), instance_type="g5.xlarge"),  # of no interest
+        replace(
+            stored("shared", "8", tags={}, line_id="s"), instance_type="g5.xlarge"
+        ),  # of no interest
         stored("vol-1", "0.25"),
         stored("vol-2", "0.5"),
         stored("i-one", "0.125", kind="transfer"),
@@ -419,7 +547,8 @@ def test_orphans_are_named_by_their_tag_and_sorted() -> None:
             "untagged instance",
             "i-untagged",
             Decimal("0.1"),
-            f"has no tag ebbflow-job, ran while the job did, on a type that the job uses, {running}",
+            "has no tag ebbflow-job, ran while the job did, on a type that the job uses, "
+            f"{running}",
         ),
     ]
     assert not found.agrees
@@ -443,13 +572,17 @@ def test_a_job_without_instances_has_no_untagged_orphans() -> None:
 
 
 def test_another_tag_may_name_the_job() -> None:
-    lines = [line("i-one", 0, 3600, tags={"team": "demo"}), line("i-x", 0, 100, tags={"team": "demo"})]
+    lines = [
+        line("i-one", 0, 3600, tags={"team": "demo"}),
+        line("i-x", 0, 100, tags={"team": "demo"}),
+    ]
     found = reconciled(node("i-one", 0, 3600), *lines, job_tag="user:team")
     assert kinds(found) == ["orphan instance"] and found.job_tag == "user:team"
 
 
 def test_repeats_of_the_jobs_lines_are_counted_and_those_of_strangers_are_not() -> None:
-    mine, orphan = line("i-one", 0, 3600, line_id="a"), line("i-x", 0, 100, line_id="b")
+    mine = line("i-one", 0, 3600, line_id="a")
+    orphan = line("i-x", 0, 100, line_id="b")
     untagged = line("i-one", 0, 0, "0", line_id="d", tags={})
     stranger = line("i-y", 0, 100, line_id="c", tags={})
     volume = stored("vol-1", "0.25", line_id="e")
@@ -462,7 +595,9 @@ def test_repeats_of_the_jobs_lines_are_counted_and_those_of_strangers_are_not() 
 @pytest.mark.parametrize(
     ("flags", "synthetic"), [((False, False), False), ((True, False), True), ((False, True), True)]
 )
-def test_a_bill_with_a_synthetic_line_is_synthetic(flags: tuple[bool, bool], synthetic: bool) -> None:
+def test_a_bill_with_a_synthetic_line_is_synthetic(
+    flags: tuple[bool, bool], synthetic: bool
+) -> None:
     stranger = {"ebbflowjob": "another"}
     lines = [line("i-x", hour, 1, tags=stranger, synthetic=flag) for hour, flag in enumerate(flags)]
     found = reconciled(node("i-one", 0, 3600), *lines)
@@ -482,9 +617,23 @@ def test_other_jobs_uses_are_read_from_their_events() -> None:
 
 def silent(started: float, stopped: float, **known) -> Event:
     """A Batch job whose node recorded no event."""
-    chosen = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 3.6, "price_kind": "recorded"}
-    times = {"started_utc": WALL + started, "stopped_utc": WALL + stopped, "cause": "reclaimed", "nodes": 1}
-    return event(BATCH_ATTEMPT, stopped, **{"job_id": "job-1", "processes_per_node": 1, **times, **chosen, **known})
+    chosen = {
+        "instance_type": "g5.xlarge",
+        "market": "spot",
+        "usd_per_hour": 3.6,
+        "price_kind": "recorded",
+    }
+    times = {
+        "started_utc": WALL + started,
+        "stopped_utc": WALL + stopped,
+        "cause": "reclaimed",
+        "nodes": 1,
+    }
+    return event(
+        BATCH_ATTEMPT,
+        stopped,
+        **{"job_id": "job-1", "processes_per_node": 1, **times, **chosen, **known},
+    )
 
 
 @pytest.mark.parametrize(
@@ -510,16 +659,28 @@ def test_a_node_without_events_is_joined_with_an_instance_of_its_hours(
 
 
 def test_a_node_without_events_is_metered_at_its_known_dollars() -> None:
-    found = reconciled([silent(HOUR + 700, HOUR + 1700)], line("i-x", 1, 1300), line("i-x", 1, 0, "0", tags={}))
+    found = reconciled(
+        [silent(HOUR + 700, HOUR + 1700)], line("i-x", 1, 1300), line("i-x", 1, 0, "0", tags={})
+    )
     [one] = found.metered.values()
     assert (one.instance_id, one.market, one.lost_ends, one.usd) == ("i-x", "spot", 0, 1)
-    assert (one.start, one.end, one.machine) == (WALL + HOUR + 700, WALL + HOUR + 1700, {"uptime_seconds": 300.0})
-    assert parts(found) == [("boot time", Decimal("0.3"), "300 s from the instance's boot to the first agent")]
+    assert (one.start, one.end, one.machine) == (
+        WALL + HOUR + 700,
+        WALL + HOUR + 1700,
+        {"uptime_seconds": 300.0},
+    )
+    assert parts(found) == [
+        ("boot time", Decimal("0.3"), "300 s from the instance's boot to the first agent")
+    ]
     assert found.agrees
 
 
-@pytest.mark.parametrize(("billed", "uptime"), [(990, 0.0), (1500, 500.0), (1600, 600.0), (1700, 600.0)])
-def test_a_node_without_events_has_booted_for_ten_minutes_at_the_most(billed: float, uptime: float) -> None:
+@pytest.mark.parametrize(
+    ("billed", "uptime"), [(990, 0.0), (1500, 500.0), (1600, 600.0), (1700, 600.0)]
+)
+def test_a_node_without_events_has_booted_for_ten_minutes_at_the_most(
+    billed: float, uptime: float
+) -> None:
     [one] = reconciled([silent(HOUR + 700, HOUR + 1700)], line("i-x", 1, billed)).metered.values()
     assert one.uptime_seconds == uptime
 
@@ -530,15 +691,21 @@ def test_a_node_without_events_takes_one_instance_of_its_type() -> None:
     found = reconciled([job], other_type, line("i-c", 1, 1000), line("i-b", 1, 1000))
     assert (list(found.metered), sorted(found.orphans)) == (["i-b"], ["i-a", "i-c"])
     both = reconciled(
-        [job, silent(HOUR + 700, HOUR + 1700, job_id="job-2")], line("i-b", 1, 1000), line("i-c", 1, 1000)
+        [job, silent(HOUR + 700, HOUR + 1700, job_id="job-2")],
+        line("i-b", 1, 1000),
+        line("i-c", 1, 1000),
     )
     assert list(both.metered) == ["i-b", "i-c"] and both.agrees
-    untagged = reconciled([*node("i-one", 0, 3600), job], line("i-one", 0, 3600), line("i-b", 1, 1000, tags={}))
+    untagged = reconciled(
+        [*node("i-one", 0, 3600), job], line("i-one", 0, 3600), line("i-b", 1, 1000, tags={})
+    )
     assert sorted(untagged.metered) == ["i-b", "i-one"]
 
 
 def test_a_node_without_events_takes_an_instance_of_several_hours() -> None:
-    found = reconciled([silent(HOUR + 700, 3 * HOUR)], *[line("i-x", hour, 3600) for hour in (2, 1)])
+    found = reconciled(
+        [silent(HOUR + 700, 3 * HOUR)], *[line("i-x", hour, 3600) for hour in (2, 1)]
+    )
     assert list(found.metered) == ["i-x"]
 
 
@@ -569,13 +736,19 @@ def test_a_reconciliation_has_the_first_chosen_plans_forecast() -> None:
     assert reconcile([other, plan_event(3.6)], []).forecast_usd == 0.9
     assert reconcile([plan_event(3.6)], []).job == "demo"
     empty = reconcile([], [])
-    assert (empty.job, empty.metered_usd, empty.unexplained_share, empty.agrees) == ("", 0, None, False)
+    assert (empty.job, empty.metered_usd, empty.unexplained_share, empty.agrees) == (
+        "",
+        0,
+        None,
+        False,
+    )
     assert reconcile(events, []).job == "demo"
 
 
 def test_a_reconciliation_reads_events_in_the_order_of_their_clocks() -> None:
     """Of two events at one wall time, the monotonic clock tells the first."""
-    first, second = plan_event(3.6), plan_event(3.6)
+    first = plan_event(3.6)
+    second = plan_event(3.6)
     second = replace(second, t_mono=second.t_mono + 1.0)
     second.data["chosen"]["expected_usd"] = 5.0
     assert reconcile([second, first], []).forecast_usd == 0.9
@@ -588,7 +761,10 @@ def test_a_reconciliation_reads_events_in_the_order_of_their_clocks() -> None:
 
 
 def test_instances_that_nodes_shared_are_listed_once() -> None:
-    names = [f"i-{number}" for number in range(5) for _ in range(2)]
+    names = []
+    for number in range(5):
+        for _ in range(2):
+            names.append(f"i-{number}")
     machines = [{**MACHINE, "instance_id": name, "uptime_seconds": 0.0} for name in reversed(names)]
     gang = GangLog(1, 0.0, [[rank] for rank in range(10)], machines=machines)
     gang.steps(1, 1, useful_step=3600.0)
@@ -612,7 +788,9 @@ def gap(cause: str, usd: str) -> GapPart:
         ([("price", "5"), ("unexplained", "0.05")], 0.005, True),
     ],
 )
-def test_a_bill_agrees_if_a_percent_is_unexplained(amounts: list[tuple[str, str]], share: float, agrees: bool) -> None:
+def test_a_bill_agrees_if_a_percent_is_unexplained(
+    amounts: list[tuple[str, str]], share: float, agrees: bool
+) -> None:
     base = reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600, "10"))
     found = replace(base, parts=tuple(gap(*amount) for amount in amounts), findings=())
     assert (found.unexplained_share, found.agrees) == (share, agrees)
@@ -623,7 +801,9 @@ def test_a_bill_with_a_finding_or_an_unknown_instance_does_not_agree() -> None:
     assert base.agrees
     finding = BillingFinding(kind="x", resource="i-one", usd=Decimal(1), words="why")
     assert not replace(base, findings=(finding,)).agrees
-    assert not reconciled([*node("i-one", 0, 3600), *node(None, 9000, 9100)], line("i-one", 0, 3600)).agrees
+    assert not reconciled(
+        [*node("i-one", 0, 3600), *node(None, 9000, 9100)], line("i-one", 0, 3600)
+    ).agrees
 
 
 def everything() -> Reconciliation:
@@ -632,7 +812,12 @@ def everything() -> Reconciliation:
     gang = GangLog(next(_generation), 0.0, [[0], [1]], machines=[machine, machine])
     gang.steps(1, 1, useful_step=3600.0)
     gang.ended("node_lost", 3600.0)
-    events = [*gang.events, *node("i-b", 1800 + 60, 5400 + 60), *node(None, 9000, 9100), *node("i-c", 0, 3600)]
+    events = [
+        *gang.events,
+        *node("i-b", 1800 + 60, 5400 + 60),
+        *node(None, 9000, 9100),
+        *node("i-c", 0, 3600),
+    ]
     volume = stored("vol", "0.25", line_id="v")
     return reconciled(
         events,
@@ -677,11 +862,16 @@ def test_a_reconciliation_is_rendered_line_by_line() -> None:
 
 
 def test_a_rendered_reconciliation_has_cents_from_ten_dollars_on() -> None:
-    lines = {usd: render(reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600, usd))) for usd in ("9.99", "10")}
+    lines = {
+        usd: render(reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600, usd)))
+        for usd in ("9.99", "10")
+    }
     assert "  billed    $9.9900  (1 of 1 instances found)" in lines["9.99"]
     assert "  billed    $10.00  (1 of 1 instances found)" in lines["10"]
     metered = render(reconciled(node("i-one", 0, 3 * HOUR)))
-    assert "  metered   $10.80  (from the job's events)" in metered and "unexplained: " not in metered
+    assert (
+        "  metered   $10.80  (from the job's events)" in metered and "unexplained: " not in metered
+    )
 
 
 def test_a_long_line_is_wrapped_between_words_and_not_at_hyphens() -> None:
@@ -691,7 +881,8 @@ def test_a_long_line_is_wrapped_between_words_and_not_at_hyphens() -> None:
         part = GapPart(cause="price", instance_id="i-one", usd=Decimal(1), words=words)
         return render(replace(base, parts=(part,)))
 
-    start, word = "  · i-one: price $1.0000: ", "x" * 70
+    start = "  · i-one: price $1.0000: "
+    word = "x" * 70
     assert f"{start}{word}\n    ebbflow-job-of-a-team" in rendered(f"{word} ebbflow-job-of-a-team")
     assert f"{start}{word} abc" in rendered(f"{word} abc"), "100 characters"
     assert f"{start}{word}\n    abcd" in rendered(f"{word} abcd")
@@ -699,7 +890,10 @@ def test_a_long_line_is_wrapped_between_words_and_not_at_hyphens() -> None:
 
 def test_dollars_for_other_jobs_are_rendered_by_instance() -> None:
     events = [*node("i-a", 0, 3600), *node("i-b", 0, 3600)]
-    others = [line("i-b", 5, 3600, tags={"ebbflowjob": "x"}), line("i-a", 5, 1800, tags={"ebbflowjob": "x"})]
+    others = [
+        line("i-b", 5, 3600, tags={"ebbflowjob": "x"}),
+        line("i-a", 5, 1800, tags={"ebbflowjob": "x"}),
+    ]
     found = reconciled(events, *others, line("i-a", 0, 3600), line("i-b", 0, 3600))
     assert [text for text in render(found).splitlines() if "more at other times" in text] == [
         "  · i-a: $1.8000 more at other times, not for this job",
@@ -714,7 +908,11 @@ def test_a_rendered_share_is_within_a_percent_or_not() -> None:
     assert "  unexplained: 1.00 % of the bill, within 1 %" in render(within).splitlines()
     assert "  unexplained: 1.10 % of the bill, more than 1 %" in render(beyond).splitlines()
     assert "    price                     $3.00  (2 instances)" in render(beyond).splitlines()
-    causes = [text.split()[0] for text in render(beyond).splitlines() if text.startswith("    ") and "instance" in text]
+    causes = [
+        text.split()[0]
+        for text in render(beyond).splitlines()
+        if text.startswith("    ") and "instance" in text
+    ]
     assert causes == ["price", "unexplained"]
     assert "given twice" not in render(base) and "more at other times" not in render(base)
 
@@ -723,7 +921,9 @@ def test_a_reconciliation_as_json_has_exact_dollars() -> None:
     found = everything()
     document = found.to_json()
     assert document == json.loads(json.dumps(document))
-    assert {key: value for key, value in document.items() if key not in ("parts", "findings", "notes")} == {
+    assert {
+        key: value for key, value in document.items() if key not in ("parts", "findings", "notes")
+    } == {
         "schema": 1,
         "job": "demo",
         "bill": "synthetic bill",
@@ -732,7 +932,9 @@ def test_a_reconciliation_as_json_has_exact_dollars() -> None:
         "joined_usd": "10.8",
         "billed_usd": "8.6",
         "gap_usd": "-2.2",
-        "unexplained_usd": str(sum(part.usd for part in found.parts if part.cause == "unexplained")),
+        "unexplained_usd": str(
+            sum(part.usd for part in found.parts if part.cause == "unexplained")
+        ),
         "unexplained_share": found.unexplained_share,
         "agrees": False,
         "repeated_lines": 1,
@@ -740,7 +942,9 @@ def test_a_reconciliation_as_json_has_exact_dollars() -> None:
     }
     assert list(document["other_usd"]) == ["storage", "transfer"]
     assert document["parts"] == [{**vars(part), "usd": str(part.usd)} for part in found.parts]
-    assert document["findings"] == [{**vars(finding), "usd": str(finding.usd)} for finding in found.findings]
+    assert document["findings"] == [
+        {**vars(finding), "usd": str(finding.usd)} for finding in found.findings
+    ]
     assert document["notes"] == list(found.notes) != []
 
 
@@ -750,7 +954,10 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
     def put(job: str, events: list[Event]) -> None:
         store = Store.open(str(tmp_path / "store" / "jobs" / job))
-        store.put(event_key(1, 0, "test", "000000.a"), "\n".join(one.to_json() for one in events).encode())
+        store.put(
+            event_key(1, 0, "test", "000000.a"),
+            "\n".join(event.to_json() for event in events).encode(),
+        )
 
     put("demo", [plan_event(3.6), *node("i-one", 0, 3600)])
     put("other", [plan_event(3.6), *node("i-one", 2 * HOUR, 3 * HOUR)])
@@ -758,7 +965,9 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     def run(*words: str) -> tuple[int, str]:
         parser = argparse.ArgumentParser()
         add_command(parser.add_subparsers())
-        arguments = parser.parse_args(["reconcile", "demo", *words, "--store", str(tmp_path / "store")])
+        arguments = parser.parse_args(
+            ["reconcile", "demo", *words, "--store", str(tmp_path / "store")]
+        )
         code = arguments.run(arguments)
         return code, capsys.readouterr().out
 
@@ -785,17 +994,22 @@ def report(path: Path, hours: dict[int, str], *, tag: str = "ebbflow-job") -> st
 def test_the_command_returns_0_if_bill_and_ledger_agree(
     command: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    good, dear = report(tmp_path / "good.csv", {0: "3.6"}), report(tmp_path / "dear.csv", {0: "9"})
+    good = report(tmp_path / "good.csv", {0: "3.6"})
+    dear = report(tmp_path / "dear.csv", {0: "9"})
     code, text = command(good)
     assert code == 0 and text.startswith("reconciliation of job demo with the bill\n")
     assert command(dear)[0] == 1
     code, text = command(good, "--json")
     assert code == 0 and json.loads(text)["agrees"] is True and text.startswith('{\n "schema": 1,')
     code, text = command(good, report(tmp_path / "again.csv", {0: "3.6"}), "--json")
-    assert code == 0 and json.loads(text)["repeated_lines"] == 1, "equal lines of two files are one line"
+    assert code == 0 and json.loads(text)["repeated_lines"] == 1, (
+        "equal lines of two files are one line"
+    )
 
 
-def test_the_command_takes_a_tag_and_other_jobs(command: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_the_command_takes_a_tag_and_other_jobs(
+    command: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     tagged = report(tmp_path / "tag.csv", {0: "3.6"}, tag="team")
     assert command(tagged)[0] == 1
     assert command(tagged, "--tag", "team")[0] == 0
@@ -805,24 +1019,35 @@ def test_the_command_takes_a_tag_and_other_jobs(command: Callable[..., tuple[int
 
 
 def allocations(path: Path, minutes: dict[str, float]) -> str:
-    pods = {pod: {"properties": {"pod": pod}, "minutes": lasted, "totalCost": 1.0} for pod, lasted in minutes.items()}
+    pods = {
+        pod: {"properties": {"pod": pod}, "minutes": lasted, "totalCost": 1.0}
+        for pod, lasted in minutes.items()
+    }
     path.write_text(json.dumps({"code": 200, "data": [pods]}))
     return str(path)
 
 
-def test_the_command_compares_allocations_of_a_cluster(command: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    """It returns 0 if there are attempts, and the pods of all of them have the times that the cluster has."""
-    one, other = (
-        allocations(tmp_path / "one.json", {"js-1-a": 60.0}),
-        allocations(tmp_path / "2.json", {"js-2-a": 60.0}),
-    )
+def test_the_command_compares_allocations_of_a_cluster(
+    command: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """It returns 0 if there are attempts, and the pods of all of them have the times that the
+    cluster has.
+    """
+    one = allocations(tmp_path / "one.json", {"js-1-a": 60.0})
+    other = allocations(tmp_path / "2.json", {"js-2-a": 60.0})
     assert command(one)[0] == 1, "the job has no attempts"
     times = {"started_utc": WALL, "stopped_utc": WALL + 3600, "node_times": [(WALL, WALL + 3600)]}
     ended = {"status": "SUCCEEDED", "cause": "ended", "queue": "kubernetes", "nodes": 1, **times}
     names = ("js-1", "js-2")
-    attempts = [event(BATCH_ATTEMPT, 3600.0, job_id=f"space/jobsets/{name}", job_name=name, **ended) for name in names]
+    attempts = [
+        event(BATCH_ATTEMPT, 3600.0, job_id=f"space/jobsets/{name}", job_name=name, **ended)
+        for name in names
+    ]
     store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
-    store.put(event_key(2, 0, "test", "000000.a"), "\n".join(attempt.to_json() for attempt in attempts).encode())
+    store.put(
+        event_key(2, 0, "test", "000000.a"),
+        "\n".join(attempt.to_json() for attempt in attempts).encode(),
+    )
     code, text = command(one, other)
     assert code == 0 and "js-1: 1 pods, 3,600 s" in text and "reconciliation of job" not in text
     assert command(one)[0] == 1, "an attempt has no pod"
@@ -831,7 +1056,9 @@ def test_the_command_compares_allocations_of_a_cluster(command: Callable[..., tu
 
 
 def test_the_command_has_a_help(
-    command: Callable[..., tuple[int, str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., tuple[int, str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
@@ -851,7 +1078,8 @@ def test_the_command_has_a_help(
 HELP = [
     "[--store URI] [--tag KEY] [--also RUN] [--json] RUN FILE [FILE ...]",
     "RUN a job's name, 'latest', or the folder or s3:// URI of a job",
-    "FILE Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON or CSV)",
+    "FILE Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON "
+    "or CSV)",
     "--store URI the job's store, if not known to this machine",
     "--tag KEY cost allocation tag of a job (ebbflow-job)",
     "--also RUN another job that may have used the same instances; repeatable",
@@ -859,6 +1087,8 @@ HELP = [
 ]
 
 
-@pytest.mark.parametrize(("record", "frozen"), [(GapPart, True), (BillingFinding, True), (Reconciliation, False)])
+@pytest.mark.parametrize(
+    ("record", "frozen"), [(GapPart, True), (BillingFinding, True), (Reconciliation, False)]
+)
 def test_a_record_of_a_reconciliation_takes_names_only(record: type, frozen: bool) -> None:
     assert takes_names_only(record) and is_frozen(record) is frozen

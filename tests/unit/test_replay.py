@@ -1,4 +1,6 @@
-"""Runs replayed on paper: how well that predicts them, and what another price or interval would have done."""
+"""Runs replayed on paper: how well that predicts them, and what another price or interval would
+have done.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,24 @@ from tests.support.timelines import GangLog, plan_event, prices_event
 
 
 class Trained:
-    """A run by its own small simulation: steps of a wavering length, saves each `interval`, kills at given seconds."""
+    """A run by its own small simulation: steps of a wavering length, saves each `interval`, kills
+    at given seconds.
+    """
 
     def __init__(
-        self, *, interval: int, kills: list[float], steps: int = 600, seed: int = 3, first_slower: float = 1.0
+        self,
+        *,
+        interval: int,
+        kills: list[float],
+        steps: int = 600,
+        seed: int = 3,
+        first_slower: float = 1.0,
     ) -> None:
         draw = random.Random(seed)
         self.events: list[Event] = [plan_event()]
-        done, parent, t = 0, None, 0.0
+        done = 0
+        parent = None
+        t = 0.0
         for number, kill in enumerate([*kills, None], start=1):
             gang = GangLog(number, t, [[0], [1]], parent)
             gang.phase("startup", draw.uniform(18.0, 22.0))
@@ -35,10 +47,19 @@ class Trained:
             durable: list[tuple[int, float]] = []
             for step in range(done + 1, steps + 1):
                 saves = step % interval == 0 or step == steps
-                slower = first_slower if number == 1 else 1.0
+                if number == 1:
+                    slower = first_slower
+                else:
+                    slower = 1.0
                 seconds = {"useful_step": slower * draw.uniform(0.9, 1.1), "data_wait": 0.1}
-                stall = {"checkpoint_stall": 2.0} if saves else {}
-                if kill is not None and gang.now - t + sum(seconds.values()) + sum(stall.values()) > kill:
+                if saves:
+                    stall = {"checkpoint_stall": 2.0}
+                else:
+                    stall = {}
+                if (
+                    kill is not None
+                    and gang.now - t + sum(seconds.values()) + sum(stall.values()) > kill
+                ):
                     break
                 gang.steps(step, step, **seconds, **stall)
                 if saves:
@@ -56,7 +77,8 @@ class Trained:
             gang.ended("node_lost", kill + 4.0)
             self.events += gang.events
             if durable:
-                done, parent = durable[-1][0], (durable[-1][0], number)
+                done = durable[-1][0]
+                parent = (durable[-1][0], number)
             t += kill + 4.0 + 15.0
 
     @property
@@ -85,8 +107,12 @@ def test_a_slow_first_machine_is_replayed_at_its_own_speed() -> None:
 
 
 def test_a_job_that_stopped_as_meant_and_went_on_predicts_itself() -> None:
-    first, second = GangLog(1, 0.0, [[0], [1]]), GangLog(2, 5000.0, [[0], [1]], (300, 1))
-    for gang, start, steps, outcome in ((first, 20.0, (1, 300), "budget"), (second, 220.0, (301, 350), "completed")):
+    first = GangLog(1, 0.0, [[0], [1]])
+    second = GangLog(2, 5000.0, [[0], [1]], (300, 1))
+    for gang, start, steps, outcome in (
+        (first, 20.0, (1, 300), "budget"),
+        (second, 220.0, (301, 350), "completed"),
+    ):
         began = gang.now
         gang.phase("startup", start)
         gang.steps(*steps, useful_step=1.0)
@@ -101,7 +127,8 @@ def test_a_job_that_stopped_as_meant_and_went_on_predicts_itself() -> None:
 
 @pytest.mark.parametrize(("ran", "asked"), [(50, 10), (10, 50), (100, 20), (20, 60)])
 def test_a_run_predicts_another_interval_with_the_same_kills(ran: int, asked: int) -> None:
-    """The run that was asked about is made too, with other step times, and costs what the replay said.
+    """The run that was asked about is made too, with other step times, and costs what the replay
+    said.
 
     None of these intervals has a save beside a kill: that would be lost or not by chance.
     """
@@ -139,10 +166,13 @@ def test_another_pool_has_its_own_price_at_each_moment() -> None:
     assert "error" in render(stated) and "simulated" in render(stated)
 
 
-def test_what_cannot_be_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_replayed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     events = Trained(interval=50, kills=[]).events
     with pytest.raises(
-        ReplayError, match=r"no recorded pool is 'p5'; name one of\n  g5\.xlarge on-demand\n  g5\.xlarge spot"
+        ReplayError,
+        match=r"no recorded pool is 'p5'; name one of\n  g5\.xlarge on-demand\n  g5\.xlarge spot",
     ):
         replay(events, pool="p5")
     with pytest.raises(ReplayError, match="--interval 0"):
@@ -151,8 +181,10 @@ def test_what_cannot_be_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(ReplayError, match=f"--usd-per-hour {price}: must be"):
             replay(events, usd_per_hour=Decimal(price))
     stored = Store.open(str(tmp_path))
-    stored.put(event_key(1, 0, "test", "000000.a"), "\n".join(one.to_json() for one in events).encode())
+    stored.put(
+        event_key(1, 0, "test", "000000.a"), "\n".join(event.to_json() for event in events).encode()
+    )
     assert main(["replay", str(tmp_path), "--usd-per-hour", "abc"]) == ReplayError.outcome.exit_code
     assert "--usd-per-hour: 'abc' is not a number" in capsys.readouterr().err
     with pytest.raises(ReplayError, match="took no step"):
-        replay([one for one in events if one.name != "step"])
+        replay([event for event in events if event.name != "step"])

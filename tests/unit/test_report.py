@@ -1,4 +1,6 @@
-"""One report, many renderings, one set of figures: also for jobs that failed, and for logs that end anywhere."""
+"""One report, many renderings, one set of figures: also for jobs that failed, and for logs that end
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,34 @@ from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 ROOT = Path(__file__).parents[2]
 FIELDS = [
-    *("schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256"),
-    *("loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events"),
+    *(
+        "schema",
+        "job",
+        "outcome",
+        "exit_code",
+        "interruptions",
+        "failures",
+        "redone_steps",
+        "weights_sha256",
+    ),
+    *(
+        "loss_curve",
+        "ledger",
+        "total_usd",
+        "paid_rank_seconds",
+        "savings_usd",
+        "plan",
+        "actual",
+        "events",
+    ),
     *("configuration", "money", "progress", "charts", "running"),
 ]
 
 
 def interrupted_job(*, completed: bool = True) -> list[Event]:
-    """Prepared, killed at step 6 after a commit of step 4, then either completed at step 8 or failed again."""
+    """Prepared, killed at step 6 after a commit of step 4, then either completed at step 8 or
+    failed again.
+    """
     first = GangLog(1, 10.0, [[0], [1]])
     first.phase("startup", 5.0)
     first.steps(1, 6, loss=6.0, useful_step=1.5, data_wait=0.5)
@@ -75,8 +97,13 @@ def interrupted_job(*, completed: bool = True) -> list[Event]:
         second.phase("shutdown", 1.0)
         second.ended("completed", 14.0)
     else:
-        second.ended("rank_failed", 14.0, culprit="rank 1: ValueError: no such thing", user_code=True)
-    before = [event(PREPARED, 3.0, unigram_entropy_nats=3.0, train_tokens=10_000), plan_event(t=2.0)]
+        second.ended(
+            "rank_failed", 14.0, culprit="rank 1: ValueError: no such thing", user_code=True
+        )
+    before = [
+        event(PREPARED, 3.0, unigram_entropy_nats=3.0, train_tokens=10_000),
+        plan_event(t=2.0),
+    ]
     return [event(PREFLIGHT, 1.0, results=[]), *before, *first.events, *second.events]
 
 
@@ -86,7 +113,9 @@ def test_the_figures_of_an_interrupted_job():
     assert (report.interruptions, report.failures, report.redone_steps) == (1, 0, 2)
     assert report.weights_sha256 == "cd" * 32
     # Steps 5 and 6 show the second generation's loss, 4 / step, not the first one's 6 / step.
-    assert report.loss_curve == [(s, 6.0 / s) for s in range(1, 5)] + [(s, 4.0 / s) for s in range(5, 9)]
+    assert report.loss_curve == [(s, 6.0 / s) for s in range(1, 5)] + [
+        (s, 4.0 / s) for s in range(5, 9)
+    ]
     assert report.total_usd == Decimal("0.068000")  # (20 s + 14 s) × 2 nodes at a tenth of a cent
     # On-demand at twice the price: 8 kept steps × 1.5 s of useful work, on 2 nodes.
     assert report.savings_usd == Decimal("0.048000") - Decimal("0.068000")
@@ -98,8 +127,12 @@ def test_the_figures_of_an_interrupted_job():
     assert report.events["counts"]["step"] == 20
     (failure,) = report.events["failures"]
     assert failure["what"] == "generation 1: node_lost" and failure["seconds"] == 29.0
-    assert actual["usd_per_1000_rollouts"] is None and "per 1,000 rollouts" not in format_key_figures(report)
-    counted = build_report([*interrupted_job(), event(EVALUATION, 52.0, step=8, metrics={"rollouts": 34})])
+    assert actual[
+        "usd_per_1000_rollouts"
+    ] is None and "per 1,000 rollouts" not in format_key_figures(report)
+    counted = build_report(
+        [*interrupted_job(), event(EVALUATION, 52.0, step=8, metrics={"rollouts": 34})]
+    )
     assert counted.actual["usd_per_1000_rollouts"] == pytest.approx(0.068 / 34 * 1000)
     assert format_key_figures(counted)["per 1,000 rollouts"] == "$2.0000"
     assert "$2.0000" in render_text(counted) and "$2.0000" in render_html(counted)
@@ -131,9 +164,18 @@ def test_any_prefix_of_a_log_can_be_reported():
 
 
 def test_a_job_that_never_trained_says_why():
-    failed = {"id": "store", "title": "store can be written", "status": "failed", "detail": "disk full"}
+    failed = {
+        "id": "store",
+        "title": "store can be written",
+        "status": "failed",
+        "detail": "disk full",
+    }
     checked = [
-        event(PREFLIGHT, 1.0, results=[failed, {"id": "shm", "status": "warning", "severity": "warning"}]),
+        event(
+            PREFLIGHT,
+            1.0,
+            results=[failed, {"id": "shm", "status": "warning", "severity": "warning"}],
+        ),
         event(OUTCOME, 1.1, outcome="preflight", message="1 checks failed"),
     ]
     report = build_report(checked)
@@ -162,7 +204,10 @@ def expensive() -> list[Event]:
     """Thousands of dollars over three generations, at prices that divide badly."""
     events = [plan_event(98.76543, 133.33, simulated=False)]
     for number in (1, 2, 3):
-        parent = None if number == 1 else (7 * (number - 1), number - 1)
+        if number == 1:
+            parent = None
+        else:
+            parent = (7 * (number - 1), number - 1)
         gang = GangLog(number, number * 100_000.0, [[0, 1, 2], [3, 4, 5]], parent)
         gang.phase("startup", 333.3)
         first = 7 * (number - 1) + 1
@@ -173,10 +218,13 @@ def expensive() -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize("job", [interrupted_job, expensive, lambda: interrupted_job(completed=False)])
+@pytest.mark.parametrize(
+    "job", [interrupted_job, expensive, lambda: interrupted_job(completed=False)]
+)
 def test_every_rendering_holds_the_same_figures(job):
     report = build_report(job())
-    text, page = render_text(report), html.unescape(render_html(report))
+    text = render_text(report)
+    page = html.unescape(render_html(report))
     for name, figure in format_key_figures(report).items():
         assert figure in text, name
         assert figure in page, name
@@ -217,10 +265,14 @@ class Page(HTMLParser):
 def test_foreign_text_stays_text():
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1b[31mred\nline"
     events = [
-        Event(**{**vars(one), "job": evil, "run": evil}) for one in interrupted_job(completed=False) if one.name != PLAN
+        Event(**{**vars(one), "job": evil, "run": evil})
+        for one in interrupted_job(completed=False)
+        if one.name != PLAN
     ]
     plan = plan_event().data
-    events.insert(0, event(PLAN, 0.0, **{**plan, "chosen": {**plan["chosen"], "instance_type": evil}}))
+    events.insert(
+        0, event(PLAN, 0.0, **{**plan, "chosen": {**plan["chosen"], "instance_type": evil}})
+    )
     events.append(event(OUTCOME, 90.0, outcome="failed", message=evil))
     events = [Event(**{**vars(one), "job": evil}) for one in events]
     report = build_report(events)
@@ -228,7 +280,9 @@ def test_foreign_text_stays_text():
     page = Page(written)
     assert {tag for tag, _ in page.tags}.isdisjoint({"img", "link", "iframe", "base"})
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert [one.get("id") for one in scripts] == ["data", None, None, None], "its data, and its own three scripts"
+    assert [script.get("id") for script in scripts] == ["data", None, None, None], (
+        "its data, and its own three scripts"
+    )
     data = written.split('id="data">')[1].split("</script>")[0]
     assert evil.splitlines()[0][:20] in json.dumps(json.loads(data)) and not set("<>&") & set(data)
     for _, attributes in page.tags:
@@ -259,21 +313,27 @@ def test_losses_that_are_no_numbers_break_nothing():
     report = build_report([plan_event(), *gang.events])
     assert report.outcome is Outcome.NON_FINITE and report.interruptions == 0
     assert [step for step, loss in report.loss_curve if loss is None] == [4, 5, 8]
-    page, text = render_html(report), render_text(report)
+    page = render_html(report)
+    text = render_text(report)
     chart = re.findall(r'<figure class="chart" id="figure-loss">.*?</figure>', page)[0]
-    assert chart.count('<polyline class="soft"') == 2, "the curve must not bridge what was not finite"
+    assert chart.count('<polyline class="soft"') == 2, (
+        "the curve must not bridge what was not finite"
+    )
     assert chart.count('class="mark non-finite"') == 3
     page = re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r"\bnan\b", re.sub(r"loss nan at step 8", "", (page + text).lower()))
     assert "held-out loss" not in format_key_figures(report), "a row of n/a says nothing"
-    assert not [name for name, figure in format_key_figures(report).items() if figure.startswith("n/a")]
+    assert not [
+        name for name, figure in format_key_figures(report).items() if figure.startswith("n/a")
+    ]
     json.dumps(report.to_json(), allow_nan=False)
     frame = loss_frame(report)
     assert frame["loss"].isna().sum() == 3
 
 
 def test_a_zombies_late_step_does_not_rewrite_the_curve():
-    first, second = GangLog(1, 0.0, [[0]]), GangLog(2, 10.0, [[0]], parent=(2, 1))
+    first = GangLog(1, 0.0, [[0]])
+    second = GangLog(2, 10.0, [[0]], parent=(2, 1))
     first.steps(1, 4, loss=8.0, useful_step=1.0)
     second.steps(3, 4, loss=4.0, useful_step=1.0)
     first.clock[0] = 20.0
@@ -282,7 +342,13 @@ def test_a_zombies_late_step_does_not_rewrite_the_curve():
 
 
 def test_dollars_are_written_one_way():
-    shown = {0.00004: "$0.0000", 9.99996: "$10.0000", 10: "$10.00", Decimal("1234.565"): "$1,234.56", -0.02: "-$0.0200"}
+    shown = {
+        0.00004: "$0.0000",
+        9.99996: "$10.0000",
+        10: "$10.00",
+        Decimal("1234.565"): "$1,234.56",
+        -0.02: "-$0.0200",
+    }
     assert {amount: format_usd(amount) for amount in shown} == shown
     assert format_usd(None) == format_usd(math.nan) == "n/a"
 
@@ -295,12 +361,24 @@ def test_frames_hold_the_same_numbers():
     assert ledger["rank_seconds"].sum() == pytest.approx(report.paid_rank_seconds)
     assert list(loss_frame(report).itertuples(index=False, name=None)) == report.loss_curve
     steps = throughput_frame(events)
-    assert (steps["kept"].sum(), (~steps["kept"]).sum() > 0) == (len(report.loss_curve), report.redone_steps > 0)
-    assert steps[steps["kept"]][["step", "loss"]].to_numpy().tolist() == [list(pair) for pair in report.loss_curve]
-    in_steps = {LedgerClass.USEFUL_STEP, LedgerClass.REDONE_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION}
+    assert (steps["kept"].sum(), (~steps["kept"]).sum() > 0) == (
+        len(report.loss_curve),
+        report.redone_steps > 0,
+    )
+    assert steps[steps["kept"]][["step", "loss"]].to_numpy().tolist() == [
+        list(pair) for pair in report.loss_curve
+    ]
+    in_steps = {
+        LedgerClass.USEFUL_STEP,
+        LedgerClass.REDONE_STEP,
+        LedgerClass.DATA_WAIT,
+        LedgerClass.EVALUATION,
+    }
     paid = sum(float(line.usd) for line in report.ledger if line.ledger_class in in_steps)
     assert steps["usd"].sum() == pytest.approx(paid, abs=1e-5)
-    assert list(steps.columns[-2:]) == ["generation", "kept"] and steps["mfu"].isna().all(), "no peak was measured"
+    assert list(steps.columns[-2:]) == ["generation", "kept"] and steps["mfu"].isna().all(), (
+        "no peak was measured"
+    )
     assert pickle.loads(pickle.dumps(report)) == RunReport.from_json(report.to_json())
     assert report["outcome"] == report.to_json()["outcome"]
 
@@ -308,22 +386,35 @@ def test_frames_hold_the_same_numbers():
 def test_importing_the_report_imports_neither_pandas_nor_torch():
     modules = "ebbflow.cost.report.render_html, ebbflow.cost.report.report"
     code = f"import sys, {modules}; print({{'pandas', 'torch', 'metaflow'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
     store = Store.open(str(tmp_path / "store"))
-    with EventLog(store.sub(job_prefix("demo")), Origin(job="demo", run="run-1", process="plan")) as log:
+    with EventLog(
+        store.sub(job_prefix("demo")), Origin(job="demo", run="run-1", process="plan")
+    ) as log:
         log.emit(PLAN, **plan_event().data)
         log.emit(OUTCOME, outcome="no_capacity", message="nothing fits")
-    for place in (["demo", "--store", str(tmp_path / "store")], [str(tmp_path / "store" / job_prefix("demo"))]):
+    for place in (
+        ["demo", "--store", str(tmp_path / "store")],
+        [str(tmp_path / "store" / job_prefix("demo"))],
+    ):
         command = [sys.executable, "-m", "cost", "report", *place]
-        done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and json.loads(done.stdout)["outcome"] == "no_capacity", done.stderr
+        done = subprocess.run(
+            [*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and json.loads(done.stdout)["outcome"] == "no_capacity", (
+            done.stderr
+        )
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "no_capacity (exit code 5)" in shown.stdout
-    missing = subprocess.run([*command[:-1], "nobody"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    missing = subprocess.run(
+        [*command[:-1], "nobody"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert missing.returncode == 2 and "looked for" in missing.stderr and not missing.stdout
 
 

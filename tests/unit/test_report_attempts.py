@@ -1,4 +1,6 @@
-"""The report of a job on AWS Batch: each attempt with its place, why, what was planned and what came of it."""
+"""The report of a job on AWS Batch: each attempt with its place, why, what was planned and what
+came of it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
-from ebbflow.cost.report.figure_text import describe_prices, explain_figures, format_attempt_rows, format_placement_rows
+from ebbflow.cost.report.figure_text import (
+    describe_prices,
+    explain_figures,
+    format_attempt_rows,
+    format_placement_rows,
+)
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report
@@ -27,13 +34,17 @@ CONFIG = batch_config()
 def placed(log: JobLog, at: float, share_done: float) -> None:
     """Plan and placement, as a launcher writes them."""
     plan = planned(CONFIG, WALL + at, share_done=share_done)
-    placement = choose_placement(CONFIG, plan=plan, history=read_attempts(log.events), queues=BOTH, now_utc=WALL + at)
+    placement = choose_placement(
+        CONFIG, plan=plan, history=read_attempts(log.events), queues=BOTH, now_utc=WALL + at
+    )
     log.events.append(event(PLAN, at, **with_placement(plan, placement).brief().to_json()))
     log.placed(placement, at + 0.1)
 
 
 def told(log: JobLog, cause: str, at: float, *, started: float | None, job_id: str) -> None:
-    log.told(cause, read_attempts(log.events).attempts[-1].placement, at, started=started, job_id=job_id)
+    log.told(
+        cause, read_attempts(log.events).attempts[-1].placement, at, started=started, job_id=job_id
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +69,33 @@ def report() -> RunReport:
     last.ended("completed", 510.0)
     log.events += last.events
     told(log, "ended", 3915.0, started=3390.0, job_id="three")
-    return build_report([replace(one, run="run-1") for one in log.events])
+    return build_report([replace(event, run="run-1") for event in log.events])
 
 
 def test_each_attempt_has_its_place_its_plan_and_what_came_of_it(report: RunReport) -> None:
     attempts = report.money["attempts"]
-    assert [one["ended"] for one in attempts] == ["never_started", "reclaimed", "ended"]
-    assert [one["actual"]["hours"] for one in attempts] == [None, pytest.approx(1000 / 3600), pytest.approx(525 / 3600)]
+    assert [attempt["ended"] for attempt in attempts] == ["never_started", "reclaimed", "ended"]
+    assert [attempt["actual"]["hours"] for attempt in attempts] == [
+        None,
+        pytest.approx(1000 / 3600),
+        pytest.approx(525 / 3600),
+    ]
     assert attempts[0]["actual"]["usd"] is None and attempts[0]["actual"]["wait_seconds"] == 60.0
-    for one in attempts[1:]:
-        assert one["actual"]["usd_per_hour"] == pytest.approx(one["planned"]["usd_per_hour"], rel=1e-4)
-        assert 0 < one["actual"]["hours"] < one["planned"]["hours"]
-    assert sum(one["actual"]["usd"] or 0 for one in attempts) == pytest.approx(float(report.total_usd), abs=2e-6)
+    for attempt in attempts[1:]:
+        assert attempt["actual"]["usd_per_hour"] == pytest.approx(
+            attempt["planned"]["usd_per_hour"], rel=1e-4
+        )
+        assert 0 < attempt["actual"]["hours"] < attempt["planned"]["hours"]
+    assert sum(attempt["actual"]["usd"] or 0 for attempt in attempts) == pytest.approx(
+        float(report.total_usd), abs=2e-6
+    )
     assert "had no capacity" in attempts[1]["why"] and "was reclaimed" in attempts[2]["why"]
     assert RunReport.from_json(report.to_json()).money["attempts"] == attempts
 
 
 def test_all_of_it_is_rendered(report: RunReport) -> None:
-    text, page = render_text(report), html.unescape(render_html(report))
+    text = render_text(report)
+    page = html.unescape(render_html(report))
     assert max(len(line) for line in text.splitlines() if "prices  " not in line) <= 100
     plain = " ".join(text.replace("│", " ").split())
     for row in format_attempt_rows(report.money["attempts"]):
@@ -90,7 +110,9 @@ def test_regret_is_told_and_the_whole_job_is_in_it(report: RunReport) -> None:
     found = report.money["hindsight"]
     assert found["regret_usd"] == pytest.approx(float(report.total_usd) - found["usd"], abs=1e-6)
     assert found["regret_usd"] > 0, "a second start was paid"
-    assert found["start_hours"] == pytest.approx((70 + 100) / 3600), "Batch's part of a start is a part of one"
+    assert found["start_hours"] == pytest.approx((70 + 100) / 3600), (
+        "Batch's part of a start is a part of one"
+    )
 
 
 def test_a_job_that_an_unanswered_submit_made_twice_is_paid_for_and_no_attempt_of_its_own() -> None:
@@ -108,7 +130,9 @@ def test_a_job_that_an_unanswered_submit_made_twice_is_paid_for_and_no_attempt_o
 
 def test_a_job_that_never_started_says_so_and_not_that_it_had_no_plan() -> None:
     log = JobLog()
-    assert describe_prices(build_report([event(PREFLIGHT, 0.0, results=[])])).endswith("it has no plan")
+    assert describe_prices(build_report([event(PREFLIGHT, 0.0, results=[])])).endswith(
+        "it has no plan"
+    )
     placed(log, 0.0, 0.0)
     told(log, "never_started", 1800.0, started=None, job_id="one")
     report = build_report(log.events)
@@ -124,13 +148,20 @@ def test_jobs_of_the_light_steps_are_told_as_not_counted_where_there_were_any(aw
     log.events.append(event(PREFLIGHT, 0.0, results=[], sent_away=away))
     placed(log, 1.0, 0.0)
     told(log, "ended", 900.0, started=120.0, job_id="one")
-    found = [line for line in explain_figures(build_report(log.events)) if line.startswith("not counted: jobs of the")]
+    found = [
+        line
+        for line in explain_figures(build_report(log.events))
+        if line.startswith("not counted: jobs of the")
+    ]
     assert bool(found) is away
 
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_table_is_cut_off(report: RunReport, width: int, tmp_path: Path) -> None:
-    culprit = "rank 1 on node 1 (ip-10-0-12-123.ec2.internal): RuntimeError: the collective was aborted, 30 s"
+    culprit = (
+        "rank 1 on node 1 (ip-10-0-12-123.ec2.internal): RuntimeError: the collective was "
+        "aborted, 30 s"
+    )
     lines = [{**line, "culprit": culprit} for line in report.events["generations"]]
     page = render_html(replace(report, events={**report.events, "generations": lines}))
     assert page.count(culprit) == 2
@@ -145,5 +176,7 @@ def test_the_card_is_the_page_and_names_the_unit_of_the_loss(report: RunReport) 
     card: list[Any] = []
     cards.show_report(card, report)
     page = cards.PageCard(components=[part.render() for part in card]).render(None)
-    assert page.count(html.escape(text)) == 2 and "&amp;#" not in re.sub("<script.*?</script>", "", page, flags=re.S)
+    assert page.count(html.escape(text)) == 2 and "&amp;#" not in re.sub(
+        "<script.*?</script>", "", page, flags=re.S
+    )
     assert "<h1>it&#x27;s *a* job" in page and "Training loss, per image" in page

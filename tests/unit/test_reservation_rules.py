@@ -1,4 +1,6 @@
-"""Reservations, Capacity Blocks and placement scores: when one is usable, its price, and what EC2 is asked."""
+"""Reservations, Capacity Blocks and placement scores: when one is usable, its price, and what EC2
+is asked.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,16 @@ from tests.support.fake_ec2 import FakeEc2, record_joins, refusal
 
 NOW = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
 HOUR = 3600.0
-HELD = Reservation(id="cr-1", instance_type="g5.xlarge", instances=2, region="us-east-1", zone="use1-az4")
-DECLARED = {"id": "cr-1", "instance_type": "g5.xlarge", "instances": 2, "region": "us-east-1", "zone": "use1-az4"}
+HELD = Reservation(
+    id="cr-1", instance_type="g5.xlarge", instances=2, region="us-east-1", zone="use1-az4"
+)
+DECLARED = {
+    "id": "cr-1",
+    "instance_type": "g5.xlarge",
+    "instances": 2,
+    "region": "us-east-1",
+    "zone": "use1-az4",
+}
 
 
 def utc(hours: float) -> datetime:
@@ -34,9 +44,14 @@ def test_a_configured_reservation_is_read_field_by_field() -> None:
     assert (HELD.kind, HELD.problem) == ("configured", "")
 
 
-@pytest.mark.parametrize(("start", "hours"), [(None, 0.0), (-HOUR, 0.0), (0.0, 0.0), (1.5 * HOUR, 1.5)])
+@pytest.mark.parametrize(
+    ("start", "hours"), [(None, 0.0), (-HOUR, 0.0), (0.0, 0.0), (1.5 * HOUR, 1.5)]
+)
 def test_the_wait_for_a_reservation_is_until_it_begins(start: float | None, hours: float) -> None:
-    begins = None if start is None else NOW + start
+    if start is None:
+        begins = None
+    else:
+        begins = NOW + start
     assert replace(HELD, start_utc=begins).wait_hours(NOW) == hours
 
 
@@ -52,7 +67,9 @@ def test_the_wait_for_a_reservation_is_until_it_begins(start: float | None, hour
         ({"problem": "is expired"}, 3, "is expired"),
     ],
 )
-def test_a_reservation_says_why_it_is_unusable(changes: dict[str, Any], nodes: int, why: str) -> None:
+def test_a_reservation_says_why_it_is_unusable(
+    changes: dict[str, Any], nodes: int, why: str
+) -> None:
     assert replace(HELD, **changes).why_unusable(nodes, NOW) == why
 
 
@@ -78,7 +95,9 @@ ON_DEMAND = Quote(
         ({"kind": "live", "fee_usd": Decimal(9)}, "live", "the block's fee ÷ its hours"),
     ],
 )
-def test_a_reservation_is_quoted_at_its_own_price(changes: dict[str, Any], kind: str, source: str) -> None:
+def test_a_reservation_is_quoted_at_its_own_price(
+    changes: dict[str, Any], kind: str, source: str
+) -> None:
     assert replace(HELD, usd_per_hour=Decimal(0), **changes).quote(ON_DEMAND, NOW) == Quote(
         instance_type="g5.xlarge",
         region="us-east-1",
@@ -107,8 +126,14 @@ def test_a_reservation_without_a_price_is_quoted_at_the_on_demand_price_in_its_z
         ("eu-west-1", None, None),
     ],
 )
-def test_a_placement_score_is_of_a_zone_or_the_highest_of_its_region(region: str, zone: str | None, score) -> None:
-    scores = {("us-east-1", "use1-az4"): 3, ("us-east-1", "use1-az6"): 7, ("us-west-2", "usw2-az1"): 9}
+def test_a_placement_score_is_of_a_zone_or_the_highest_of_its_region(
+    region: str, zone: str | None, score
+) -> None:
+    scores = {
+        ("us-east-1", "use1-az4"): 3,
+        ("us-east-1", "use1-az6"): 7,
+        ("us-west-2", "usw2-az1"): 9,
+    }
     assert CapacityEvidence(scores=scores).score(region, zone) == score
 
 
@@ -116,14 +141,24 @@ def configuration(
     *, types: tuple[str, ...] = ("g5.xlarge",), plan_for: str = "kubernetes", **options: Any
 ) -> RunConfig:
     """Live prices and one reservation. options: of the cluster (nodes, market) or of the costs."""
-    cluster = {"nodes": 2, "market": "on_demand", "instance_types": list(types), "plan_for": plan_for}
+    cluster = {
+        "nodes": 2,
+        "market": "on_demand",
+        "instance_types": list(types),
+        "plan_for": plan_for,
+    }
     cost = {"prices": "live", "reservations": [DECLARED]}
     for name, value in options.items():
         (cluster if name in ("nodes", "market") else cost)[name] = value
     return RunConfig.model_validate({"cluster": cluster, "cost": cost})
 
 
-FOUND = {"InstanceType": "g5.2xlarge", "TotalInstanceCount": 8, "AvailableInstanceCount": 5, "State": "active"}
+FOUND = {
+    "InstanceType": "g5.2xlarge",
+    "TotalInstanceCount": 8,
+    "AvailableInstanceCount": 5,
+    "State": "active",
+}
 
 
 def described(**found: Any) -> Reservation:
@@ -131,17 +166,28 @@ def described(**found: Any) -> Reservation:
     timed = [DECLARED | {"start": "2026-09-21T14:13:20Z", "end": "2026-09-21T15:13:20Z"}]
     client = FakeEc2(describe_capacity_reservations=[{"CapacityReservations": [FOUND | found]}])
     evidence = open_evidence(configuration(reservations=timed), NOW, client=lambda region: client)
-    assert client.requests == [("describe_capacity_reservations", {"CapacityReservationIds": ["cr-1"]})]
+    assert client.requests == [
+        ("describe_capacity_reservations", {"CapacityReservationIds": ["cr-1"]})
+    ]
     assert evidence.notes == ()
     [held] = evidence.held
     return held
 
 
 def test_ec2_corrects_each_field_that_it_knows_of_a_reservation() -> None:
-    configured = replace(HELD, instance_type="g5.2xlarge", instances=5, start_utc=NOW, end_utc=NOW + HOUR, kind="live")
+    configured = replace(
+        HELD,
+        instance_type="g5.2xlarge",
+        instances=5,
+        start_utc=NOW,
+        end_utc=NOW + HOUR,
+        kind="live",
+    )
     assert described() == configured, "what EC2 does not say stays as configured"
     times = {"StartDate": utc(3), "EndDate": utc(9)}
-    corrected = replace(configured, zone="use1-az2", start_utc=NOW + 3 * HOUR, end_utc=NOW + 9 * HOUR)
+    corrected = replace(
+        configured, zone="use1-az2", start_utc=NOW + 3 * HOUR, end_utc=NOW + 9 * HOUR
+    )
     assert described(AvailabilityZoneId="use1-az2", **times) == corrected
 
 
@@ -153,7 +199,9 @@ def test_ec2_corrects_each_field_that_it_knows_of_a_reservation() -> None:
         ("capacity-block", None, NOW + HOUR),
     ],
 )
-def test_a_capacity_block_ends_its_instances_half_an_hour_early(kind: str, end, expected: float) -> None:
+def test_a_capacity_block_ends_its_instances_half_an_hour_early(
+    kind: str, end, expected: float
+) -> None:
     assert described(ReservationType=kind, EndDate=end).end_utc == expected
 
 
@@ -167,7 +215,9 @@ def test_a_capacity_block_ends_its_instances_half_an_hour_early(kind: str, end, 
         ("cancelled", 5, "is cancelled"),
     ],
 )
-def test_the_state_of_a_reservation_decides_what_is_free(state: str, instances: int, problem: str) -> None:
+def test_the_state_of_a_reservation_decides_what_is_free(
+    state: str, instances: int, problem: str
+) -> None:
     held = described(State=state)
     assert (held.instances, held.problem) == (instances, problem)
 
@@ -202,9 +252,12 @@ def test_a_reservation_stays_as_configured_if_ec2_gives_no_usable_answer(answer:
 
 
 @pytest.mark.parametrize(
-    ("changes", "network"), [({"prices": "static"}, True), ({"plan_for": "local"}, True), ({}, False)]
+    ("changes", "network"),
+    [({"prices": "static"}, True), ({"plan_for": "local"}, True), ({}, False)],
 )
-def test_ec2_is_asked_only_for_live_prices_of_a_cloud_and_with_the_network(changes: dict, network: bool) -> None:
+def test_ec2_is_asked_only_for_live_prices_of_a_cloud_and_with_the_network(
+    changes: dict, network: bool
+) -> None:
     def make(region: str) -> FakeEc2:
         raise AssertionError(region)
 
@@ -225,15 +278,22 @@ OFFER = {
 
 
 @pytest.mark.parametrize(("nodes", "count", "days"), [(4, 4, 1), ("auto", 1, 3)])
-def test_capacity_blocks_are_asked_for_all_nodes_and_days(nodes: int | str, count: int, days: int) -> None:
+def test_capacity_blocks_are_asked_for_all_nodes_and_days(
+    nodes: int | str, count: int, days: int
+) -> None:
     offers = [
         OFFER | {"CurrencyCode": "EUR"},
         OFFER,
         OFFER | {"CurrencyCode": "USD", "CapacityBlockOfferingId": "cbo-2"},
     ]
-    pages = [{"CapacityBlockOfferings": offers[:2], "NextToken": "more"}, {"CapacityBlockOfferings": offers[2:]}]
+    pages = [
+        {"CapacityBlockOfferings": offers[:2], "NextToken": "more"},
+        {"CapacityBlockOfferings": offers[2:]},
+    ]
     client = FakeEc2(describe_capacity_block_offerings=pages)
-    config = configuration(types=("p5.48xlarge",), nodes=nodes, capacity_block_days=days, reservations=[])
+    config = configuration(
+        types=("p5.48xlarge",), nodes=nodes, capacity_block_days=days, reservations=[]
+    )
     evidence = open_evidence(config, NOW, client=lambda region: client)
     first = Reservation(
         id="cbo-1",
@@ -247,23 +307,42 @@ def test_capacity_blocks_are_asked_for_all_nodes_and_days(nodes: int | str, coun
         fee_usd=Decimal(1440),
         kind="live",
     )
-    assert evidence.blocks == (first, replace(first, id="cbo-2")), "a price in another currency is no dollars"
-    wanted = {"InstanceType": "p5.48xlarge", "InstanceCount": count, "CapacityDurationHours": 24 * days}
+    assert evidence.blocks == (first, replace(first, id="cbo-2")), (
+        "a price in another currency is no dollars"
+    )
+    wanted = {
+        "InstanceType": "p5.48xlarge",
+        "InstanceCount": count,
+        "CapacityDurationHours": 24 * days,
+    }
     asked = ("describe_capacity_block_offerings", wanted)
     assert client.requests == [asked, (asked[0], wanted | {"NextToken": "more"})]
 
 
-BLOCK_TYPES = ("p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge", "p5e.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge")
+BLOCK_TYPES = (
+    "p4d.24xlarge",
+    "p4de.24xlarge",
+    "p5.48xlarge",
+    "p5e.48xlarge",
+    "p5en.48xlarge",
+    "p6-b200.48xlarge",
+)
 
 
 @pytest.mark.parametrize("name", [*BLOCK_TYPES, "g5.xlarge", "p3.16xlarge"])
 def test_capacity_blocks_are_sold_of_some_families_in_each_region(name: str) -> None:
     regions = ["us-east-1", "us-west-2"]
     answers = [{"CapacityBlockOfferings": []}] * 2
-    clients = {region: FakeEc2(region, describe_capacity_block_offerings=list(answers)) for region in regions}
+    clients = {
+        region: FakeEc2(region, describe_capacity_block_offerings=list(answers))
+        for region in regions
+    }
     config = configuration(types=(name,), regions=regions, capacity_block_days=1, reservations=[])
     assert open_evidence(config, NOW, client=clients.__getitem__) == CapacityEvidence()
-    asked = 1 if name in BLOCK_TYPES else 0
+    if name in BLOCK_TYPES:
+        asked = 1
+    else:
+        asked = 0
     assert [len(client.requests) for client in clients.values()] == [asked, asked]
 
 
@@ -272,28 +351,42 @@ def test_capacity_blocks_are_not_asked_for_without_their_days_and_a_refusal_is_a
     nothing = FakeEc2()
     open_evidence(configuration(types=types, reservations=[]), NOW, client=lambda region: nothing)
     assert nothing.requests == []
-    refused = FakeEc2(describe_capacity_block_offerings=[refusal("describe_capacity_block_offerings")])
+    refused = FakeEc2(
+        describe_capacity_block_offerings=[refusal("describe_capacity_block_offerings")]
+    )
     config = configuration(types=types, capacity_block_days=1, reservations=[])
     evidence = open_evidence(config, NOW, client=lambda region: refused)
     assert evidence.blocks == () and len(evidence.notes) == 1
-    assert evidence.notes[0].startswith("Capacity Blocks of p5.48xlarge in us-east-1 unknown: ec2:DescribeCapacity")
+    assert evidence.notes[0].startswith(
+        "Capacity Blocks of p5.48xlarge in us-east-1 unknown: ec2:DescribeCapacity"
+    )
 
 
 THREE = ("g5.xlarge", "g5.2xlarge", "g6.xlarge")
 
 
 @pytest.mark.parametrize(("nodes", "capacity"), [(2, 2), ("auto", 1)])
-def test_placement_scores_are_asked_once_for_all_types_and_regions(nodes: int | str, capacity: int) -> None:
+def test_placement_scores_are_asked_once_for_all_types_and_regions(
+    nodes: int | str, capacity: int
+) -> None:
     pages = [
         {
-            "SpotPlacementScores": [{"Region": "us-east-1", "AvailabilityZoneId": "use1-az1", "Score": 2}],
+            "SpotPlacementScores": [
+                {"Region": "us-east-1", "AvailabilityZoneId": "use1-az1", "Score": 2}
+            ],
             "NextToken": "m",
         },
-        {"SpotPlacementScores": [{"Region": "us-west-2", "AvailabilityZoneId": "usw2-az1", "Score": 9}]},
+        {
+            "SpotPlacementScores": [
+                {"Region": "us-west-2", "AvailabilityZoneId": "usw2-az1", "Score": 9}
+            ]
+        },
     ]
     client = FakeEc2(get_spot_placement_scores=pages)
     regions = ["us-west-2", "us-east-1"]
-    config = configuration(types=THREE, market="spot", nodes=nodes, regions=regions, reservations=[])
+    config = configuration(
+        types=THREE, market="spot", nodes=nodes, regions=regions, reservations=[]
+    )
     asked_regions = []
 
     def make(region: str) -> FakeEc2:
@@ -301,7 +394,9 @@ def test_placement_scores_are_asked_once_for_all_types_and_regions(nodes: int | 
         return client
 
     evidence = open_evidence(config, NOW, client=make)
-    assert evidence == CapacityEvidence(scores={("us-east-1", "use1-az1"): 2, ("us-west-2", "usw2-az1"): 9})
+    assert evidence == CapacityEvidence(
+        scores={("us-east-1", "use1-az1"): 2, ("us-west-2", "usw2-az1"): 9}
+    )
     assert asked_regions == ["us-west-2"]
     (_, first), (_, second) = client.requests
     assert second == first | {"NextToken": "m"}
@@ -318,7 +413,9 @@ def test_placement_scores_are_asked_once_for_all_types_and_regions(nodes: int | 
     ("types", "market", "asked"),
     [(THREE, "spot", 1), (THREE, "auto", 1), (THREE, "on_demand", 0), (THREE[:2], "spot", 0)],
 )
-def test_placement_scores_are_asked_for_spot_of_at_least_three_types(types, market: str, asked: int) -> None:
+def test_placement_scores_are_asked_for_spot_of_at_least_three_types(
+    types, market: str, asked: int
+) -> None:
     client = FakeEc2(get_spot_placement_scores=[refusal("get_spot_placement_scores")])
     config = configuration(types=types, market=market, reservations=[])
     evidence = open_evidence(config, NOW, client=lambda region: client)

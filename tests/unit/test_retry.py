@@ -1,4 +1,6 @@
-"""Pauses grow to their limit; a retry ends with success, a cause that no retry cures, or the deadline."""
+"""Pauses grow to their limit; a retry ends with success, a cause that no retry cures, or the
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def attempt(call: Callable[[], str], clock: Clock, most: int = 99) -> str:
         call,
         left=clock.left,
         curable=lambda error, tries: isinstance(error, OSError) and tries < most,
-        give_up=lambda error, tries: TimeoutError(f"{tries} tries") if isinstance(error, OSError) else error,
+        give_up=lambda error, tries: (
+            TimeoutError(f"{tries} tries") if isinstance(error, OSError) else error
+        ),
         pauses=backoff_pauses(first_seconds=1.0, longest_seconds=4.0),
         sleep=clock.sleep,
     )
@@ -94,7 +98,9 @@ def test_pauses_differ_between_processes_with_the_same_seed() -> None:
 def test_a_retry_waits_between_tries_until_one_succeeds() -> None:
     clock = Clock(100.0)
     assert attempt(failing(3), clock) == "done"
-    assert [0.5 <= pause <= most for most, pause in zip((1.0, 2.0, 4.0), clock.pauses, strict=True)] == [True] * 3
+    assert [
+        0.5 <= pause <= most for most, pause in zip((1.0, 2.0, 4.0), clock.pauses, strict=True)
+    ] == [True] * 3
 
 
 @pytest.mark.parametrize(("left_seconds", "tries"), [(3.0, 2), (3.1, 3)])
@@ -157,7 +163,9 @@ def test_a_call_that_hangs_is_abandoned_at_its_deadline() -> None:
 def test_a_call_after_its_deadline_is_not_made(seconds: float) -> None:
     called = []
     with pytest.raises(TimeoutError, match="late"):
-        call_within(seconds, lambda: called.append(1), "after the deadline", lambda: TimeoutError("late"))
+        call_within(
+            seconds, lambda: called.append(1), "after the deadline", lambda: TimeoutError("late")
+        )
     assert not called
 
 
@@ -213,7 +221,9 @@ def failing_with(*raised: Exception) -> Callable[[], str]:
     return call
 
 
-def test_work_is_retried_until_its_deadline_and_the_last_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_retried_until_its_deadline_and_the_last_error_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each try takes 5 s: after the third, 1.2 of the 16.2 s are left."""
     limits: list[float] = []
     seconds = [1000.0]
@@ -241,7 +251,9 @@ def test_work_is_retried_only_for_curable_errors() -> None:
     assert retry_until_deadline(failing_with(errors.StoreUnavailable("x")), 60.0) == "done"
     with pytest.raises(errors.StoreForbidden):
         retry_until_deadline(failing_with(errors.StoreForbidden("x")), 60.0)
-    given = retry_until_deadline(failing_with(ValueError("x")), 60.0, curable=lambda error: type(error) is ValueError)
+    given = retry_until_deadline(
+        failing_with(ValueError("x")), 60.0, curable=lambda error: type(error) is ValueError
+    )
     assert given == "done"
 
 

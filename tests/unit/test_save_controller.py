@@ -27,7 +27,10 @@ DRAINED = float(Stop.INTERRUPTED)
 
 
 class Saver:
-    """A checkpointer that records its calls. A save is in flight until `busy_seconds` have passed."""
+    """A checkpointer that records its calls.
+
+    A save is in flight until `busy_seconds` have passed.
+    """
 
     def __init__(self, *, busy_seconds: float = 0.0) -> None:
         self.calls: list[Any] = []
@@ -45,7 +48,9 @@ class Saver:
     def before_step(self) -> None:
         self.calls.append("before_step")
 
-    def save(self, step: int, module: Any, optimizer: Any, extra: dict[str, Any], **limits: float) -> float:
+    def save(
+        self, step: int, module: Any, optimizer: Any, extra: dict[str, Any], **limits: float
+    ) -> float:
         self.calls.append(("save", step, module, optimizer, extra, limits))
         return 0.25
 
@@ -59,7 +64,14 @@ class Saver:
 class Bench:
     """A save controller with recorded events, phases and calls."""
 
-    def __init__(self, *, rank: int = 0, scheduled: bool = True, saver: Saver | None = None, **checkpoint: Any) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        scheduled: bool = True,
+        saver: Saver | None = None,
+        **checkpoint: Any,
+    ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.phases: list[tuple[str, int]] = []
         self.resets: list[bool] = []
@@ -67,7 +79,10 @@ class Bench:
         config = CheckpointConfig(**checkpoint)
         terms = Terms(usd_per_rank_second=0.25, spent_usd=3.0)
         self.limits = Limits(terms, world_size=2, elapsed_seconds=lambda: 8.0)
-        self.schedule = SaveSchedule(config, GammaHazard.from_prior(0.5), now=lambda: 100.0) if scheduled else None
+        if scheduled:
+            self.schedule = SaveSchedule(config, GammaHazard.from_prior(0.5), now=lambda: 100.0)
+        else:
+            self.schedule = None
 
         def emit(name: str, **data: Any) -> None:
             self.events.append((name, data))
@@ -75,11 +90,15 @@ class Bench:
         self.controller = SaveController(
             config=config,
             rank=rank,
-            spread=SimpleNamespace(module="module", reset_compression=lambda: self.resets.append(True)),  # type: ignore[arg-type]
+            spread=SimpleNamespace(
+                module="module", reset_compression=lambda: self.resets.append(True)
+            ),  # type: ignore[arg-type]
             optimizer="optimizer",  # type: ignore[arg-type]
             saver=self.saver,  # type: ignore[arg-type]
             limits=self.limits,
-            reporter=Reporter(Clock(emit), emit, beat=lambda step, phase: self.phases.append((phase, step))),
+            reporter=Reporter(
+                Clock(emit), emit, beat=lambda step, phase: self.phases.append((phase, step))
+            ),
             extra={"seed": 1},
             carried=lambda step: {"guards": step},
             save_schedule=self.schedule,
@@ -110,12 +129,21 @@ def test_a_save_has_the_fields_of_its_commit_and_records_its_cost() -> None:
         "spent_usd": 3.0 + 0.25 * 2 * 8.0,
         "exposed_seconds": 50.0,
     }
-    assert bench.saver.calls == [("save", 7, "module", "optimizer", extra, {"least_seconds": 120.0})]
+    assert bench.saver.calls == [
+        ("save", 7, "module", "optimizer", extra, {"least_seconds": 120.0})
+    ]
     assert bench.phases == [("checkpoint", 7)] and bench.resets == [True]
     choice = bench.schedule.choice()
     assert choice.stall_seconds == 0.25
     (interval,) = bench.events_of(INTERVAL)
-    names = ("seconds", "stall_seconds", "slow_down_seconds", "upload_seconds", "hazard_per_hour", "predicted_loss")
+    names = (
+        "seconds",
+        "stall_seconds",
+        "slow_down_seconds",
+        "upload_seconds",
+        "hazard_per_hour",
+        "predicted_loss",
+    )
     assert interval == {"step": 7} | {name: getattr(choice, name) for name in names}
     assert bench.controller.extra == {"seed": 1}
 
@@ -131,7 +159,8 @@ def test_a_rank_without_a_schedule_saves_without_its_fields() -> None:
 @pytest.mark.parametrize("owed", [True, False])
 def test_a_row_has_the_vote_and_the_last_saves_of_its_rank(step: int, owed: bool) -> None:
     bench = Bench(interval_steps=4)
-    bench.saver.expected_seconds, bench.saver.failed_step = 9.0, 2
+    bench.saver.expected_seconds = 9.0
+    bench.saver.failed_step = 2
     assert bench.controller.row_fields(step, owed=owed) == {
         "save_due": owed or step == 4,
         "saving": False,
@@ -158,7 +187,9 @@ def test_a_capped_upload_leaves_the_time_of_the_last_save_unknown() -> None:
         assert bench.controller.last_save_seconds == expected
 
 
-BUSY, DUE, RENEW = {"saving": 1.0}, {"save_due": 1.0}, {"renew": 1.0}
+BUSY = {"saving": 1.0}
+DUE = {"save_due": 1.0}
+RENEW = {"renew": 1.0}
 LIMIT = {"least_seconds": 120.0}
 
 
@@ -181,7 +212,10 @@ LIMIT = {"least_seconds": 120.0}
     ],
 )
 def test_a_step_is_saved_if_it_is_due_last_or_before_a_renewal(
-    when_busy: str, rows: tuple[dict[str, float], ...], last: bool, expected: dict[str, float] | None
+    when_busy: str,
+    rows: tuple[dict[str, float], ...],
+    last: bool,
+    expected: dict[str, float] | None,
 ) -> None:
     bench = Bench(when_busy=when_busy, deadline_seconds=120.0)
     bench.controller.save_if_due(Position(5), sync_of(*rows), last=last)
@@ -190,7 +224,9 @@ def test_a_step_is_saved_if_it_is_due_last_or_before_a_renewal(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_is_due_while_ranks_still_save_is_skipped(rank: int, flushed: FlushedOutput) -> None:
+def test_a_save_that_is_due_while_ranks_still_save_is_skipped(
+    rank: int, flushed: FlushedOutput
+) -> None:
     bench = Bench(rank=rank, when_busy="skip")
     bench.controller.save_if_due(Position(5), sync_of(DUE, *[BUSY] * 6), last=False)
     reason = "the previous save is still in flight on rank 1, 2, 3, 4, 5"
@@ -213,12 +249,16 @@ def test_a_drained_rank_saves_once_more_if_time_is_left(
     needed: float, left: float, expected: dict[str, float] | None, last: bool
 ) -> None:
     bench = Bench(deadline_seconds=120.0)
-    sync = sync_of({"stop": DRAINED, "save_seconds": needed}, {"stop_seconds": left, "save_due": 1.0})
+    sync = sync_of(
+        {"stop": DRAINED, "save_seconds": needed}, {"stop_seconds": left, "save_due": 1.0}
+    )
     bench.controller.save_if_due(Position(5), sync, last=last)
     assert bench.saves() == ([] if expected is None else [(5, expected)])
     assert bench.saver.calls[0] == "hurry"
     reason = f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit counts"
-    assert bench.events_of(COMMIT_SKIPPED) == ([{"step": 5, "reason": reason}] if expected is None else [])
+    assert bench.events_of(COMMIT_SKIPPED) == (
+        [{"step": 5, "reason": reason}] if expected is None else []
+    )
 
 
 @pytest.mark.parametrize("stop", [Stop.BUDGET, Stop.DEADLINE])
@@ -279,7 +319,10 @@ def test_a_finished_job_looks_at_its_save_until_the_deadline(pauses: Pauses) -> 
 )
 def test_a_resume_point_is_the_last_commit(saved: int | None, text: str) -> None:
     bench = Bench()
-    bench.saver.last_commit = None if saved is None else CommitRef("key", saved, 1, "")
+    if saved is None:
+        bench.saver.last_commit = None
+    else:
+        bench.saver.last_commit = CommitRef("key", saved, 1, "")
     assert bench.controller.describe_resume_point(Position(5)) == text
 
 
@@ -305,7 +348,9 @@ def test_dollars_at_risk_are_those_since_the_last_commit() -> None:
     controller = replace(bench.controller, save_schedule=schedule)
     now = 140.0
     assert controller.record_step_time({}, saving=False) == {"at_risk_usd": 40.0 * 0.25 * 2}
-    assert Bench(scheduled=False).controller.record_step_time({"useful_step": 1.0}, saving=False) == {}
+    assert (
+        Bench(scheduled=False).controller.record_step_time({"useful_step": 1.0}, saving=False) == {}
+    )
 
 
 def test_a_user_may_ask_for_a_save_when_none_is_in_flight() -> None:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from ebbflow.infra.config.schema import CheckpointConfig
-from ebbflow.infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
+from ebbflow.infra.reliability import (
+    GammaHazard,
+    PlannedHazard,
+    daly_interval_seconds,
+    expected_loss,
+)
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 
 
@@ -22,7 +27,9 @@ class Clock:
 
 
 def schedule_of(clock: Clock, hazard: GammaHazard | None = None, **settings: Any) -> SaveSchedule:
-    return SaveSchedule(CheckpointConfig(**settings), hazard or GammaHazard.from_prior(0.5, weight=1e9), now=clock)
+    return SaveSchedule(
+        CheckpointConfig(**settings), hazard or GammaHazard.from_prior(0.5, weight=1e9), now=clock
+    )
 
 
 def test_steps_and_seconds() -> None:
@@ -41,7 +48,9 @@ def test_auto_follows_what_a_save_costs_and_is_never_shorter_than_an_upload() ->
     clock = Clock()
     save_schedule = schedule_of(clock, interval="auto", interval_steps=4)
     for step in range(1, 5):
-        assert save_schedule.due(step) is (step == 4), "the first save comes early: nothing is known before it"
+        assert save_schedule.due(step) is (step == 4), (
+            "the first save comes early: nothing is known before it"
+        )
         save_schedule.record_step(1.0, busy=False)
     save_schedule.saved(4, 2.0)
     save_schedule.committed(4, 5.0)
@@ -50,7 +59,9 @@ def test_auto_follows_what_a_save_costs_and_is_never_shorter_than_an_upload() ->
     for _ in range(10):
         save_schedule.record_step(1.5, busy=True)
     choice = save_schedule.choice()
-    assert choice.slow_down_seconds == pytest.approx(10 * 0.5), "ten steps of a save, half a second each"
+    assert choice.slow_down_seconds == pytest.approx(10 * 0.5), (
+        "ten steps of a save, half a second each"
+    )
     assert choice.seconds == pytest.approx(daly_interval_seconds(7.0, 0.5))
     assert 0 < choice.predicted_loss < 0.1
     clock.seconds += choice.seconds - 1
@@ -80,8 +91,12 @@ def test_what_the_job_has_lived_through_corrects_the_plan() -> None:
     assert save_schedule.choice().hazard_per_hour == pytest.approx(hazard.per_hour)
     assert hazard.per_hour > 2.0
     save_schedule.remember(3600 * 1.5)
-    assert save_schedule.choice().hazard_per_hour == pytest.approx(hazard.seen(0, 1.5).per_hour, rel=1e-6)
-    assert save_schedule.choice().hazard_per_hour == pytest.approx(2.0, rel=0.1), "three in an hour and a half"
+    assert save_schedule.choice().hazard_per_hour == pytest.approx(
+        hazard.seen(0, 1.5).per_hour, rel=1e-6
+    )
+    assert save_schedule.choice().hazard_per_hour == pytest.approx(2.0, rel=0.1), (
+        "three in an hour and a half"
+    )
     assert save_schedule.exposed_seconds == 3600 * 1.5
     assert 0 < prior_hazard(None, interruptions=0).per_hour < 0.02, "no plan: seldom, but not never"
     assert prior_hazard(0.0, interruptions=0) == prior_hazard(None, interruptions=0)
@@ -147,7 +162,9 @@ def test_the_cost_of_a_save_is_the_median_stall_of_the_last_eight() -> None:
 
 
 @pytest.mark.parametrize("last_is_busy", [True, False])
-def test_the_slowdown_of_a_save_is_measured_once_three_steps_of_each_kind_are_known(last_is_busy: bool) -> None:
+def test_the_slowdown_of_a_save_is_measured_once_three_steps_of_each_kind_are_known(
+    last_is_busy: bool,
+) -> None:
     schedule = schedule_of(Clock())
     schedule.saved(1, 0.0)
     schedule.saved(2, 0.0)
@@ -158,7 +175,9 @@ def test_the_slowdown_of_a_save_is_measured_once_three_steps_of_each_kind_are_kn
             schedule.record_step(seconds, busy=busy)
             assert schedule.choice().slow_down_seconds == 0.0
     schedule.record_step(last_seconds, busy=last_is_busy)
-    assert schedule.choice().slow_down_seconds == (5.0 - 2.0) * 3 / 2, "three busy steps of two saves"
+    assert schedule.choice().slow_down_seconds == (5.0 - 2.0) * 3 / 2, (
+        "three busy steps of two saves"
+    )
 
 
 def test_steps_without_a_save_have_no_slowdown() -> None:
@@ -196,7 +215,9 @@ def test_the_predicted_loss_is_that_of_the_interval_in_use(interval: str) -> Non
     clock = Clock()
     schedule = schedule_of(clock, interval=interval)
     optimum = daly_interval_seconds(0.0, 0.5)
-    assert schedule.choice().predicted_loss == pytest.approx(expected_loss(max(optimum, 1e-3), 0.0, 0.5))
+    assert schedule.choice().predicted_loss == pytest.approx(
+        expected_loss(max(optimum, 1e-3), 0.0, 0.5)
+    )
     for step in (1, 2):
         clock.seconds += 300.0
         schedule.saved(step, 3.0)
@@ -206,10 +227,15 @@ def test_the_predicted_loss_is_that_of_the_interval_in_use(interval: str) -> Non
         schedule.record_step(1.0, busy=False)
         schedule.record_step(2.0, busy=True)
     cost = 3.0 + 1.0 * 3 / 2
-    used = daly_interval_seconds(cost, 0.5) if interval == "auto" else 300.0
+    if interval == "auto":
+        used = daly_interval_seconds(cost, 0.5)
+    else:
+        used = 300.0
     choice = schedule.choice()
     assert choice.seconds == pytest.approx(daly_interval_seconds(cost, 0.5), rel=1e-6)
-    assert choice.predicted_loss == pytest.approx(expected_loss(used, cost, 0.5, exposed_seconds=20.0), rel=1e-6)
+    assert choice.predicted_loss == pytest.approx(
+        expected_loss(used, cost, 0.5, exposed_seconds=20.0), rel=1e-6
+    )
 
 
 def test_the_predicted_loss_of_saves_without_a_pause_is_that_of_a_millisecond() -> None:

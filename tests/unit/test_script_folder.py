@@ -1,4 +1,6 @@
-"""The folder of a script for other machines: what it holds, what is refused, and where it is unpacked."""
+"""The folder of a script for other machines: what it holds, what is refused, and where it is
+unpacked.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def packed(project: Path) -> set[str]:
     sha256 = pack_script(RunConfig(store=store.uri, script=str(project / "train.py")), store)
     script = find_script("train.py", sha256, store)
     assert script.read_text() == "import utils.data"
-    return {str(path.relative_to(script.parent)) for path in script.parent.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(script.parent)) for path in script.parent.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("git", ["no repository", "repository", "not installed"])
@@ -49,7 +53,9 @@ def test_a_package_holds_the_code_and_no_files_of_other_jobs(
     assert packed(project) == expected
 
 
-@pytest.mark.parametrize("name", [".env", ".env.local", ".npmrc", ".git-credentials", "key.pem", "credentials"])
+@pytest.mark.parametrize(
+    "name", [".env", ".env.local", ".npmrc", ".git-credentials", "key.pem", "credentials"]
+)
 def test_what_may_be_a_secret_is_refused(project: Path, name: str) -> None:
     subprocess.run(["git", "init", "-q", str(project)], check=True)
     (project / name).write_text("secret")
@@ -75,8 +81,9 @@ except BaseException as error:
     [
         ("import sys\n\nsys.exit(3)\n", ["RuntimeError", "train.py exited with 3", 3]),
         (
-            "from ebbflow.training.attached_job import refuse\nfrom ebbflow.training.errors import AttachError\n"
-            "try:\n    refuse(AttachError('no loader; fix: one'))\nexcept Exception:\n    pass\n",
+            "from ebbflow.training.attached_job import refuse\nfrom ebbflow.training.errors "
+            "import AttachError\ntry:\n    refuse(AttachError('no loader; fix: one'))\nexcept "
+            "Exception:\n    pass\n",
             ["AttachError", "no loader; fix: one", None],
         ),
     ],

@@ -1,4 +1,6 @@
-"""Settling Batch jobs: whose end is asked for, how long, where, and what is recorded, ended and printed."""
+"""Settling Batch jobs: whose end is asked for, how long, where, and what is recorded, ended and
+printed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from ebbflow.flows.job import Job
 from ebbflow.infra.batch import batch_client
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import CloudError, JobIsRunning
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+from ebbflow.infra.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    NODE_STARTED,
+    PLACED,
+    Event,
+    read_events,
+)
 from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
 from ebbflow.infra.preflight import PreflightContext
 from ebbflow.infra.program import PROJECT_ROOT
@@ -34,9 +43,28 @@ from tests.support.timelines import event
 
 HOST = "Host EC2 (instance i-0123456789abcdef0) terminated."
 PLACEMENT: dict[str, Any] = {
-    **{"queue": "q", "market": "spot", "instance_type": "g5.xlarge", "region": None, "zone": None, "nodes": 1},
-    **{"processes_per_node": 1, "cpu": 4, "gpu": 1, "memory_mib": 1000, "wall_seconds": 60, "runnable_seconds": 60},
-    **{"usd_per_hour": 0.4, "quoted_usd_per_hour": "0.4", "price_kind": "live", "expected_hours": 1.0},
+    **{
+        "queue": "q",
+        "market": "spot",
+        "instance_type": "g5.xlarge",
+        "region": None,
+        "zone": None,
+        "nodes": 1,
+    },
+    **{
+        "processes_per_node": 1,
+        "cpu": 4,
+        "gpu": 1,
+        "memory_mib": 1000,
+        "wall_seconds": 60,
+        "runnable_seconds": 60,
+    },
+    **{
+        "usd_per_hour": 0.4,
+        "quoted_usd_per_hour": "0.4",
+        "price_kind": "live",
+        "expected_hours": 1.0,
+    },
     **{"expected_usd": 1.0, "reason": "cheapest"},
 }
 RUNNING = {"status": "RUNNING", "startedAt": 1000}
@@ -55,9 +83,15 @@ def _service() -> Iterator[JobService]:
 
 @pytest.fixture
 def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService:
-    _service.jobs, _service.owners, _service.requests = {}, {}, []
+    _service.jobs = {}
+    _service.owners = {}
+    _service.requests = []
     _service.refused = _service.away = False
-    for name, value in (("ACCESS_KEY_ID", "local"), ("SECRET_ACCESS_KEY", "local"), ("DEFAULT_REGION", "us-east-1")):
+    for name, value in (
+        ("ACCESS_KEY_ID", "local"),
+        ("SECRET_ACCESS_KEY", "local"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", _service.endpoint)
     return _service
@@ -67,7 +101,8 @@ def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService
 class Clock:
     """The monotonic time as settling reads it: it only passes while the code sleeps.
 
-    The deadlines of requests to AWS use the real time. A clock that is behind it leaves them less time.
+    The deadlines of requests to AWS use the real time. A clock that is behind it leaves them less
+    time.
     """
 
     real: Callable[[], float]
@@ -99,18 +134,24 @@ def job(tmp_path: Path) -> Job:
 def submit(job: Job, *job_ids: str, **known: Any) -> None:
     with job.events("submit") as log:
         for job_id in job_ids:
-            log.emit(BATCH_SUBMITTED, **{"job_id": job_id, "job_name": "n", "step": "train", "task": "5", **known})
+            log.emit(
+                BATCH_SUBMITTED,
+                **{"job_id": job_id, "job_name": "n", "step": "train", "task": "5", **known},
+            )
 
 
 def settled(job: Job, said: list[str] | None = None, **known: Any) -> list[Event]:
-    heard = [] if said is None else said
+    if said is None:
+        heard = []
+    else:
+        heard = said
     with job.events("placing") as log:
         client = batch_client("us-east-1")
         return settle_attempts(job, read_events(job.store), client, log, say=heard.append, **known)
 
 
 def recorded(job: Job) -> list[dict[str, Any]]:
-    return [one.data for one in read_events(job.store) if one.name == BATCH_ATTEMPT]
+    return [event.data for event in read_events(job.store) if event.name == BATCH_ATTEMPT]
 
 
 def test_jobs_are_unsettled_until_their_end_is_recorded() -> None:
@@ -136,7 +177,8 @@ def test_a_jobs_placement_is_the_newest_of_its_run_attempt_step_and_task() -> No
         about = {"task": "5", "placement": {**PLACEMENT, "queue": queue}, **known}
         return replace(at, name=PLACED, step=step, data=about)
 
-    first, newest = placed("first"), placed("newest")
+    first = placed("first")
+    newest = placed("newest")
     others = [
         placed("step", step="train_node"),
         placed("task", task="6"),
@@ -159,7 +201,10 @@ def test_a_settled_job_is_not_asked_for(service: JobService, job: Job) -> None:
     service.jobs = {"x": [RECLAIMED]}
     [told] = settled(job)
     assert told.name == BATCH_ATTEMPT and told.run == "1"
-    about = {name: told.data[name] for name in ("job_id", "started_utc", "stopped_utc", "cause", "queue", "market")}
+    about = {
+        name: told.data[name]
+        for name in ("job_id", "started_utc", "stopped_utc", "cause", "queue", "market")
+    }
     assert about == {
         "job_id": "x",
         "started_utc": 1.0,
@@ -191,10 +236,14 @@ def test_an_end_without_time_or_reason_is_incomplete(
     assert len(settled(job)) == 1
     assert service.looks() == (1 if complete else 11)
     service.requests = []
-    assert settled(job) == [] and service.looks() == (0 if complete else 1), "it is asked for again, and not waited for"
+    assert settled(job) == [] and service.looks() == (0 if complete else 1), (
+        "it is asked for again, and not waited for"
+    )
 
 
-@pytest.mark.parametrize(("deadline", "looks"), [(6.0, 4), (20.0, 11), (60.0, 11), (1.0, 1), (2.0, 2)])
+@pytest.mark.parametrize(
+    ("deadline", "looks"), [(6.0, 4), (20.0, 11), (60.0, 11), (1.0, 1), (2.0, 2)]
+)
 def test_an_incomplete_end_is_waited_for_up_to_ten_seconds(
     service: JobService, clock: Clock, job: Job, deadline: float, looks: int
 ) -> None:
@@ -209,7 +258,11 @@ def test_a_wait_ends_with_the_last_ended_job_and_does_not_wait_for_running_ones(
     service: JobService, clock: Clock, job: Job
 ) -> None:
     submit(job, "late", "later", "running", "deleted")
-    service.jobs = {"late": [TIMELESS, RECLAIMED], "later": [TIMELESS, TIMELESS, ENDED], "running": [RUNNING]}
+    service.jobs = {
+        "late": [TIMELESS, RECLAIMED],
+        "later": [TIMELESS, TIMELESS, ENDED],
+        "running": [RUNNING],
+    }
     said: list[str] = []
     told = {one.data["job_id"]: one.data["stopped_utc"] for one in settled(job, said)}
     assert told == {"late": 9.0, "later": 9.0} and service.looks() == 3
@@ -229,18 +282,43 @@ def test_an_incomplete_end_is_completed_later_and_only_then_recorded_again(
     assert settled(job) == [] and service.requests == []
 
 
-def test_the_newest_record_of_a_job_says_whether_it_is_complete(service: JobService, job: Job) -> None:
+def test_the_newest_record_of_a_job_says_whether_it_is_complete(
+    service: JobService, job: Job
+) -> None:
     submit(job, "x")
     with job.events("test") as log:
-        log.emit(BATCH_ATTEMPT, job_id="x", status="FAILED", started_utc=1.0, stopped_utc=2.0, reason="why")
-        log.emit(BATCH_ATTEMPT, job_id="x", status="FAILED", started_utc=1.0, stopped_utc=None, reason="why")
-        log.emit(BATCH_ATTEMPT, job_id="unknown", status="FAILED", started_utc=1.0, stopped_utc=None, reason="")
+        log.emit(
+            BATCH_ATTEMPT,
+            job_id="x",
+            status="FAILED",
+            started_utc=1.0,
+            stopped_utc=2.0,
+            reason="why",
+        )
+        log.emit(
+            BATCH_ATTEMPT,
+            job_id="x",
+            status="FAILED",
+            started_utc=1.0,
+            stopped_utc=None,
+            reason="why",
+        )
+        log.emit(
+            BATCH_ATTEMPT,
+            job_id="unknown",
+            status="FAILED",
+            started_utc=1.0,
+            stopped_utc=None,
+            reason="",
+        )
     service.jobs = {"x": [ENDED]}
     [told] = settled(job)
     assert told.data["status"] == "SUCCEEDED"
 
 
-@pytest.mark.parametrize(("state", "words"), [(RUNNING, "Ebbflow: ended"), (WAITING, "Ebbflow: did not start in time")])
+@pytest.mark.parametrize(
+    ("state", "words"), [(RUNNING, "Ebbflow: ended"), (WAITING, "Ebbflow: did not start in time")]
+)
 def test_a_running_job_is_terminated_and_its_end_is_not_recorded_yet(
     service: JobService, job: Job, state: dict[str, Any], words: str
 ) -> None:
@@ -255,7 +333,9 @@ def test_a_running_job_is_terminated_and_its_end_is_not_recorded_yet(
     assert unsettled_jobs(read_events(job.store)) != {}
 
 
-def test_a_job_that_ended_before_it_was_terminated_is_recorded_later(service: JobService, job: Job) -> None:
+def test_a_job_that_ended_before_it_was_terminated_is_recorded_later(
+    service: JobService, job: Job
+) -> None:
     submit(job, "x", "y")
     service.jobs = {"x": [RUNNING], "y": [ENDED]}
     service.refused = True
@@ -271,10 +351,14 @@ def test_termination_is_printed_to_stderr_by_default(
     service.jobs = {"x": [RUNNING]}
     with job.events("placing") as log:
         settle_attempts(job, read_events(job.store), batch_client("us-east-1"), log)
-    assert capsys.readouterr().err.startswith("batch: job x of run 1 (RUNNING in q) was left behind: terminated")
+    assert capsys.readouterr().err.startswith(
+        "batch: job x of run 1 (RUNNING in q) was left behind: terminated"
+    )
 
 
-def test_each_job_is_asked_for_in_the_region_of_its_placement(service: JobService, job: Job) -> None:
+def test_each_job_is_asked_for_in_the_region_of_its_placement(
+    service: JobService, job: Job
+) -> None:
     with job.events("placing") as log:
         for task, region in (("5", "us-west-2"), ("6", None), ("7", "us-east-1")):
             log.emit(PLACED, step="train", task=task, placement={**PLACEMENT, "region": region})
@@ -283,8 +367,12 @@ def test_each_job_is_asked_for_in_the_region_of_its_placement(service: JobServic
     service.jobs = {"west": [RUNNING], "any": [ENDED], "east": [ENDED], "unplaced": [ENDED]}
     told = {one.data["job_id"]: one.data["instance_type"] for one in settled(job)}
     assert told == {"any": "g5.xlarge", "east": "g5.xlarge", "unplaced": None}
-    asked = [(region, operation, json.loads(content)) for region, operation, content in service.requests]
-    assert [(region, content.get("jobs", content.get("jobId"))) for region, _, content in asked] == [
+    asked = [
+        (region, operation, json.loads(content)) for region, operation, content in service.requests
+    ]
+    assert [
+        (region, content.get("jobs", content.get("jobId"))) for region, _, content in asked
+    ] == [
         ("us-west-2", ["west"]),
         ("us-east-1", ["any", "east", "unplaced"]),
         ("us-west-2", "west"),
@@ -305,7 +393,9 @@ def test_only_the_launcher_that_holds_the_job_settles_it(
     claim.release()
 
 
-def test_a_request_to_batch_has_the_given_deadline(service: JobService, clock: Clock, job: Job) -> None:
+def test_a_request_to_batch_has_the_given_deadline(
+    service: JobService, clock: Clock, job: Job
+) -> None:
     submit(job, "x")
     service.jobs = {"x": [RUNNING]}
     clock.set_behind(22.0)
@@ -324,7 +414,9 @@ def context(job: Job, name: str | None = "j") -> PreflightContext:
     return PreflightContext(config=job.config, project_root=PROJECT_ROOT, job=name, target="batch")
 
 
-def test_preflight_finds_running_jobs_that_no_process_waits_for(service: JobService, job: Job) -> None:
+def test_preflight_finds_running_jobs_that_no_process_waits_for(
+    service: JobService, job: Job
+) -> None:
     assert check_left_behind(context(job, None)).detail == "a new job has no Batch jobs"
     assert check_left_behind(context(job)).detail == "AWS Batch runs nothing of job j"
     assert service.requests == []
@@ -339,7 +431,9 @@ def test_preflight_finds_running_jobs_that_no_process_waits_for(service: JobServ
     assert check_left_behind(context(job)).status == "passed" and service.terminated() == []
 
 
-def test_preflight_waits_twelve_seconds_for_batch(service: JobService, clock: Clock, job: Job) -> None:
+def test_preflight_waits_twelve_seconds_for_batch(
+    service: JobService, clock: Clock, job: Job
+) -> None:
     submit(job, "x")
     service.jobs = {"x": [ENDED]}
     clock.set_behind(7.0)
@@ -347,7 +441,9 @@ def test_preflight_waits_twelve_seconds_for_batch(service: JobService, clock: Cl
     clock.set_behind(12.0)
     assert check_left_behind(context(job)).status == "skipped"
     [check] = CHECKS
-    assert (check.id, check.deadline_seconds) == ("aws-left-behind", 25.0), "a request to the store, one to Batch"
+    assert (check.id, check.deadline_seconds) == ("aws-left-behind", 25.0), (
+        "a request to the store, one to Batch"
+    )
 
 
 def test_preflight_waits_twelve_seconds_for_the_store(
@@ -376,8 +472,10 @@ def test_a_report_settles_all_attempts_within_six_seconds(
     assert service.looks() == 4 and len(recorded(job)) == 1, "three seconds, half of six"
     service.jobs = {"x": [ENDED]}
     settle_for_report(job)
-    assert [about["status"] for about in recorded(job)] == ["FAILED", "SUCCEEDED"], "also what was incomplete"
-    settled_by = [one for one in read_events(job.store) if one.name == BATCH_ATTEMPT]
+    assert [about["status"] for about in recorded(job)] == ["FAILED", "SUCCEEDED"], (
+        "also what was incomplete"
+    )
+    settled_by = [event for event in read_events(job.store) if event.name == BATCH_ATTEMPT]
     assert {one.run for one in settled_by} == {"1"} and capsys.readouterr().out == ""
     submit(job, "y")
     service.jobs = {"y": [RUNNING]}
@@ -403,7 +501,9 @@ def test_leftovers_are_ended_and_recorded(service: JobService, clock: Clock, job
     assert clock.slept == 2.0
 
 
-def test_leftovers_that_do_not_end_are_named_after_ninety_seconds(service: JobService, clock: Clock, job: Job) -> None:
+def test_leftovers_that_do_not_end_are_named_after_ninety_seconds(
+    service: JobService, clock: Clock, job: Job
+) -> None:
     submit(job, "x", "y", "z")
     service.jobs = {"x": [RUNNING], "y": [RUNNING], "z": [ENDED]}
     said: list[str] = []
@@ -412,7 +512,9 @@ def test_leftovers_that_do_not_end_are_named_after_ninety_seconds(service: JobSe
     assert clock.slept == 91.0 and [about["job_id"] for about in recorded(job)] == ["z"]
 
 
-def test_leftovers_of_a_batch_that_does_not_answer_are_told(service: JobService, clock: Clock, job: Job) -> None:
+def test_leftovers_of_a_batch_that_does_not_answer_are_told(
+    service: JobService, clock: Clock, job: Job
+) -> None:
     """Within 90 s for the first look, and 20 s for each further one."""
     submit(job, "x")
     service.jobs = {"x": [RUNNING]}
@@ -445,12 +547,18 @@ def cluster(service: JobService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "kubeconfig.json"
     path.write_text(json.dumps(document))
     monkeypatch.setenv("KUBECONFIG", str(path))
-    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))  # read at import
+    monkeypatch.setattr(
+        kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path)
+    )  # read at import
     return service
 
 
-def test_attempts_in_a_cluster_are_settled_by_the_cluster(cluster: JobService, clock: Clock, job: Job) -> None:
-    """A running one is ended and recorded at once, since the cluster keeps no record of what it deleted."""
+def test_attempts_in_a_cluster_are_settled_by_the_cluster(
+    cluster: JobService, clock: Clock, job: Job
+) -> None:
+    """A running one is ended and recorded at once, since the cluster keeps no record of what it
+    deleted.
+    """
     submit(job, POD_ATTEMPT, "space/jobsets/gone")
     cluster.owners = {OWNER: {"metadata": {"name": "js-1"}, "spec": {}, "status": {}}}
     said: list[str] = []
@@ -462,7 +570,9 @@ def test_attempts_in_a_cluster_are_settled_by_the_cluster(cluster: JobService, c
     assert len(recorded(job)) == 1
 
 
-def test_a_backend_settles_only_its_own_attempts(cluster: JobService, clock: Clock, job: Job) -> None:
+def test_a_backend_settles_only_its_own_attempts(
+    cluster: JobService, clock: Clock, job: Job
+) -> None:
     submit(job, "x")
     cluster.jobs = {"x": [ENDED]}
     submit(job, POD_ATTEMPT)
@@ -472,9 +582,18 @@ def test_a_backend_settles_only_its_own_attempts(cluster: JobService, clock: Clo
     assert cluster.looks() == 0 and ("GET", OWNER) in cluster.requests
 
 
-def test_an_incomplete_attempt_in_a_cluster_is_asked_for_there(cluster: JobService, clock: Clock, job: Job) -> None:
+def test_an_incomplete_attempt_in_a_cluster_is_asked_for_there(
+    cluster: JobService, clock: Clock, job: Job
+) -> None:
     submit(job, POD_ATTEMPT)
     with job.events("test") as log:
-        log.emit(BATCH_ATTEMPT, job_id=POD_ATTEMPT, status="FAILED", started_utc=1.0, stopped_utc=None, reason="")
+        log.emit(
+            BATCH_ATTEMPT,
+            job_id=POD_ATTEMPT,
+            status="FAILED",
+            started_utc=1.0,
+            stopped_utc=None,
+            reason="",
+        )
     settle_for_report(job)
     assert ("GET", OWNER) in cluster.requests and cluster.looks() == 0

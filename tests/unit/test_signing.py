@@ -1,4 +1,6 @@
-"""What a signature covers, worked out by an independent formula: any other job, key, data or secret is refused."""
+"""What a signature covers, worked out by an independent formula: any other job, key, data or secret
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,17 @@ def expected_hmac(purpose: bytes, secret: str = SECRET, **document: Any) -> str:
 
 
 def commit_hmac(**changes: Any) -> str:
-    return expected_hmac(b"ebbflow commit signature 1", **{"job": "job", "key": KEY, "data": None, **changes})
+    return expected_hmac(
+        b"ebbflow commit signature 1", **{"job": "job", "key": KEY, "data": None, **changes}
+    )
 
 
 def data_object(chunks: int = 1, sha256: tuple[str, ...] = ()) -> DataObject:
     key = data_key(SAVE.generation, SAVE.step, 0)
     sums = ("0" * 16,) * chunks
-    return DataObject(key=key, size=chunks, crc64nvme="0" * 16, chunk_bytes=1, chunks=sums, sha256=sha256)
+    return DataObject(
+        key=key, size=chunks, crc64nvme="0" * 16, chunk_bytes=1, chunks=sums, sha256=sha256
+    )
 
 
 def index_of(data: DataObject) -> RankIndex:
@@ -64,7 +70,9 @@ def index_of(data: DataObject) -> RankIndex:
 
 
 @pytest.mark.parametrize("data", [None, {"data/x": ["1" * 64, "2" * 64]}])
-def test_a_signature_covers_the_job_the_commit_and_its_data(store: Store, data: dict[str, list[str]] | None) -> None:
+def test_a_signature_covers_the_job_the_commit_and_its_data(
+    store: Store, data: dict[str, list[str]] | None
+) -> None:
     Signer(NAME).sign(store, KEY, data)
     assert json.loads(store.get(signature_key(SHA256))) == {
         "version": 1,
@@ -101,8 +109,8 @@ def test_a_signature_that_is_of_anything_else_is_refused(store: Store, document:
     with pytest.raises(RefusedCommit) as refused:
         Signer(NAME).check(store, KEY)
     assert str(refused.value) == (
-        f"s3://bucket/jobs/job/{KEY}: is refused, because its signature is wrong: it was made with another key than "
-        f"{NAME} has, for another job or step, or by a forger"
+        f"s3://bucket/jobs/job/{KEY}: is refused, because its signature is wrong: it was made "
+        f"with another key than {NAME} has, for another job or step, or by a forger"
     )
 
 
@@ -126,12 +134,15 @@ def test_a_commit_without_a_signature_is_refused_with_the_line_that_signs_it(sto
     with pytest.raises(RefusedCommit) as refused:
         Signer(NAME).check(store, KEY)
     assert str(refused.value) == (
-        f"s3://bucket/jobs/job/{KEY}: is refused, because it is not signed; if it was saved before signing was on: "
-        f"ebbflow checkpoints sign s3://bucket/jobs/job --signing-key-env {NAME}"
+        f"s3://bucket/jobs/job/{KEY}: is refused, because it is not signed; if it was saved "
+        "before signing was on: ebbflow checkpoints sign s3://bucket/jobs/job --signing-key-env "
+        f"{NAME}"
     )
 
 
-def test_an_index_is_signed_for_its_job_and_its_key(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_signed_for_its_job_and_its_key(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = index_of(data_object())
     monkeypatch.setenv(NAME_VARIABLE, NAME)
     signed = RankIndex.from_bytes(signed_index_bytes(store, INDEX_KEY, index), INDEX_KEY)
@@ -145,7 +156,9 @@ def test_an_index_is_signed_for_its_job_and_its_key(store: Store, monkeypatch: p
     assert signed_index_bytes(store, INDEX_KEY, index) == index.to_bytes()
 
 
-def test_an_index_with_another_hmac_is_damaged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_with_another_hmac_is_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = index_of(data_object())
     signed = replace(index, hmac=Signer(NAME).index_hmac(store, INDEX_KEY, index))
     other_job = Store(MemoryStore(), "s3://bucket/jobs/other", None)
@@ -161,8 +174,8 @@ def test_an_index_with_another_hmac_is_damaged(store: Store, monkeypatch: pytest
         with pytest.raises(CorruptCommit) as refused:
             Signer(NAME).check_index(place, key, forged)
         assert str(refused.value) == (
-            f"{place.uri}/{key}: its HMAC is {what}: it was made without the key that {NAME} has here, or by a forger; "
-            "fix: give all nodes the same key"
+            f"{place.uri}/{key}: its HMAC is {what}: it was made without the key that {NAME} has "
+            "here, or by a forger; fix: give all nodes the same key"
         )
     monkeypatch.setenv(NAME, "a key of a forger alone")
     with pytest.raises(CorruptCommit, match="its HMAC is wrong"):
@@ -207,7 +220,13 @@ def test_a_manifest_is_completed_by_the_sums_that_are_signed(
 
 def test_every_data_object_of_a_manifest_needs_sums_that_are_signed(store: Store) -> None:
     summed = data_object(1, ("1",))
-    manifest = Manifest(save=SAVE, data=(summed, replace(data_object(), key="x")), indexes=("",), tensors={}, common={})
+    manifest = Manifest(
+        save=SAVE,
+        data=(summed, replace(data_object(), key="x")),
+        indexes=("",),
+        tensors={},
+        common={},
+    )
     Signer(NAME).sign(store, KEY)
     with pytest.raises(RefusedCommit, match="because x has no SHA-256"):
         Signer(NAME).check_manifest(store, KEY, manifest)
@@ -218,11 +237,16 @@ def test_a_key_that_cannot_be_used_is_an_error_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv(NAME, value)
-    with pytest.raises(NoSigningKey, match=rf"{NAME}.*; fix: set it to the job's key, such as that of `openssl rand"):
+    with pytest.raises(
+        NoSigningKey,
+        match=rf"{NAME}.*; fix: set it to the job's key, such as that of `openssl rand",
+    ):
         Signer(NAME)
 
 
-def test_a_process_and_its_children_sign_while_the_variable_names_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_and_its_children_sign_while_the_variable_names_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(NAME_VARIABLE, "")
     assert signer() is None
     use_signing_key(NAME)
@@ -234,9 +258,12 @@ def test_a_process_and_its_children_sign_while_the_variable_names_a_key(monkeypa
         assert NAME_VARIABLE not in os.environ and signer() is None
 
 
-@pytest.mark.parametrize(("length", "chunks"), [(0, []), (3, [3]), (4, [4]), (5, [4, 1]), (8, [4, 4])])
+@pytest.mark.parametrize(
+    ("length", "chunks"), [(0, []), (3, [3]), (4, [4]), (5, [4, 1]), (8, [4, 4])]
+)
 def test_each_chunk_has_its_sha256(length: int, chunks: list[int]) -> None:
     data = bytes(range(length))
     assert sha256_of_chunks(memoryview(data), 4) == [
-        hashlib.sha256(data[4 * number : 4 * number + size]).hexdigest() for number, size in enumerate(chunks)
+        hashlib.sha256(data[4 * number : 4 * number + size]).hexdigest()
+        for number, size in enumerate(chunks)
     ]

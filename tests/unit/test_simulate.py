@@ -33,8 +33,16 @@ from ebbflow.cost.report.optimum import Distances, World
 PER_SECOND = Rules("per second, sees all", Visibility.ALL, Billing.PER_SECOND, 0, None)
 
 
-def world(*rows: str, zones: str = "abc", price: float = 1.0, tick: float = 1.0, regions: str | None = None) -> World:
-    """Rows of `1` (capacity) and `0`, one per zone; zones of the same letter of `regions` lie together."""
+def world(
+    *rows: str,
+    zones: str = "abc",
+    price: float = 1.0,
+    tick: float = 1.0,
+    regions: str | None = None,
+) -> World:
+    """Rows of `1` (capacity) and `0`, one per zone; zones of the same letter of `regions` lie
+    together.
+    """
     names = [f"us-{letter}-1" for letter in (regions or "x" * len(rows))]
     up = np.array([[cell == "1" for cell in row] for row in rows])
     return World(
@@ -52,11 +60,14 @@ class Script:
     """Answers in the order given; the last for ever."""
 
     def __init__(self, *answers: Action) -> None:
-        self.answers, self.states = list(answers), []
+        self.answers = list(answers)
+        self.states = []
 
     def decide(self, state: State) -> Action:
         self.states.append(state)
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if len(self.answers) > 1:
+            return self.answers.pop(0)
+        return self.answers[0]
 
 
 @pytest.mark.parametrize("named", ["metadata", "option"])
@@ -66,14 +77,23 @@ def test_both_polarities_say_the_same_when_named(tmp_path: Path, named: str) -> 
         path = tmp_path / "us-east-1a_v100_1.json"
         path.write_text(json.dumps({"metadata": metadata, "data": data}))
         trace = read_trace(path, values=None if named == "metadata" else name)
-        assert (trace.available.tolist(), trace.zone, trace.region) == ([0, 1, 1], "us-east-1a", "us-east-1")
+        assert (trace.available.tolist(), trace.zone, trace.region) == (
+            [0, 1, 1],
+            "us-east-1a",
+            "us-east-1",
+        )
         assert trace.polarity_named
 
 
 @pytest.mark.parametrize(
     ("metadata", "data", "values", "told"),
     [
-        ({"gap_seconds": 60, "values": "preempted"}, [0, 3], None, r"data\[1\] is 3.*available_count"),
+        (
+            {"gap_seconds": 60, "values": "preempted"},
+            [0, 3],
+            None,
+            r"data\[1\] is 3.*available_count",
+        ),
         ({"gap_seconds": 60, "values": "up"}, [0, 1], None, "metadata.values.*'up'.*preempted"),
         ({"gap_seconds": 60, "values": "preempted"}, [0, 1], "available_count", "says 'preempted'"),
         ({"gap_seconds": 0}, [0, 1], None, "gap_seconds"),
@@ -106,7 +126,12 @@ def test_a_preemption_redoes_what_was_not_committed_and_a_drain_commits() -> Non
     job = SimulatedJob(3.0, 12.0, 0.0, commit_interval_hours=2.0)
     lost = simulate(world("10111111"), job, PUBLISHED, Script(UsePool("us-x-1a/spot")))
     assert (lost.redone_hours, lost.finished_hours, lost.preemptions) == (1.0, 5.0, 1)
-    left = simulate(world("11111111"), job, PUBLISHED, Script(UsePool("us-x-1a/spot"), Wait(), UsePool("us-x-1a/spot")))
+    left = simulate(
+        world("11111111"),
+        job,
+        PUBLISHED,
+        Script(UsePool("us-x-1a/spot"), Wait(), UsePool("us-x-1a/spot")),
+    )
     assert (left.redone_hours, left.finished_hours) == (0.0, 4.0)
 
 
@@ -117,8 +142,14 @@ def test_a_drain_takes_its_time_however_short_the_ticks(tick: float) -> None:
             return UsePool(state.pools[0 if state.now_hours < 0.495 else 1].id)
 
     always = "1" * round(4 / tick)
-    outcome = simulate(world(always, always, tick=tick), SimulatedJob(1.0, 4.0, 0.1), ENACTABLE, Moves())
-    assert outcome.finished_hours == pytest.approx(1.0 + 2 * 0.1 + 2 / 60) == pytest.approx(outcome.spot_usd)
+    outcome = simulate(
+        world(always, always, tick=tick), SimulatedJob(1.0, 4.0, 0.1), ENACTABLE, Moves()
+    )
+    assert (
+        outcome.finished_hours
+        == pytest.approx(1.0 + 2 * 0.1 + 2 / 60)
+        == pytest.approx(outcome.spot_usd)
+    )
 
 
 def test_a_refused_start_costs_its_tick_and_nothing_else_and_what_is_named_next_is_tried() -> None:
@@ -127,15 +158,27 @@ def test_a_refused_start_costs_its_tick_and_nothing_else_and_what_is_named_next_
     waited = simulate(here, SimulatedJob(1.0, 4.0, 0.0), PUBLISHED, first)
     assert (waited.usd, waited.finished_hours, waited.refused_starts) == (1.0, 2.0, 1)
     assert first.states[1].pool("us-x-1a/spot").available is True
-    both = simulate(here, SimulatedJob(1.0, 4.0, 0.0), PUBLISHED, Script(UsePool("us-x-1a/spot", ("us-x-1b/spot",))))
+    both = simulate(
+        here,
+        SimulatedJob(1.0, 4.0, 0.0),
+        PUBLISHED,
+        Script(UsePool("us-x-1a/spot", ("us-x-1b/spot",))),
+    )
     assert (both.finished_hours, both.timeline) == (1.0, [(0.0, "us-x-1b/spot")])
-    one = simulate(here, SimulatedJob(1.0, 4.0, 0.0), ENACTABLE, Script(UsePool("us-x-1a/spot", ("us-x-1b/spot",))))
+    one = simulate(
+        here,
+        SimulatedJob(1.0, 4.0, 0.0),
+        ENACTABLE,
+        Script(UsePool("us-x-1a/spot", ("us-x-1b/spot",))),
+    )
     assert one.finished_hours == 2.0
 
 
 def test_only_what_the_rules_show_is_seen_and_probes_are_paid_once_in_their_interval() -> None:
     probing = Script(UsePool("us-x-1a/spot", (), ("us-x-1b/spot", "us-x-1c/spot")))
-    done = simulate(world("1" * 6, "1" * 6, "0" * 6), SimulatedJob(4.0, 6.0, 0.0), PUBLISHED, probing)
+    done = simulate(
+        world("1" * 6, "1" * 6, "0" * 6), SimulatedJob(4.0, 6.0, 0.0), PUBLISHED, probing
+    )
     assert done.probe_usd == pytest.approx(2 / 60)
     seen = [state.pool("us-x-1b/spot").seen_at_hours for state in probing.states]
     assert seen == [None, 0.0, 0.0, 2.0]
@@ -148,13 +191,22 @@ def test_only_what_the_rules_show_is_seen_and_probes_are_paid_once_in_their_inte
 def test_a_move_pays_transfer_and_on_demand_may_take_its_delay() -> None:
     here = world("11111", "11111", regions="xy")
     moved = simulate(
-        here, SimulatedJob(2.0, 5.0, 0.0), PER_SECOND, Script(UsePool("us-x-1a/spot"), UsePool("us-y-1b/spot"))
+        here,
+        SimulatedJob(2.0, 5.0, 0.0),
+        PER_SECOND,
+        Script(UsePool("us-x-1a/spot"), UsePool("us-y-1b/spot")),
     )
     assert moved.egress_usd == pytest.approx(1.0)
-    assert moved.finished_hours == pytest.approx(2.0 + here.distances.transfer_hours("us-x-1", "us-y-1"))
+    assert moved.finished_hours == pytest.approx(
+        2.0 + here.distances.transfer_hours("us-x-1", "us-y-1")
+    )
     slow = Deviations(on_demand_delays=(1.5,))
     delayed = simulate(
-        here, SimulatedJob(2.0, 5.0, 0.25), ENACTABLE, Script(UsePool("us-x-1a/on-demand")), reality=slow
+        here,
+        SimulatedJob(2.0, 5.0, 0.25),
+        ENACTABLE,
+        Script(UsePool("us-x-1a/on-demand")),
+        reality=slow,
     )
     assert (delayed.finished_hours, delayed.usd) == (pytest.approx(3.75), pytest.approx(2.25 * 3.0))
 
@@ -187,17 +239,22 @@ def least_of_all(here: World, job: SimulatedJob) -> float:
     """Every course of a small job, tick by tick, by the simulator itself."""
     names = [f"{zone}/spot" for zone in here.zones]
     names += [
-        f"{zone}/on-demand" for zone in dict(zip(reversed(here.regions), reversed(here.zones), strict=True)).values()
+        f"{zone}/on-demand"
+        for zone in dict(zip(reversed(here.regions), reversed(here.zones), strict=True)).values()
     ]
     free = Rules("free", Visibility.ALL, Billing.WHOLE_TICK, 0, None)
-    instant = World(**{**vars(here), "distances": _Instant(50.0)}) if job.changeover_hours == 0 else here
+    if job.changeover_hours == 0:
+        instant = World(**{**vars(here), "distances": _Instant(50.0)})
+    else:
+        instant = here
     best = math.inf
     stack: list[tuple[Action, ...]] = [()]
     while stack:
         course = stack.pop()
-        done: SimulationOutcome = (
-            simulate(instant, job, free, Script(*course, Wait())) if course else SimulationOutcome()
-        )
+        if course:
+            done: SimulationOutcome = simulate(instant, job, free, Script(*course, Wait()))
+        else:
+            done = SimulationOutcome()
         if done.finished_hours is not None:
             best = min(best, done.usd)
         elif len(course) < here.ticks and done.usd < best:
@@ -210,7 +267,9 @@ class _Instant(Distances):
         return 0.0
 
 
-def test_the_command_says_what_it_assumed_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_assumed_and_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = {"metadata": {"gap_seconds": 3600}, "data": [1] * 12 + [0] * 12}
     (tmp_path / "us-east-1a_v100_1.json").write_text(json.dumps(trace))
     command = ["simulate", "--traces", str(tmp_path), "--policy", "greedy", "--work-hours", "3"]
@@ -224,8 +283,13 @@ def test_the_command_says_what_it_assumed_and_what_is_wrong(tmp_path: Path, caps
     assert turned[0]["on_demand_usd"] > 0 == document["rows"][0]["on_demand_usd"]
     assert main([*command[:4], "no_such", *command[5:]]) == 2
     assert "no policy 'no_such'; there are " in capsys.readouterr().err
-    assert document["prices"] == "spot constant (list price of a V100, 2023), on-demand list price of a V100, 2023"
-    assert main([*command, "--spot-usd-per-hour", "0", "--json"]) == 0, "a price that is stated is not replaced"
+    assert (
+        document["prices"]
+        == "spot constant (list price of a V100, 2023), on-demand list price of a V100, 2023"
+    )
+    assert main([*command, "--spot-usd-per-hour", "0", "--json"]) == 0, (
+        "a price that is stated is not replaced"
+    )
     assert json.loads(capsys.readouterr().out)["rows"][0]["usd"] == 0
     (tmp_path / "us-east-1a_v100_2.json").write_text(json.dumps(trace))
     for extra, told in (
@@ -238,8 +302,13 @@ def test_the_command_says_what_it_assumed_and_what_is_wrong(tmp_path: Path, caps
 
 
 def test_a_gang_needs_traces_that_count() -> None:
-    trace = Trace("us-east-1a", "us-east-1", "us-east-1a", 60.0, np.array([1, 1]), "preempted", True)
-    for nodes, told in ((4, "needs counts of machines; us-east-1a: 'preempted'"), (0, "expected at least 1")):
+    trace = Trace(
+        "us-east-1a", "us-east-1", "us-east-1a", 60.0, np.array([1, 1]), "preempted", True
+    )
+    for nodes, told in (
+        (4, "needs counts of machines; us-east-1a: 'preempted'"),
+        (0, "expected at least 1"),
+    ):
         with pytest.raises(SimulationError, match=told):
             world_of([trace], nodes=nodes)
 

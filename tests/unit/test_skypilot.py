@@ -1,4 +1,6 @@
-"""A job as a task of SkyPilot: what it starts is what our supervisor reads, and SkyPilot's schema accepts it."""
+"""A job as a task of SkyPilot: what it starts is what our supervisor reads, and SkyPilot's schema
+accepts it.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,16 @@ def test_a_job_becomes_a_managed_spot_job(capsys: pytest.CaptureFixture[str]) ->
         (["missing.yaml"], "there is no such file"),
     ],
 )
-def test_what_cannot_be_a_task_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_a_task_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", "skypilot", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_outside_the_project_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_outside_the_project_is_not_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "x.yaml").write_text("cluster: {nodes: 1}\nstore: s3://bucket/prefix\n")
     assert main(["export", "skypilot", str(tmp_path / "x.yaml")]) == 2
     assert "which SkyPilot copies" in capsys.readouterr().err

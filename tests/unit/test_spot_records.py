@@ -1,4 +1,6 @@
-"""Spot price records: which are read, which is in force, how old it is, and how a file of them is written."""
+"""Spot price records: which are read, which is in force, how old it is, and how a file of them is
+written.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ SPOT = SpotRecord(
 
 
 def test_a_record_is_read_field_by_field() -> None:
-    padded = {"AvailabilityZone": " us-east-1a", "InstanceType": "g5.xlarge ", "SpotPrice": " 0.410"}
+    padded = {
+        "AvailabilityZone": " us-east-1a",
+        "InstanceType": "g5.xlarge ",
+        "SpotPrice": " 0.410",
+    }
     record = read_record(RECORD | padded | {"AvailabilityZoneId": "use1-az4"}, "here")
     assert record == replace(SPOT, zone_id="use1-az4")
     assert str(record.usd_per_hour) == "0.410", "as many decimals as were quoted"
@@ -68,7 +74,9 @@ def test_a_record_is_read_field_by_field() -> None:
         ("SUSE Linux", False),
     ],
 )
-def test_only_prices_of_linux_without_a_licence_are_read(product: str | None, is_read: bool) -> None:
+def test_only_prices_of_linux_without_a_licence_are_read(
+    product: str | None, is_read: bool
+) -> None:
     assert (read_record(RECORD | {"ProductDescription": product}, "here") is not None) is is_read
 
 
@@ -78,14 +86,23 @@ def test_only_prices_of_linux_without_a_licence_are_read(product: str | None, is
         ({"AvailabilityZone": None}, "here: AvailabilityZone: is missing"),
         ({"AvailabilityZone": "  "}, "here: AvailabilityZone: '  ' is not text"),
         ({"InstanceType": 5}, "here: InstanceType: 5 is not text"),
-        ({"AvailabilityZoneId": "use2-az1"}, "here: AvailabilityZoneId: 'use2-az1' is no zone id of us-east-1"),
+        (
+            {"AvailabilityZoneId": "use2-az1"},
+            "here: AvailabilityZoneId: 'use2-az1' is no zone id of us-east-1",
+        ),
         ({"AvailabilityZoneId": 4}, "here: AvailabilityZoneId: 4 is no zone id of us-east-1"),
-        ({"SpotPrice": "0"}, "here: SpotPrice: '0' is not dollars per hour, above 0 and below 10000"),
+        (
+            {"SpotPrice": "0"},
+            "here: SpotPrice: '0' is not dollars per hour, above 0 and below 10000",
+        ),
         ({"SpotPrice": "-0.1"}, "here: SpotPrice: '-0.1' is not dollars per hour"),
         ({"SpotPrice": "10000"}, "here: SpotPrice: '10000' is not dollars per hour"),
         ({"SpotPrice": "x" * 41}, f"here: SpotPrice: '{'x' * 40}' is not dollars per hour"),
         ({"Timestamp": None}, "here: Timestamp: None is not a time such as"),
-        ({"Timestamp": "0001-01-01T00:00:00+23:00"}, "here: Timestamp: '0001-01-01T00:00:00+23:00' is not a time"),
+        (
+            {"Timestamp": "0001-01-01T00:00:00+23:00"},
+            "here: Timestamp: '0001-01-01T00:00:00+23:00' is not a time",
+        ),
     ],
 )
 def test_an_invalid_field_of_a_record_is_named(changes: dict[str, Any], message: str) -> None:
@@ -128,7 +145,13 @@ def test_a_time_is_in_utc_unless_it_has_a_zone(moment: str | datetime) -> None:
 def test_missing_zone_ids_are_taken_from_the_given_ones_and_from_other_records() -> None:
     second = replace(SPOT, zone_name="us-east-1b")
     third = replace(SPOT, zone_name="us-east-1c", zone_id="use1-az9")
-    records = [SPOT, replace(SPOT, zone_id="use1-az4"), second, third, replace(second, zone_name="us-east-1d")]
+    records = [
+        SPOT,
+        replace(SPOT, zone_id="use1-az4"),
+        second,
+        third,
+        replace(second, zone_name="us-east-1d"),
+    ]
     given = {"us-east-1b": "use1-az6", "us-east-1c": "use1-az1"}
     assert [record.zone_id for record in with_zone_ids(iter(records), given)] == [
         "use1-az4",
@@ -138,12 +161,15 @@ def test_missing_zone_ids_are_taken_from_the_given_ones_and_from_other_records()
         "",
     ]
     of_third = [third, replace(third, zone_id="")]
-    assert [record.zone_id for record in with_zone_ids(of_third, given)] == ["use1-az9", "use1-az1"], (
-        "given ids prevail"
-    )
+    assert [record.zone_id for record in with_zone_ids(of_third, given)] == [
+        "use1-az9",
+        "use1-az1",
+    ], "given ids prevail"
 
 
-def quotes_of(*records: SpotRecord, observed: float = NOW + HOUR, now: float = NOW) -> dict[tuple[str, str], Any]:
+def quotes_of(
+    *records: SpotRecord, observed: float = NOW + HOUR, now: float = NOW
+) -> dict[tuple[str, str], Any]:
     regions = {record.region: observed for record in records}
     return dict(prices_at(records, now_utc=now, observed=regions, kind="live", source="a test"))
 
@@ -181,7 +207,10 @@ def test_a_quote_holds_its_record_and_where_it_is_from() -> None:
 )
 def test_the_last_change_is_in_force(changes: list[tuple[float, str]], usd: str | None) -> None:
     records = [replace(SPOT, at=NOW + at, usd_per_hour=Decimal(price)) for at, price in changes]
-    found = [str(quote.usd_per_hour) for quotes in quotes_of(*records).values() for quote in quotes]
+    found = []
+    for quotes in quotes_of(*records).values():
+        for quote in quotes:
+            found.append(str(quote.usd_per_hour))
     assert found == ([] if usd is None else [usd])
 
 
@@ -222,7 +251,10 @@ def test_zones_known_by_name_only_may_have_any_other_id(zone: str | None, names:
     assert list(prices.zones_by_name(KIND, "us-east-1", zone)) == names
     [[quote]] = quotes_of(SPOT).values()
     regional = {("g5.xlarge", "us-east-1"): (replace(quote, zone=None, zone_name=None),)}
-    assert list(ZonePrices(quotes=regional, known_zones={}).zones_by_name(KIND, "us-east-1", zone)) == []
+    assert (
+        list(ZonePrices(quotes=regional, known_zones={}).zones_by_name(KIND, "us-east-1", zone))
+        == []
+    )
 
 
 def test_prices_of_a_region_were_last_known_to_be_valid_at_the_newest_of_its_quotes() -> None:
@@ -240,7 +272,9 @@ def test_prices_of_a_region_were_last_known_to_be_valid_at_the_newest_of_its_quo
     assert prices.observed("eu-west-1") is None
 
 
-def recorded(path: Path, *records: SpotRecord, recorded_at: float = NOW, **zone_ids: dict[str, str]) -> RecordedPrices:
+def recorded(
+    path: Path, *records: SpotRecord, recorded_at: float = NOW, **zone_ids: dict[str, str]
+) -> RecordedPrices:
     """Prices as they are read from a file that was written with these records."""
     ids = {"us-east-1": zone_ids.get("ids", {})}
     write_recording(path, Recording(records=records, recorded_at=recorded_at, zone_ids=ids))
@@ -261,12 +295,17 @@ def test_recorded_prices_are_those_in_force_and_as_old_as_the_recording(tmp_path
         "in prices.json",
     )
     assert quote.zone == "use1-az4"
-    assert (prices.zones("us-east-1"), prices.zones("us-west-2")) == (("use1-az4", "use1-az6"), ("us-west-2a",))
+    assert (prices.zones("us-east-1"), prices.zones("us-west-2")) == (
+        ("use1-az4", "use1-az6"),
+        ("us-west-2a",),
+    )
     assert prices.path == path
     assert prices.observed("us-west-2") == NOW - 60.0
 
 
-def test_prices_of_a_file_without_its_time_are_as_old_as_the_newest_record_of_their_region(tmp_path: Path) -> None:
+def test_prices_of_a_file_without_its_time_are_as_old_as_the_newest_record_of_their_region(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "prices.json"
     moments = {
         "us-east-1b": NOW - HOUR,
@@ -275,19 +314,32 @@ def test_prices_of_a_file_without_its_time_are_as_old_as_the_newest_record_of_th
         "us-west-2b": NOW + 1,
     }
     times = {zone: datetime.fromtimestamp(at, UTC).isoformat() for zone, at in moments.items()}
-    path.write_text(json.dumps([RECORD | {"AvailabilityZone": zone, "Timestamp": at} for zone, at in times.items()]))
+    path.write_text(
+        json.dumps(
+            [RECORD | {"AvailabilityZone": zone, "Timestamp": at} for zone, at in times.items()]
+        )
+    )
     prices = RecordedPrices.read(path, NOW)
-    assert (prices.observed("us-east-1"), prices.observed("us-west-2")) == (NOW - HOUR, NOW - 3 * HOUR)
+    assert (prices.observed("us-east-1"), prices.observed("us-west-2")) == (
+        NOW - HOUR,
+        NOW - 3 * HOUR,
+    )
     assert prices.zones("us-west-2") == ("us-west-2a",), "a later record is not known yet"
 
 
-def test_a_file_whose_records_are_all_later_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
+def test_a_file_whose_records_are_all_later_is_refused_and_an_empty_one_is_not(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "prices.json"
     later = [RECORD | {"Timestamp": f"2026-09-21T14:13:2{second}Z"} for second in (2, 1)]
     path.write_text(json.dumps(later))
-    with pytest.raises(PriceError, match="its first record is of 2026-09-21 14:13 UTC, after the time to plan for"):
+    with pytest.raises(
+        PriceError, match="its first record is of 2026-09-21 14:13 UTC, after the time to plan for"
+    ):
         RecordedPrices.read(path, NOW)
-    assert RecordedPrices.read(path, NOW + 1).observed("us-east-1") == NOW + 1, "the moment of a record is no later one"
+    assert RecordedPrices.read(path, NOW + 1).observed("us-east-1") == NOW + 1, (
+        "the moment of a record is no later one"
+    )
     path.write_text("[]")
     assert RecordedPrices.read(path, NOW).quotes == {}
 
@@ -295,17 +347,29 @@ def test_a_file_whose_records_are_all_later_is_refused_and_an_empty_one_is_not(t
 def test_recorded_prices_say_why_one_is_missing(tmp_path: Path) -> None:
     by_id = replace(SPOT, zone_name="us-east-1c", zone_id="use1-az1")
     prices = recorded(tmp_path / "prices.json", SPOT, by_id)
-    assert prices.why_missing(KIND, "us-west-2", None) == "in prices.json: it has no record of the region"
+    assert (
+        prices.why_missing(KIND, "us-west-2", None)
+        == "in prices.json: it has no record of the region"
+    )
     assert prices.why_missing(KIND, "us-east-1", "use1-az1") == "in prices.json"
     reason = explain_zone_names("the file has no ids of us-east-1a")
     assert prices.why_missing(KIND, "us-east-1", "use1-az9") == f"in prices.json: {reason}"
-    assert reason == "zones are known by name only, because the file has no ids of us-east-1a; leave cost.zones empty"
+    assert reason == (
+        "zones are known by name only, because the file has no ids of us-east-1a; leave "
+        "cost.zones empty"
+    )
 
 
 @pytest.mark.parametrize(
-    ("limit", "stale"), [(10.0, ""), (9.75, ": stale, older than cost.max_price_age_hours 9.75, and used all the same")]
+    ("limit", "stale"),
+    [
+        (10.0, ""),
+        (9.75, ": stale, older than cost.max_price_age_hours 9.75, and used all the same"),
+    ],
 )
-def test_recorded_prices_describe_their_regions_with_their_ages(limit: float, stale: str, tmp_path: Path) -> None:
+def test_recorded_prices_describe_their_regions_with_their_ages(
+    limit: float, stale: str, tmp_path: Path
+) -> None:
     regions = ["us-east-1", "eu-west-1", "us-west-2"]
     with_id = replace(SPOT, zone_id="use1-az4", at=NOW - 20 * HOUR)
     far = replace(SPOT, region="us-west-2", zone_name="us-west-2a", at=NOW - 20 * HOUR)
@@ -321,7 +385,9 @@ def test_recorded_prices_describe_their_regions_with_their_ages(limit: float, st
 
 
 def test_a_recording_is_written_in_order_and_unpacked_or_packed_by_its_name(tmp_path: Path) -> None:
-    other = replace(SPOT, instance_type="a1.large", zone_id="use1-az4", usd_per_hour=Decimal("1E-6"))
+    other = replace(
+        SPOT, instance_type="a1.large", zone_id="use1-az4", usd_per_hour=Decimal("1E-6")
+    )
     far = replace(SPOT, region="eu-west-1", zone_name="eu-west-1a")
     late = replace(SPOT, at=NOW + 0.5, usd_per_hour=Decimal("0.500"))
     second = replace(SPOT, zone_name="us-east-1b")
@@ -330,17 +396,24 @@ def test_a_recording_is_written_in_order_and_unpacked_or_packed_by_its_name(tmp_
     write_recording(tmp_path / "prices.json", recording)
     text = (tmp_path / "prices.json").read_text()
     data = json.loads(text)
-    assert list(data) == ["RecordedAt", "AvailabilityZones", "SpotPriceHistory"] and text.endswith("}\n")
+    assert list(data) == ["RecordedAt", "AvailabilityZones", "SpotPriceHistory"] and text.endswith(
+        "}\n"
+    )
     assert text.startswith('{\n "RecordedAt"'), "one line for each value"
     assert data["RecordedAt"] == "2026-09-21T14:13:20Z"
     assert json.dumps(data["AvailabilityZones"]) == (
         '{"eu-west-1": {}, "us-east-1": {"us-east-1a": "use1-az4", "us-east-1b": "use1-az6"}}'
     )
-    usual = {"AvailabilityZone": "us-east-1a", "InstanceType": "g5.xlarge", "ProductDescription": "Linux/UNIX"}
+    usual = {
+        "AvailabilityZone": "us-east-1a",
+        "InstanceType": "g5.xlarge",
+        "ProductDescription": "Linux/UNIX",
+    }
     usual |= {"SpotPrice": "0.41", "Timestamp": "2026-09-21T14:13:20Z"}
     assert data["SpotPriceHistory"] == [
         usual | {"AvailabilityZone": "eu-west-1a"},
-        usual | {"InstanceType": "a1.large", "AvailabilityZoneId": "use1-az4", "SpotPrice": "0.000001"},
+        usual
+        | {"InstanceType": "a1.large", "AvailabilityZoneId": "use1-az4", "SpotPrice": "0.000001"},
         usual,
         usual | {"AvailabilityZone": "us-east-1b"},
         usual | {"SpotPrice": "0.500", "Timestamp": "2026-09-21T14:13:20.500000Z"},
@@ -352,10 +425,15 @@ def test_a_recording_is_written_in_order_and_unpacked_or_packed_by_its_name(tmp_
 
 
 @pytest.mark.parametrize(("seconds", "fits"), [(600, True), (601, False)])
-def test_a_record_may_be_ten_minutes_later_than_its_file(seconds: int, fits: bool, tmp_path: Path) -> None:
+def test_a_record_may_be_ten_minutes_later_than_its_file(
+    seconds: int, fits: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "prices.json"
     later = datetime.fromtimestamp(NOW + seconds, UTC).isoformat()
-    data = {"SpotPriceHistory": [RECORD, RECORD | {"Timestamp": later}], "RecordedAt": RECORD["Timestamp"]}
+    data = {
+        "SpotPriceHistory": [RECORD, RECORD | {"Timestamp": later}],
+        "RecordedAt": RECORD["Timestamp"],
+    }
     path.write_text(json.dumps(data))
     if fits:
         assert len(read_recording(path).records) == 2
@@ -364,7 +442,9 @@ def test_a_record_may_be_ten_minutes_later_than_its_file(seconds: int, fits: boo
         read_recording(path)
 
 
-def test_a_file_fills_in_zone_ids_of_its_own_list_and_leaves_out_other_products(tmp_path: Path) -> None:
+def test_a_file_fills_in_zone_ids_of_its_own_list_and_leaves_out_other_products(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "prices.json"
     windows = RECORD | {"ProductDescription": "Windows", "Timestamp": "2030-01-01T00:00:00Z"}
     other = RECORD | {"AvailabilityZone": "us-east-1b"}
@@ -386,7 +466,10 @@ def test_a_file_fills_in_zone_ids_of_its_own_list_and_leaves_out_other_products(
     ("zones", "message"),
     [
         (["us-east-1a"], "AvailabilityZones: not zone names"),
-        ({"us-east-1": {"us-east-1a": "use1-az4", "us-east-1b": 6}}, "AvailabilityZones.us-east-1: not zone names"),
+        (
+            {"us-east-1": {"us-east-1a": "use1-az4", "us-east-1b": 6}},
+            "AvailabilityZones.us-east-1: not zone names",
+        ),
         ({"us-east-1": {}, "us-west-2": None}, "AvailabilityZones.us-west-2: not zone names"),
     ],
 )
@@ -417,9 +500,16 @@ def test_a_csv_file_is_read_without_a_time_of_recording(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", ["Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice"])
 def test_a_missing_column_is_named(column: str, tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
-    columns = [name for name in ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice") if name != column]
+    columns = [
+        name
+        for name in ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
+        if name != column
+    ]
     path.write_text(",".join(columns))
-    named = "neither JSON nor CSV with the columns Timestamp, InstanceType, AvailabilityZone, SpotPrice: no "
+    named = (
+        "neither JSON nor CSV with the columns Timestamp, InstanceType, AvailabilityZone, "
+        "SpotPrice: no "
+    )
     with pytest.raises(PriceError, match=f"prices.csv:1: {named}{column}$"):
         read_recording(path)
 

@@ -64,8 +64,12 @@ def test_the_position_of_a_sync_is_the_one_before_its_step() -> None:
 @pytest.mark.parametrize("name", ["stop", "save_due", "renew"])
 @pytest.mark.parametrize("older_first", [True, False])
 def test_a_merged_sync_has_the_requests_of_both_steps(name: str, older_first: bool) -> None:
-    asked, silent = sync_of({}, {name: 2.0}), sync_of({"loss_sum": 1.0}, {"loss_sum": 2.0})
-    older, newer = (asked, silent) if older_first else (silent, asked)
+    asked = sync_of({}, {name: 2.0})
+    silent = sync_of({"loss_sum": 1.0}, {"loss_sum": 2.0})
+    if older_first:
+        older, newer = (asked, silent)
+    else:
+        older, newer = (silent, asked)
     merged = newer.merge(older)
     assert [getattr(each, name) for each in merged.rows] == [0.0, 2.0]
     assert [each.loss_sum for each in merged.rows] == [each.loss_sum for each in newer.rows]
@@ -73,7 +77,8 @@ def test_a_merged_sync_has_the_requests_of_both_steps(name: str, older_first: bo
 
 def test_a_merged_sync_takes_only_requests_of_the_older_step() -> None:
     requests = {"stop", "save_due", "renew"}
-    older, newer = StepSync([Row(*[9.0] * len(Row._fields))]), StepSync([Row(*[1.0] * len(Row._fields))])
+    older = StepSync([Row(*[9.0] * len(Row._fields))])
+    newer = StepSync([Row(*[1.0] * len(Row._fields))])
     (merged,) = newer.merge(older).rows
     assert {name for name, value in merged._asdict().items() if value == 9.0} == requests
     assert newer.merge(StepSync([])) is newer
@@ -150,7 +155,9 @@ def test_the_step_takes_as_long_as_the_slowest_rank() -> None:
         (({"square_sum": math.nan}, {"loss_sum": -math.inf}), "loss is not finite on rank 1"),
     ],
 )
-def test_a_sync_names_the_ranks_with_a_non_finite_loss_or_gradient(changes: Any, message: str) -> None:
+def test_a_sync_names_the_ranks_with_a_non_finite_loss_or_gradient(
+    changes: Any, message: str
+) -> None:
     assert sync_of(*changes).non_finite == message
 
 
@@ -162,18 +169,25 @@ FIX = "fix: restart from the last commit, and give every rank the same configura
     [
         ([(5, 32), (6, 32)], "rank 1 at step 6, sample 32; the others at step 5, sample 32"),
         ([(5, 32), (5, 40)], "rank 1 at step 5, sample 40; the others at step 5, sample 32"),
-        ([(5, 32), (6, 40), (6, 40)], "rank 0 at step 5, sample 32; the others at step 6, sample 40"),
+        (
+            [(5, 32), (6, 40), (6, 40)],
+            "rank 0 at step 5, sample 32; the others at step 6, sample 40",
+        ),
         (
             [(7, 1), (5, 2), (5, 2), (6, 3)],
-            "rank 0 at step 7, sample 1; rank 3 at step 6, sample 3; the others at step 5, sample 2",
+            "rank 0 at step 7, sample 1; rank 3 at step 6, sample 3; the others at step 5, "
+            "sample 2",
         ),
         (
             [(5, 2), (7, 1), (7, 1), (5, 2)],
-            "rank 1 at step 7, sample 1; rank 2 at step 7, sample 1; the others at step 5, sample 2",
+            "rank 1 at step 7, sample 1; rank 2 at step 7, sample 1; the others at step 5, "
+            "sample 2",
         ),
     ],
 )
-def test_a_sync_of_ranks_at_different_places_names_the_minority(places: list[tuple[int, int]], message: str) -> None:
+def test_a_sync_of_ranks_at_different_places_names_the_minority(
+    places: list[tuple[int, int]], message: str
+) -> None:
     sync = sync_of(*({"step": float(step), "cursor": float(cursor)} for step, cursor in places))
     with pytest.raises(DivergenceError) as caught:
         sync.check()
@@ -184,7 +198,10 @@ def test_a_sync_of_ranks_at_different_places_names_the_minority(places: list[tup
 def test_a_sync_without_weight_is_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(DivergenceError) as caught:
         sync_of(*({"weight": weight} for weight in weights)).check()
-    assert str(caught.value) == f"step 5: the batch has weight {sum(weights):g}; there is nothing to average"
+    assert (
+        str(caught.value)
+        == f"step 5: the batch has weight {sum(weights):g}; there is nothing to average"
+    )
     sync_of({"weight": 0.0}, {"weight": 1e-9}).check()
 
 
@@ -209,7 +226,9 @@ def test_an_exchange_gives_every_rank_the_rows_of_all_and_checks_them() -> None:
         ([0.0, 3.0], Slowest(1, 3e9, 3.0)),
     ],
 )
-def test_the_slowest_rank_is_compared_with_the_median_of_the_others(own_seconds: list[float], slowest: Slowest) -> None:
+def test_the_slowest_rank_is_compared_with_the_median_of_the_others(
+    own_seconds: list[float], slowest: Slowest
+) -> None:
     found = find_slowest(own_seconds)
     assert found.rank == slowest.rank
     assert found[1:] == pytest.approx(slowest[1:], rel=1e-12)
@@ -243,10 +262,15 @@ EVEN = [0.0, 0.0]
     ],
 )
 def test_a_slowdown_is_reported_from_its_limits_on(
-    own_seconds: list[float], data_seconds: list[float], step_seconds: float, action: GuardAction | None
+    own_seconds: list[float],
+    data_seconds: list[float],
+    step_seconds: float,
+    action: GuardAction | None,
 ) -> None:
     found = reported(PaceMonitor(), 60, own_seconds, data_seconds, step_seconds)
-    assert [(number, slowdown.action) for number, slowdown in found] == ([] if action is None else [(20, action)])
+    assert [(number, slowdown.action) for number, slowdown in found] == (
+        [] if action is None else [(20, action)]
+    )
 
 
 def test_a_reported_slowdown_is_the_mean_of_twenty_steps() -> None:
@@ -254,7 +278,9 @@ def test_a_reported_slowdown_is_the_mean_of_twenty_steps() -> None:
     slowdowns = []
     numbers = range(1, 21)
     for number in numbers:
-        slowdowns += monitor.note([2.0, 3.0 + number, 2.0], [0.0, 1.0 + number, 0.0], 4.0, 0.25 * number)
+        slowdowns += monitor.note(
+            [2.0, 3.0 + number, 2.0], [0.0, 1.0 + number, 0.0], 4.0, 0.25 * number
+        )
     slow, bound = slowdowns
     lost_seconds = [1.0 + number for number in numbers]
     shares = [seconds / 4.0 for seconds in lost_seconds]
@@ -263,10 +289,20 @@ def test_a_reported_slowdown_is_the_mean_of_twenty_steps() -> None:
     assert (slow.action, slow.rank) == (GuardAction.SLOW_RANK, 1)
     assert slow.share == pytest.approx(math.fsum(shares) / 20, rel=1e-12)
     assert slow.usd_per_hour == pytest.approx(mean_price, rel=1e-12)
-    assert slow.ratio == pytest.approx(math.fsum((3.0 + number) / 2.0 for number in numbers) / 20, rel=1e-12)
+    assert slow.ratio == pytest.approx(
+        math.fsum((3.0 + number) / 2.0 for number in numbers) / 20, rel=1e-12
+    )
     assert slow.seconds == pytest.approx(math.fsum(lost_seconds) / 20, rel=1e-12)
-    assert (bound.action, bound.rank, bound.ratio, bound.seconds) == (GuardAction.DATA_BOUND, 1, 0.0, 0.0)
-    assert (bound.share, bound.usd_per_hour) == (pytest.approx(slow.share), pytest.approx(mean_price))
+    assert (bound.action, bound.rank, bound.ratio, bound.seconds) == (
+        GuardAction.DATA_BOUND,
+        1,
+        0.0,
+        0.0,
+    )
+    assert (bound.share, bound.usd_per_hour) == (
+        pytest.approx(slow.share),
+        pytest.approx(mean_price),
+    )
 
 
 def test_a_step_without_a_duration_counts_as_a_nanosecond() -> None:
@@ -289,7 +325,9 @@ def test_a_slowdown_without_prices_costs_nothing() -> None:
 
 
 def test_a_slowdown_is_reported_again_only_after_a_normal_step() -> None:
-    monitor, slow, even = PaceMonitor(), [1.0, 2.0], [1.0, 1.0]
+    monitor = PaceMonitor()
+    slow = [1.0, 2.0]
+    even = [1.0, 1.0]
     assert [number for number, _ in reported(monitor, 100, slow, EVEN, 2.0)] == [20]
     assert reported(monitor, 1, even, EVEN, 2.0) == []
     assert [number for number, _ in reported(monitor, 19, slow, EVEN, 2.0)] == []
@@ -299,7 +337,8 @@ def test_a_slowdown_is_reported_again_only_after_a_normal_step() -> None:
 
 def test_another_straggler_starts_a_new_count() -> None:
     monitor = PaceMonitor()
-    first, second = [2.0, 1.0, 1.0], [1.0, 1.0, 2.0]
+    first = [2.0, 1.0, 1.0]
+    second = [1.0, 1.0, 2.0]
     assert reported(monitor, 19, first, EVEN, 2.0) == []
     assert reported(monitor, 19, second, EVEN, 2.0) == []
     ((number, slowdown),) = reported(monitor, 20, first, EVEN, 2.0)
@@ -312,7 +351,10 @@ def test_ranks_may_take_turns_in_waiting_for_data() -> None:
     monitor = PaceMonitor()
     found = []
     for number in range(1, 21):
-        waits = [0.5, 0.0] if number % 2 else [0.0, 0.5]
+        if number % 2:
+            waits = [0.5, 0.0]
+        else:
+            waits = [0.0, 0.5]
         found += [(number, slowdown.rank) for slowdown in monitor.note([1.0, 1.0], waits, 1.0)]
     assert found == [(20, 1)]
 
@@ -329,12 +371,16 @@ def test_the_progress_line_describes_all_current_slowdowns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usd_per_hour", "price"), [(0.0, ""), (0.25, ", $0.2500 an hour"), (1.23456, ", $1.2346 an hour")]
+    ("usd_per_hour", "price"),
+    [(0.0, ""), (0.25, ", $0.2500 an hour"), (1.23456, ", $1.2346 an hour")],
 )
 def test_the_reason_of_a_slowdown_has_its_figures(usd_per_hour: float, price: str) -> None:
     shared: dict[str, Any] = {"rank": 3, "share": 0.125, "usd_per_hour": usd_per_hour}
     slow = Slowdown(action=GuardAction.SLOW_RANK, ratio=1.75, seconds=0.0415, **shared)
-    assert slow.reason == f"rank 3 takes 1.8 times as long as the others: 42 ms (12%) of each step{price}"
+    assert (
+        slow.reason
+        == f"rank 3 takes 1.8 times as long as the others: 42 ms (12%) of each step{price}"
+    )
     bound = Slowdown(action=GuardAction.DATA_BOUND, **shared)
     assert bound.reason == f"rank 3 waits for data in 12% of the step{price}"
     assert (bound.ratio, bound.seconds) == (0.0, 0.0)

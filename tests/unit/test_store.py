@@ -1,4 +1,6 @@
-"""The store keeps the same promises as a folder and as a bucket; the bucket is one of a real server."""
+"""The store keeps the same promises as a folder and as a bucket; the bucket is one of a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,13 @@ def test_a_folder_that_is_only_read_is_not_created(tmp_path: Path) -> None:
 def test_a_listing_is_sorted_and_knows_folders(store: Store) -> None:
     for key in ("jobs/b/2", "jobs/b/1", "jobs/a", "jobs-not", "jobs/b2/1"):
         store.put(key, key.encode())
-    assert [meta.key for meta in store.list()] == ["jobs-not", "jobs/a", "jobs/b/1", "jobs/b/2", "jobs/b2/1"]
+    assert [meta.key for meta in store.list()] == [
+        "jobs-not",
+        "jobs/a",
+        "jobs/b/1",
+        "jobs/b/2",
+        "jobs/b2/1",
+    ]
     assert [meta.key for meta in store.list("jobs/b")] == ["jobs/b/1", "jobs/b/2"]
     assert [meta.key for meta in store.list("jobs", limit=2)] == ["jobs/a", "jobs/b/1"]
     below = store.sub("jobs/b")
@@ -106,7 +114,9 @@ def test_pages_are_in_order_and_may_begin_after_a_key(store: Store) -> None:
     assert [*store.pages("none")] == [*store.pages("a", after="a/4")] == [[]]
 
 
-def test_a_page_is_asked_for_when_it_is_wanted(failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_asked_for_when_it_is_wanted(
+    failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", failing_s3.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", failing_s3.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", failing_s3.secret_key)
@@ -117,7 +127,9 @@ def test_a_page_is_asked_for_when_it_is_wanted(failing_s3: FailingServer, monkey
     pages = store.pages("many")
     assert len(next(pages)) == 1000 and failing_s3.told(bucket)["requests"]["list"] == 1
     assert [meta.key for meta in next(pages)] == ["many/1000", "many/1001"]
-    assert [[meta.key for meta in page] for page in store.pages("many", after="many/1000")] == [["many/1001"]]
+    assert [[meta.key for meta in page] for page in store.pages("many", after="many/1000")] == [
+        ["many/1001"]
+    ]
     assert failing_s3.told(bucket)["requests"]["list"] == 3
 
 
@@ -131,14 +143,17 @@ def test_a_long_listing_comes_whole(bucket: str) -> None:
     assert [meta.key for meta in store.list("many", limit=30)] == names[:30]
 
 
-@pytest.mark.parametrize(("access_key", "secret_key"), [("test:tester", "wrong"), ("test:nobody", "testing")])
+@pytest.mark.parametrize(
+    ("access_key", "secret_key"), [("test:tester", "wrong"), ("test:nobody", "testing")]
+)
 def test_wrong_keys_are_told_from_missing_rights(
     swift: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch, access_key: str, secret_key: str
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret_key)
     with pytest.raises(
-        StoreForbidden, match=rf"^put s3://{bucket}/k: forbidden: .*key.*; fix: check AWS_ACCESS_KEY_ID"
+        StoreForbidden,
+        match=rf"^put s3://{bucket}/k: forbidden: .*key.*; fix: check AWS_ACCESS_KEY_ID",
     ):
         Store.open(f"s3://{bucket}").put("k", b"1")
 
@@ -152,7 +167,10 @@ def test_a_right_that_is_missing_is_named(bucket: str, monkeypatch: pytest.Monke
         "s3:ListBucket": lambda: store.list("k"),
         "s3:DeleteObject": lambda: store.delete("k"),
     }.items():
-        with pytest.raises(StoreForbidden, match=rf"forbidden \(AccessDenied\); fix: allow {action} on arn:aws:s3:::"):
+        with pytest.raises(
+            StoreForbidden,
+            match=rf"forbidden \(AccessDenied\); fix: allow {action} on arn:aws:s3:::",
+        ):
             ask()
 
 
@@ -168,12 +186,16 @@ def test_a_quota_that_is_used_up_is_a_full_store(swift: Swift, bucket: str) -> N
 def test_a_bucket_that_is_not_there_is_said_to_be(bucket: str) -> None:
     store = Store.open("s3://no-such-bucket/prefix")
     for ask in (lambda: store.put("k", b""), lambda: store.get("k"), lambda: store.list()):
-        with pytest.raises(StoreMisconfigured, match=r"there is no bucket 'no-such-bucket'; fix: create it"):
+        with pytest.raises(
+            StoreMisconfigured, match=r"there is no bucket 'no-such-bucket'; fix: create it"
+        ):
             ask()
 
 
 def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
-    """In a process that may write files of 4 KiB only; the kernel's answer stands for that of a full disk."""
+    """In a process that may write files of 4 KiB only; the kernel's answer stands for that of a
+    full disk.
+    """
     code = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -184,12 +206,18 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
         "except StoreFull as error:\n    print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.startswith(f"put {tmp_path}/k: no space: "), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("uri", "words"), [("gs://bucket", "unknown kind"), ("s3://", "names no bucket")])
+@pytest.mark.parametrize(
+    ("uri", "words"), [("gs://bucket", "unknown kind"), ("s3://", "names no bucket")]
+)
 def test_a_store_that_cannot_be_is_refused(uri: str, words: str) -> None:
     with pytest.raises(StoreMisconfigured, match=words):
         Store.open(uri)

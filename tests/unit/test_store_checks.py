@@ -40,7 +40,9 @@ def endpoint_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     yield lambda endpoint: monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
 
 
-def test_a_good_bucket_passes_and_is_left_as_it_was(swift: Swift, bucket: str, tmp_path: Path) -> None:
+def test_a_good_bucket_passes_and_is_left_as_it_was(
+    swift: Swift, bucket: str, tmp_path: Path
+) -> None:
     found = results(f"s3://{bucket}/prefix", tmp_path)
     assert {result.status for result in found.values()} == {"passed"}, found
     assert "put, list, get, delete of 4096 bytes" in found["store-probe"].detail
@@ -49,22 +51,32 @@ def test_a_good_bucket_passes_and_is_left_as_it_was(swift: Swift, bucket: str, t
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
 
 
-def test_wrong_keys_fail_with_their_fix(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_keys_fail_with_their_fix(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     found = results(f"s3://{bucket}", tmp_path, "store-probe")["store-probe"]
     assert found.status == "failed" and "SignatureDoesNotMatch" in found.detail
     assert found.fix and "AWS_SECRET_ACCESS_KEY" in found.fix
 
 
-def test_a_user_without_rights_is_told_them(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_rights_is_told_them(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "reading")
     found = results(f"s3://{bucket}", tmp_path)
-    assert found["store-probe"].status == "failed" and "s3:PutObject" in str(found["store-probe"].fix)
-    assert found["store-multipart"].status == "warning" and "s3:PutObject" in str(found["store-multipart"].fix)
+    assert found["store-probe"].status == "failed" and "s3:PutObject" in str(
+        found["store-probe"].fix
+    )
+    assert found["store-multipart"].status == "warning" and "s3:PutObject" in str(
+        found["store-multipart"].fix
+    )
 
 
-def test_missing_rights_are_named_together(endpoint_of: Callable[[str], None], tmp_path: Path) -> None:
+def test_missing_rights_are_named_together(
+    endpoint_of: Callable[[str], None], tmp_path: Path
+) -> None:
     """List and get are GET; delete is POST. Nothing of this is allowed but put."""
     with faulty_s3(Fault(403, "AccessDenied", only=frozenset({"GET", "POST"}))) as endpoint:
         endpoint_of(endpoint)
@@ -75,7 +87,10 @@ def test_missing_rights_are_named_together(endpoint_of: Callable[[str], None], t
 
 @pytest.mark.parametrize(
     ("ahead_seconds", "words"),
-    [(7200, r"clock is 7,\d{3} s behind .*signed requests are refused"), (-120, r"clock is 1[12]\d s ahead of")],
+    [
+        (7200, r"clock is 7,\d{3} s behind .*signed requests are refused"),
+        (-120, r"clock is 1[12]\d s ahead of"),
+    ],
 )
 def test_a_clock_that_is_off_is_told(
     endpoint_of: Callable[[str], None], tmp_path: Path, ahead_seconds: float, words: str
@@ -87,10 +102,14 @@ def test_a_clock_that_is_off_is_told(
     assert re.search(words, found.detail), found.detail
 
 
-def test_a_clock_that_cannot_be_asked_is_no_pass(endpoint_of: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_clock_that_cannot_be_asked_is_no_pass(
+    endpoint_of: Callable[[str], None], tmp_path: Path
+) -> None:
     endpoint_of(closed_port())
     found = results("s3://bucket", tmp_path, "store-clock")["store-clock"]
-    assert found.status == "skipped" and found.detail.startswith("skipped, because http://127.0.0.1:")
+    assert found.status == "skipped" and found.detail.startswith(
+        "skipped, because http://127.0.0.1:"
+    )
 
 
 @pytest.mark.parametrize("away", ["refused", "swallowed"])
@@ -100,7 +119,10 @@ def test_a_store_that_is_away_stops_the_run_in_preflight(tmp_path: Path, away: s
     runner.environment |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     began = time.monotonic()
     with swallowing_port() as endpoint:
-        runner.environment["AWS_ENDPOINT_URL"] = endpoint if away == "swallowed" else closed_port()
+        if away == "swallowed":
+            runner.environment["AWS_ENDPOINT_URL"] = endpoint
+        else:
+            runner.environment["AWS_ENDPOINT_URL"] = closed_port()
         run = runner.run("run", *runner.options(), timeout=200)
     assert run.exit_code == 3, run.output
     assert time.monotonic() - began < 60

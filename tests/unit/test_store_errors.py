@@ -1,4 +1,6 @@
-"""Each answer of a store and each number of the operating system becomes one class of error and one line."""
+"""Each answer of a store and each number of the operating system becomes one class of error and one
+line.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ REGION = "bucket 'bucket' is in another region; fix: set "
 
 
 def raised(
-    error: Exception, operation: str = "put", uri: str = "s3://bucket/k", otherwise: type[StoreError] = StoreError
+    error: Exception,
+    operation: str = "put",
+    uri: str = "s3://bucket/k",
+    otherwise: type[StoreError] = StoreError,
 ) -> StoreError:
     with pytest.raises(StoreError) as caught, as_store_errors(operation, uri, otherwise):
         raise error
@@ -42,19 +47,22 @@ def words_of(error: StoreError, operation: str = "put", uri: str = "s3://bucket/
 
 def answer(status: int, code: str = "", message: str = "") -> BaseError:
     """As obstore prints it, with the digits of other statuses in a port and in durations."""
-    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>" if code else message
+    if code:
+        body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    else:
+        body = message
     return GenericError(
-        f"Generic S3 error: Error performing PUT {HOST}/bucket/k in 501.7ms, after 4 retries, max_retries: 4, "
-        f"retry_timeout: 429ms  - Server returned non-2xx status code: {status} Words: {body}\n\n"
-        f"Debug source:\nGeneric {{ store: S3 }}"
+        f"Generic S3 error: Error performing PUT {HOST}/bucket/k in 501.7ms, after 4 retries, "
+        f"max_retries: 4, retry_timeout: 429ms  - Server returned non-2xx status code: {status} "
+        f"Words: {body}\n\nDebug source:\nGeneric {{ store: S3 }}"
     )
 
 
 def no_answer(words: str, cause: str) -> BaseError:
     """As obstore prints a request that brought no answer: the cause is in the source's debug form."""
     return GenericError(
-        f"Generic S3 error: Error performing PUT {HOST}/bucket/k{words} - HTTP error: error sending request\n\n"
-        f"Debug source:\n{cause}"
+        f"Generic S3 error: Error performing PUT {HOST}/bucket/k{words} - HTTP error: error "
+        f"sending request\n\nDebug source:\n{cause}"
     )
 
 
@@ -82,17 +90,39 @@ def no_answer(words: str, cause: str) -> BaseError:
         (599, StoreUnavailable),
     ],
 )
-def test_a_status_without_a_code_decides_whether_a_retry_can_help(status: int, kind: type[StoreError]) -> None:
+def test_a_status_without_a_code_decides_whether_a_retry_can_help(
+    status: int, kind: type[StoreError]
+) -> None:
     assert type(raised(answer(status))) is kind
 
 
 @pytest.mark.parametrize(
     ("code", "status", "kind", "words"),
     [
-        ("EntityTooLarge", 400, StoreFull, f"no space: the store is full (HTTP 400 EntityTooLarge); {QUOTA}"),
-        ("QuotaExceeded", 403, StoreFull, f"no space: the store is full (HTTP 403 QuotaExceeded); {QUOTA}"),
-        ("InsufficientStorage", 500, StoreFull, f"no space: the store is full (HTTP 500 InsufficientStorage); {QUOTA}"),
-        ("XMinioStorageFull", 503, StoreFull, f"no space: the store is full (HTTP 503 XMinioStorageFull); {QUOTA}"),
+        (
+            "EntityTooLarge",
+            400,
+            StoreFull,
+            f"no space: the store is full (HTTP 400 EntityTooLarge); {QUOTA}",
+        ),
+        (
+            "QuotaExceeded",
+            403,
+            StoreFull,
+            f"no space: the store is full (HTTP 403 QuotaExceeded); {QUOTA}",
+        ),
+        (
+            "InsufficientStorage",
+            500,
+            StoreFull,
+            f"no space: the store is full (HTTP 500 InsufficientStorage); {QUOTA}",
+        ),
+        (
+            "XMinioStorageFull",
+            503,
+            StoreFull,
+            f"no space: the store is full (HTTP 503 XMinioStorageFull); {QUOTA}",
+        ),
         (
             "AuthorizationHeaderMalformed",
             400,
@@ -115,13 +145,15 @@ def test_a_status_without_a_code_decides_whether_a_retry_can_help(status: int, k
             "InvalidAccessKeyId",
             400,
             StoreForbidden,
-            f"forbidden: unknown access key (InvalidAccessKeyId); fix: check {KEYS}, and the endpoint",
+            f"forbidden: unknown access key (InvalidAccessKeyId); fix: check {KEYS}, and the "
+            "endpoint",
         ),
         (
             "SignatureDoesNotMatch",
             400,
             StoreForbidden,
-            f"forbidden: the secret key does not match the access key (SignatureDoesNotMatch); fix: check {KEYS}",
+            "forbidden: the secret key does not match the access key (SignatureDoesNotMatch); "
+            f"fix: check {KEYS}",
         ),
         (
             "ExpiredToken",
@@ -133,38 +165,43 @@ def test_a_status_without_a_code_decides_whether_a_retry_can_help(status: int, k
             "InvalidToken",
             400,
             StoreForbidden,
-            "forbidden: the session token is not valid (InvalidToken); fix: renew the credentials, or unset "
-            "AWS_SESSION_TOKEN",
+            "forbidden: the session token is not valid (InvalidToken); fix: renew the "
+            "credentials, or unset AWS_SESSION_TOKEN",
         ),
         (
             "RequestTimeTooSkewed",
             400,
             StoreForbidden,
-            "forbidden: this machine's clock is more than 15 minutes off the store's (RequestTimeTooSkewed); fix: set "
-            "the clock (chronyc makestep, or timedatectl set-ntp true)",
+            "forbidden: this machine's clock is more than 15 minutes off the store's "
+            "(RequestTimeTooSkewed); fix: set the clock (chronyc makestep, or timedatectl "
+            "set-ntp true)",
         ),
         (
             "AccessDenied",
             400,
             StoreForbidden,
-            f"forbidden (AccessDenied); fix: allow s3:PutObject on arn:aws:s3:::bucket/*, or check {KEYS}",
+            "forbidden (AccessDenied); fix: allow s3:PutObject on arn:aws:s3:::bucket/*, or "
+            f"check {KEYS}",
         ),
         (
             "SlowDown",
             503,
             StoreUnavailable,
-            f"{HOST} has an internal error after 4 retries (HTTP 503 SlowDown); fix: try again later, or ask the "
-            "store's operator",
+            f"{HOST} has an internal error after 4 retries (HTTP 503 SlowDown); fix: try again "
+            "later, or ask the store's operator",
         ),
         (
             "NoSuchBucket",
             404,
             StoreMisconfigured,
-            f"there is no bucket 'bucket'; fix: create it, or correct the name or the endpoint ({HOST})",
+            "there is no bucket 'bucket'; fix: create it, or correct the name or the endpoint "
+            f"({HOST})",
         ),
     ],
 )
-def test_a_code_decides_whatever_the_status(code: str, status: int, kind: type[StoreError], words: str) -> None:
+def test_a_code_decides_whatever_the_status(
+    code: str, status: int, kind: type[StoreError], words: str
+) -> None:
     for error in (answer(status, code), answer(status, message=f"refused (code: {code})")):
         found = raised(error)
         assert type(found) is kind
@@ -173,7 +210,9 @@ def test_a_code_decides_whatever_the_status(code: str, status: int, kind: type[S
 
 def test_a_refusal_within_a_successful_answer_has_no_status() -> None:
     """A delete is one key of a request for many."""
-    error = raised(GenericError("Generic S3 error: Got error for k: full (code: QuotaExceeded)"), "delete")
+    error = raised(
+        GenericError("Generic S3 error: Got error for k: full (code: QuotaExceeded)"), "delete"
+    )
     assert words_of(error, "delete") == f"no space: the store is full (QuotaExceeded); {QUOTA}"
 
 
@@ -187,7 +226,9 @@ def test_a_refusal_within_a_successful_answer_has_no_status() -> None:
         ("delete", "s3:DeleteObject on arn:aws:s3:::bucket/*"),
     ],
 )
-def test_a_refusal_without_a_reason_names_the_right_that_the_operation_needs(operation: str, right: str) -> None:
+def test_a_refusal_without_a_reason_names_the_right_that_the_operation_needs(
+    operation: str, right: str
+) -> None:
     error = raised(answer(403), operation, "s3://bucket")
     assert words_of(error, operation, "s3://bucket") == (
         f"forbidden (no reason given); fix: allow {right}, or check {KEYS}"
@@ -196,13 +237,19 @@ def test_a_refusal_without_a_reason_names_the_right_that_the_operation_needs(ope
 
 @pytest.mark.parametrize("message", ["", "nothing in it"])
 def test_an_object_that_is_missing_is_told_from_a_bucket_that_is(message: str) -> None:
-    for error in (NotFoundError(f"Object at location k not found{message}"), FileNotFoundError(2, "No such file")):
+    for error in (
+        NotFoundError(f"Object at location k not found{message}"),
+        FileNotFoundError(2, "No such file"),
+    ):
         assert type(raised(error)) is ObjectNotFound
         assert words_of(raised(error)) == "no such object"
-    bucket = raised(NotFoundError("Object at location k not found: <Error><Code>NoSuchBucket</Code></Error>"))
+    bucket = raised(
+        NotFoundError("Object at location k not found: <Error><Code>NoSuchBucket</Code></Error>")
+    )
     assert type(bucket) is StoreMisconfigured
     assert words_of(bucket) == (
-        "there is no bucket 'bucket'; fix: create it, or correct the name or the endpoint (the store)"
+        "there is no bucket 'bucket'; fix: create it, or correct the name or the endpoint (the "
+        "store)"
     )
 
 
@@ -223,8 +270,15 @@ def test_a_source_of_credentials_that_fails_is_told_by_its_own_words() -> None:
     start = "Generic S3 error: External AWS credential provider: "
     refused = raised(GenericError(f"{start}{'x' * 200}y\nmore"))
     assert type(refused) is StoreForbidden
-    assert words_of(refused) == f"forbidden: the credentials could not be renewed: {'x' * 200}; fix: {RENEW}"
-    hangs = raised(GenericError(f"{start}StoreUnavailable: the source did not answer: 5 s; fix: set AWS_PROFILE"))
+    assert (
+        words_of(refused)
+        == f"forbidden: the credentials could not be renewed: {'x' * 200}; fix: {RENEW}"
+    )
+    hangs = raised(
+        GenericError(
+            f"{start}StoreUnavailable: the source did not answer: 5 s; fix: set AWS_PROFILE"
+        )
+    )
     assert type(hangs) is StoreUnavailable
     assert words_of(hangs) == "the source did not answer: 5 s; fix: set AWS_PROFILE"
     named = raised(GenericError(f"{start}KeyError: StoreUnavailable: x"))
@@ -234,32 +288,50 @@ def test_a_source_of_credentials_that_fails_is_told_by_its_own_words() -> None:
 @pytest.mark.parametrize(
     ("duration", "cause", "words"),
     [
-        ("", "dns error", f"the name of {HOST} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"),
-        ("", "ConnectionRefused", f"connection refused by {HOST}; fix: start it, or correct AWS_ENDPOINT_URL"),
+        (
+            "",
+            "dns error",
+            f"the name of {HOST} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS",
+        ),
+        (
+            "",
+            "ConnectionRefused",
+            f"connection refused by {HOST}; fix: start it, or correct AWS_ENDPOINT_URL",
+        ),
         (
             " in 2.851919468s",
             "Timeout",
             f"no answer from {HOST} within 2.9 s; fix: the network to it, or the store itself",
         ),
-        (" in 928.5ms", "TimedOut", f"no answer from {HOST} within 0.9 s; fix: the network to it, or the store itself"),
-        ("", "Timeout", f"no answer from {HOST} in time; fix: the network to it, or the store itself"),
         (
-            " in 2.8s",
-            "Connect, TimedOut",
-            f"no connection to {HOST} within 2.8 s; fix: a firewall or security group that drops packets, the route, "
-            "or AWS_ENDPOINT_URL",
+            " in 928.5ms",
+            "TimedOut",
+            f"no answer from {HOST} within 0.9 s; fix: the network to it, or the store itself",
         ),
         (
             "",
-            'kind: Request, source: Custom { message: "connection closed before message completed" }',
-            f"the connection to {HOST} broke: connection closed before message completed; fix: the network to it, or "
-            "AWS_ENDPOINT_URL",
+            "Timeout",
+            f"no answer from {HOST} in time; fix: the network to it, or the store itself",
+        ),
+        (
+            " in 2.8s",
+            "Connect, TimedOut",
+            f"no connection to {HOST} within 2.8 s; fix: a firewall or security group that drops "
+            "packets, the route, or AWS_ENDPOINT_URL",
+        ),
+        (
+            "",
+            'kind: Request, source: Custom { message: "connection closed before message '
+            'completed" }',
+            f"the connection to {HOST} broke: connection closed before message completed; fix: "
+            "the network to it, or AWS_ENDPOINT_URL",
         ),
         (
             "",
             "kind: Connect",
-            f"the connection to {HOST} broke: Generic S3 error: Error performing PUT {HOST}/bucket/k - HTTP error: "
-            "error sending request; fix: the network to it, or AWS_ENDPOINT_URL",
+            f"the connection to {HOST} broke: Generic S3 error: Error performing PUT "
+            f"{HOST}/bucket/k - HTTP error: error sending request; fix: the network to it, or "
+            "AWS_ENDPOINT_URL",
         ),
     ],
 )
@@ -273,7 +345,8 @@ def test_a_request_without_an_answer_may_be_retried_and_its_cause_is_named(
 
 def test_an_internal_error_of_a_store_without_a_name_tells_what_there_is() -> None:
     assert words_of(raised(GenericError("status code: 500"))) == (
-        "the store has an internal error (HTTP 500); fix: try again later, or ask the store's operator"
+        "the store has an internal error (HTTP 500); fix: try again later, or ask the store's "
+        "operator"
     )
 
 
@@ -313,7 +386,9 @@ def forbidden_words(number: int) -> str:
         (errno.EISDIR, StoreUnavailable, f"[Errno {errno.EISDIR}] {os.strerror(errno.EISDIR)}"),
     ],
 )
-def test_a_number_of_the_operating_system_decides_in_a_folder(number: int, kind: type[StoreError], words: str) -> None:
+def test_a_number_of_the_operating_system_decides_in_a_folder(
+    number: int, kind: type[StoreError], words: str
+) -> None:
     """An unknown one is of the class that the caller names."""
     found = local(OSError(number, os.strerror(number)), StoreUnavailable)
     assert type(found) is kind

@@ -1,4 +1,6 @@
-"""A folder as a store: what a file may be, what a listing leaves out, and calls that do not come back."""
+"""A folder as a store: what a file may be, what a listing leaves out, and calls that do not come
+back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from typing import Any
 import pytest
 
 from ebbflow.infra.errors import StoreError, StoreTimeout
-from ebbflow.infra.store.folder import HANG_GUARD, FolderBackend, HangGuard, open_regular, refuse_if_abandoned
+from ebbflow.infra.store.folder import (
+    HANG_GUARD,
+    FolderBackend,
+    HangGuard,
+    open_regular,
+    refuse_if_abandoned,
+)
 
 
 @pytest.fixture
@@ -40,7 +48,12 @@ def keys_of(listed: list[tuple[str, int, float]]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("options", "mode"),
-    [({"private": True}, 0o600), ({"private": False}, 0o666), ({}, 0o666), ({"create": True}, 0o666)],
+    [
+        ({"private": True}, 0o600),
+        ({"private": False}, 0o666),
+        ({}, 0o666),
+        ({"create": True}, 0o666),
+    ],
 )
 def test_a_folder_s_object_has_the_permissions_of_its_kind(
     folder: FolderBackend, options: dict[str, bool], mode: int
@@ -107,7 +120,9 @@ def test_no_operation_on_a_folder_leaves_a_descriptor_open(folder: FolderBackend
     os.mkfifo(folder.root / "fifo")
     assert folder.get("a/k") == b"a/k"
     assert folder.get_range("a/k", 1, 2) == b"/k"
-    with pytest.raises(StoreError, match=f"^{folder.root}/fifo: not a regular file; fix: remove it$"):
+    with pytest.raises(
+        StoreError, match=f"^{folder.root}/fifo: not a regular file; fix: remove it$"
+    ):
         open_regular(folder.root / "fifo")
     folder.list("", "")
     folder.delete("b")
@@ -132,9 +147,19 @@ def test_a_key_with_a_part_that_is_no_name_is_refused(folder: FolderBackend, key
 
 @pytest.mark.parametrize(
     ("name", "listed"),
-    [("k#1", False), ("k#12", False), ("k#x#3", False), ("#7", True), ("k#", True), ("k#1x", True), ("k1", True)],
+    [
+        ("k#1", False),
+        ("k#12", False),
+        ("k#x#3", False),
+        ("#7", True),
+        ("k#", True),
+        ("k#1x", True),
+        ("k1", True),
+    ],
 )
-def test_a_listing_leaves_out_unfinished_files_only(folder: FolderBackend, name: str, listed: bool) -> None:
+def test_a_listing_leaves_out_unfinished_files_only(
+    folder: FolderBackend, name: str, listed: bool
+) -> None:
     (folder.root / name).write_bytes(b"x")
     assert keys_of(folder.list("", "")) == ([name] if listed else [])
 
@@ -185,7 +210,9 @@ def test_a_listing_passes_over_links_that_lead_nowhere_or_back(folder: FolderBac
     (folder.root / "a" / "none").symlink_to(folder.root / "none")
     (folder.root / "a" / "below-a-file").symlink_to(folder.root / "c" / "k" / "x")
     (folder.root / "a" / "other").symlink_to(folder.root / "c")
-    assert keys_of(folder.list("", "")) == ["a/b/k", "a/other/k", "c/k"], "the same folder twice, but in no circle"
+    assert keys_of(folder.list("", "")) == ["a/b/k", "a/other/k", "c/k"], (
+        "the same folder twice, but in no circle"
+    )
 
 
 def test_a_listing_says_which_entry_it_cannot_examine(folder: FolderBackend) -> None:
@@ -195,7 +222,9 @@ def test_a_listing_says_which_entry_it_cannot_examine(folder: FolderBackend) -> 
 
 
 @pytest.mark.parametrize(
-    ("vanished", "listed"), [("a/gone", ["a/2"]), ("a", [])], ids=["a folder below", "the folder itself"]
+    ("vanished", "listed"),
+    [("a/gone", ["a/2"]), ("a", [])],
+    ids=["a folder below", "the folder itself"],
 )
 def test_a_listing_during_which_a_folder_is_deleted_is_made_anew(
     folder: FolderBackend, monkeypatch: pytest.MonkeyPatch, vanished: str, listed: list[str]
@@ -213,8 +242,11 @@ def test_a_listing_during_which_a_folder_is_deleted_is_made_anew(
 
 
 def test_a_call_within_a_guarded_call_runs_under_its_deadline() -> None:
-    outer, inner = HangGuard(), HangGuard()
-    threads = outer.run(lambda: (threading.get_ident(), inner.run(threading.get_ident, 1e-9, "inner")), 30, "outer")
+    outer = HangGuard()
+    inner = HangGuard()
+    threads = outer.run(
+        lambda: (threading.get_ident(), inner.run(threading.get_ident, 1e-9, "inner")), 30, "outer"
+    )
     assert threads[0] == threads[1] != threading.get_ident()
 
 
@@ -224,14 +256,17 @@ def test_a_guarded_call_that_is_late_says_what_hangs_and_what_to_do() -> None:
         HangGuard().run(lambda: over.wait(60), 0.0123, "put /store/k")
     over.set()
     assert str(late.value) == (
-        "put /store/k: no answer from the file system within 0.0123 s; fix: check the mount (NFS, FUSE) or the disk, "
-        "or use another store"
+        "put /store/k: no answer from the file system within 0.0123 s; fix: check the mount "
+        "(NFS, FUSE) or the disk, or use another store"
     )
 
 
 def run_until_just_after_the_deadline(guard: HangGuard) -> None:
-    """Run a call that ends, but whose thread is held up before it can hand over the result, until it is late."""
-    at_end, is_late = threading.Event(), threading.Event()
+    """Run a call that ends, but whose thread is held up before it can hand over the result, until
+    it is late.
+    """
+    at_end = threading.Event()
+    is_late = threading.Event()
 
     def hold_up(frame: FrameType, event: str, _: object) -> None:
         if event == "return" and frame.f_code.co_filename.endswith("store/folder.py"):
@@ -248,7 +283,9 @@ def run_until_just_after_the_deadline(guard: HangGuard) -> None:
             is_late.set()
 
 
-def test_a_guarded_call_that_ends_just_as_its_deadline_passes_does_not_count_as_one_that_hangs() -> None:
+def test_a_guarded_call_that_ends_just_as_its_deadline_passes_does_not_count_as_one_that_hangs() -> (
+    None
+):
     guard = HangGuard()
     for _ in range(64):
         with pytest.raises(StoreTimeout, match="no answer"):
@@ -259,7 +296,8 @@ def test_a_guarded_call_that_ends_just_as_its_deadline_passes_does_not_count_as_
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_only_a_call_that_was_abandoned_is_refused_a_change(abandoned: bool) -> None:
     refuse_if_abandoned("outside of any call")
-    over, outcome = threading.Event(), list[str]()
+    over = threading.Event()
+    outcome = list[str]()
     ended = threading.Event()
 
     def change() -> None:
@@ -306,7 +344,9 @@ def test_a_forked_child_does_not_count_the_calls_that_hang_in_its_parent() -> No
     for _ in range(64):
         with pytest.raises(StoreTimeout, match="no answer"):
             HANG_GUARD.run(hang, 0.001, "put x")
-    with pytest.raises(StoreTimeout, match="put x: not tried: 64 operations on folders hang already"):
+    with pytest.raises(
+        StoreTimeout, match="put x: not tried: 64 operations on folders hang already"
+    ):
         HANG_GUARD.run(lambda: None, 60, "put x")
     try:
         assert in_forked_child(lambda: HANG_GUARD.run(lambda: None, 60, "put x")) == 0

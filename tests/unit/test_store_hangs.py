@@ -1,4 +1,6 @@
-"""A folder whose file system hangs: every operation ends in time, a save fails, and nothing else waits for it."""
+"""A folder whose file system hangs: every operation ends in time, a save fails, and nothing else
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from ebbflow.infra.multipart.requests import Throttle
 from ebbflow.infra.multipart.sinks import open_sink
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import FolderBackend, HangGuard
-from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
+from ebbflow.training.checkpoint import (
+    Checkpointer,
+    open_generation,
+    reachable_commits,
+    verify_commit,
+)
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.file_formats import read_file
 from ebbflow.training.checkpoint.inflight_save import UploaderClient
@@ -38,7 +45,9 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     over.set()
 
 
-def test_every_operation_of_a_folder_that_hangs_ends_in_time(tmp_path: Path, hang: threading.Event) -> None:
+def test_every_operation_of_a_folder_that_hangs_ends_in_time(
+    tmp_path: Path, hang: threading.Event
+) -> None:
     store = Store.open(str(tmp_path), request_timeout_seconds=0.05)
     operations = [
         lambda: store.put("a", b"x"),
@@ -50,7 +59,8 @@ def test_every_operation_of_a_folder_that_hangs_ends_in_time(tmp_path: Path, han
     ]
     for operation in operations:
         with pytest.raises(
-            StoreUnavailable, match=r"no answer from the file system within 0\.05 s; fix: check the mount"
+            StoreUnavailable,
+            match=r"no answer from the file system within 0\.05 s; fix: check the mount",
         ):
             operation()
 
@@ -59,7 +69,9 @@ def test_every_operation_of_a_folder_that_hangs_ends_in_time(tmp_path: Path, han
 def test_a_start_does_not_wait_for_an_event_log_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    store, over, real = Store.open(str(tmp_path), request_timeout_seconds=0.05), threading.Event(), getattr(os, call)
+    store = Store.open(str(tmp_path), request_timeout_seconds=0.05)
+    over = threading.Event()
+    real = getattr(os, call)
     (tmp_path / "events" / "000001").mkdir(parents=True)
 
     def hanging(path: Any, *rest: Any, **options: Any) -> Any:
@@ -69,7 +81,9 @@ def test_a_start_does_not_wait_for_an_event_log_that_hangs(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, hanging)
-        with pytest.raises(StoreTimeout, match=r"list .*/events: no answer from the file system within 0\.05 s"):
+        with pytest.raises(
+            StoreTimeout, match=r"list .*/events: no answer from the file system within 0\.05 s"
+        ):
             read_events(store)
         over.set()
 
@@ -79,7 +93,10 @@ def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create: bool
 ) -> None:
     """Its caller has gone on: a claim that was released meanwhile must not come back."""
-    store, over, write, hung = Store.open(str(tmp_path), request_timeout_seconds=0.2), threading.Event(), os.write, []
+    store = Store.open(str(tmp_path), request_timeout_seconds=0.2)
+    over = threading.Event()
+    write = os.write
+    hung = []
 
     def hang_once(descriptor: int, data: Any) -> int:
         if bytes(data) == b"older":
@@ -95,12 +112,15 @@ def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
     over.set()
     hung[0].join(60)
     assert not hung[0].is_alive()
-    assert [path.name for path in tmp_path.iterdir()] == ([] if create else ["key"]), "no unfinished file either"
+    assert [path.name for path in tmp_path.iterdir()] == ([] if create else ["key"]), (
+        "no unfinished file either"
+    )
     assert create or store.get("key") == b"newer"
 
 
 def test_calls_that_hang_are_counted() -> None:
-    pool, over = HangGuard(), threading.Event()
+    pool = HangGuard()
+    over = threading.Event()
     for _ in range(64):
         with pytest.raises(StoreTimeout):
             pool.run(lambda: over.wait(120), 0.001, "put x")
@@ -118,7 +138,8 @@ def test_calls_that_hang_are_counted() -> None:
 def test_a_part_that_hangs_is_abandoned_and_its_file_is_never_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink, over = open_sink(str(tmp_path), Throttle()), threading.Event()
+    sink = open_sink(str(tmp_path), Throttle())
+    over = threading.Event()
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *what: over.wait(120) and pwrite(*what))
     begun = sink.begin("data/x", 10, parts=1, seconds=60)
@@ -200,7 +221,11 @@ def test_a_commit_that_another_rank_failed_to_save_is_not_awaited(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"step 5 .* no index from rank 0, 1"):
         await_commit(Store.open(str(tmp_path)), save, Deadline(3600.0), given_up=lambda: True)
     job = Store.open(str(tmp_path / "jobs" / "job"))
-    gang = {"generation": open_generation(job, run="r", attempt=0), "world_size": 2, "deadline_seconds": 3600.0}
+    gang = {
+        "generation": open_generation(job, run="r", attempt=0),
+        "world_size": 2,
+        "deadline_seconds": 3600.0,
+    }
     with Checkpointer(job.uri, **gang) as saver:
         saver.save(1, nn.Linear(8, 8), None, {})
         saver.abandon(1)

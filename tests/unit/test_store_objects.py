@@ -1,4 +1,6 @@
-"""The store's own rules, in a folder and in a bucket in memory: keys, pages, creations, time limits, and its clock."""
+"""The store's own rules, in a folder and in a bucket in memory: keys, pages, creations, time
+limits, and its clock.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import pytest
 from obstore.exceptions import GenericError, NotSupportedError, PreconditionError
 from obstore.store import MemoryStore
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreFull, StoreMisconfigured, StoreUnavailable
+from ebbflow.infra.errors import (
+    ObjectNotFound,
+    StoreError,
+    StoreFull,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.infra.store.folder import FolderBackend, HangGuard
 from ebbflow.infra.store.objects import StoreClock
@@ -26,7 +34,9 @@ def bucket(backend: Any = None, **options: Any) -> Store:
 
 @pytest.fixture(params=["folder", "bucket"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return Store.open(str(tmp_path / "store")) if request.param == "folder" else bucket()
+    if request.param == "folder":
+        return Store.open(str(tmp_path / "store"))
+    return bucket()
 
 
 @pytest.fixture
@@ -60,14 +70,19 @@ def test_an_address_of_a_folder_opens_it(tmp_path: Path, uri: str, store_uri: st
     Store.open(uri.format(tmp_path))
 
 
-def test_an_address_below_the_home_folder_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_below_the_home_folder_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Store.open("~/deep/store").uri == f"{tmp_path}/deep/store"
 
 
 @pytest.mark.parametrize("uri", ["gs://bucket", "http://host"])
 def test_an_address_of_an_unknown_kind_is_refused(uri: str) -> None:
-    with pytest.raises(StoreMisconfigured, match=f"^store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix$"):
+    with pytest.raises(
+        StoreMisconfigured,
+        match=f"^store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix$",
+    ):
         Store.open(uri)
 
 
@@ -154,7 +169,9 @@ def test_an_object_is_private_only_in_a_folder_and_if_it_is_asked_for(store: Sto
 
 
 @pytest.mark.parametrize("tags", [None, {}, {"name": "value"}])
-def test_tags_go_with_a_put_to_a_bucket(monkeypatch: pytest.MonkeyPatch, tags: dict[str, str] | None) -> None:
+def test_tags_go_with_a_put_to_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, tags: dict[str, str] | None
+) -> None:
     given: list[Any] = []
     monkeypatch.setattr(obstore, "put", lambda *_, tags: given.append(tags))
     bucket().put("k", b"x", tags=tags)
@@ -173,7 +190,8 @@ def test_an_object_is_created_once_and_its_content_decides_who_did_it(store: Sto
 def failing_put(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> list[dict[str, Any]]:
     """The options of each put to a bucket. The first puts fail."""
     asked: list[dict[str, Any]] = []
-    put, left = obstore.put, list(failures)
+    put = obstore.put
+    left = list(failures)
 
     def fail_first(*arguments: Any, **options: Any) -> Any:
         asked.append(options)
@@ -185,7 +203,9 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> list[d
     return asked
 
 
-def test_a_conflict_of_two_creations_is_settled_by_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conflict_of_two_creations_is_settled_by_the_content(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = bucket()
     store.put("k", b"theirs")
     for content, is_ours in ((b"theirs", True), (b"mine", False)):
@@ -203,8 +223,18 @@ def test_a_conflict_of_two_creations_is_settled_by_the_content(monkeypatch: pyte
         (GenericError("status code: 400: <Error><Code> NotImplemented </Code></Error>"), True),
         (GenericError("status code: 400: NotImplemented"), False),
         (GenericError("status code: 5010"), False),
-        (GenericError("PUT http://127.0.0.1:501/b/k in 501.7ms, retry_timeout: 501ms - status code: 500"), False),
-        (GenericError("status code: 409: <Error><Code>ConditionalRequestConflict</Code></Error>"), False),
+        (
+            GenericError(
+                "PUT http://127.0.0.1:501/b/k in 501.7ms, retry_timeout: 501ms - status code: 500"
+            ),
+            False,
+        ),
+        (
+            GenericError(
+                "status code: 409: <Error><Code>ConditionalRequestConflict</Code></Error>"
+            ),
+            False,
+        ),
     ],
     ids=str,
 )
@@ -266,7 +296,9 @@ def test_sorted_pages_of_a_bucket_are_asked_for_one_by_one(monkeypatch: pytest.M
     assert keys_of(bucket().list()) == ["a", "b", "c", "d", "e"]
 
 
-def test_pages_of_a_bucket_whose_first_is_unsorted_come_sorted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_bucket_whose_first_is_unsorted_come_sorted_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     list_pages, asked = paged(["d", "b"], ["c", "a"])
     monkeypatch.setattr(obstore, "list", list_pages)
     assert [keys_of(page) for page in bucket().pages()] == [["a", "b", "c", "d"]]
@@ -274,7 +306,9 @@ def test_pages_of_a_bucket_whose_first_is_unsorted_come_sorted_as_a_whole(monkey
     assert keys_of(bucket().list(limit=2)) == ["a", "b"]
 
 
-def test_a_listing_of_a_bucket_is_sorted_though_a_later_page_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_of_a_bucket_is_sorted_though_a_later_page_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     list_pages, _ = paged(["a", "b"], ["d", "c"])
     monkeypatch.setattr(obstore, "list", list_pages)
     assert keys_of(bucket().list()) == ["a", "b", "c", "d"]
@@ -285,7 +319,9 @@ def test_a_bucket_is_asked_for_pages_of_a_thousand_after_a_key_below_the_prefix(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def list_pages(_: Any, prefix: str | None, *, offset: str | None, chunk_size: int) -> Iterator[list[Any]]:
+    def list_pages(
+        _: Any, prefix: str | None, *, offset: str | None, chunk_size: int
+    ) -> Iterator[list[Any]]:
         asked.append((prefix, offset, chunk_size))
         return iter([])
 
@@ -297,16 +333,23 @@ def test_a_bucket_is_asked_for_pages_of_a_thousand_after_a_key_below_the_prefix(
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
-@pytest.mark.parametrize(("count", "sizes"), [(0, [0]), (999, [999]), (1000, [1000]), (1001, [1000, 1])])
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(0, [0]), (999, [999]), (1000, [1000]), (1001, [1000, 1])]
+)
 def test_a_folder_is_listed_in_pages_of_a_thousand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int], is_sorted: bool
 ) -> None:
-    numbers = range(count) if is_sorted else reversed(range(count))
+    if is_sorted:
+        numbers = range(count)
+    else:
+        numbers = reversed(range(count))
     rows = [(f"job/{number:04d}", 1, 2.0) for number in numbers]
     monkeypatch.setattr(FolderBackend, "list", lambda *_: rows)
     pages = [*Store.open(str(tmp_path)).sub("job").pages()]
     assert [len(page) for page in pages] == sizes
-    assert keys_of([meta for page in pages for meta in page]) == [f"{number:04d}" for number in range(count)]
+    assert keys_of([meta for page in pages for meta in page]) == [
+        f"{number:04d}" for number in range(count)
+    ]
 
 
 def test_pages_of_a_folder_may_begin_after_a_key(tmp_path: Path) -> None:
@@ -343,7 +386,9 @@ def test_each_operation_on_a_folder_has_a_time_limit_that_grows_with_its_bytes(
     ]
 
 
-def test_every_operation_on_a_bucket_gives_errors_that_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operation_on_a_bucket_gives_errors_that_name_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise GenericError("status code: 503")
 
@@ -360,7 +405,9 @@ def test_every_operation_on_a_bucket_gives_errors_that_name_it(monkeypatch: pyte
         ("delete", lambda: store.delete("k")),
     ]
     for name, operation in operations:
-        with pytest.raises(StoreUnavailable, match=f"^{name} s3://bucket/job/k: the store has an internal error"):
+        with pytest.raises(
+            StoreUnavailable, match=f"^{name} s3://bucket/job/k: the store has an internal error"
+        ):
             operation()
 
 
@@ -387,12 +434,17 @@ class ClockedStore:
 
     def list(self, prefix: str) -> list[ObjectMeta]:
         self._allow("list")
-        listed = [] if self.unlisted else sorted(self.objects.items())
+        if self.unlisted:
+            listed = []
+        else:
+            listed = sorted(self.objects.items())
         return [ObjectMeta(key, 1, date) for key, date in listed if key.startswith(f"{prefix}/")]
 
     def head(self, key: str) -> ObjectMeta | None:
         self.heads += 1
-        return ObjectMeta(key, 1, self.objects[key]) if key in self.objects else None
+        if key in self.objects:
+            return ObjectMeta(key, 1, self.objects[key])
+        return None
 
     def delete(self, key: str) -> None:
         self._allow("delete")
@@ -411,20 +463,27 @@ def clocked(seconds: list[float]) -> ClockedStore:
     return ClockedStore(lambda: seconds[0], 5000.0)
 
 
-def test_the_store_s_clock_is_read_from_a_probe_at_most_every_ten_minutes(seconds: list[float]) -> None:
-    store, clock = clocked(seconds), StoreClock()
+def test_the_store_s_clock_is_read_from_a_probe_at_most_every_ten_minutes(
+    seconds: list[float],
+) -> None:
+    store = clocked(seconds)
+    clock = StoreClock()
     assert clock.now(store, 1.0) == 5100.0
     assert store.objects == {} and (store.puts, store.heads) == (1, 0), "the listing has the date"
     seconds[0] += 600.0
     assert clock.now(store, 1.0) == 5700.0 and store.puts == 1
     store.ahead = 6000.0
     seconds[0] += 1.0
-    assert clock.now(store, 1.0) == 6701.0 and store.puts == 2, "after more than 600 s it asks again"
+    assert clock.now(store, 1.0) == 6701.0 and store.puts == 2, (
+        "after more than 600 s it asks again"
+    )
     seconds[0] += 3.0
     assert clock.now(store, 1.0) == 6704.0 and store.puts == 2
 
 
-def test_the_store_s_clock_never_runs_ahead_of_the_store(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_s_clock_never_runs_ahead_of_the_store(
+    seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The probe is dated before its answer arrives."""
     store = clocked(seconds)
     put = store.put
@@ -444,7 +503,9 @@ def test_the_store_s_clock_finds_a_probe_that_is_not_listed_yet(seconds: list[fl
     assert store.objects == {}
 
 
-def test_the_store_s_clock_removes_the_probes_of_processes_that_were_killed(seconds: list[float]) -> None:
+def test_the_store_s_clock_removes_the_probes_of_processes_that_were_killed(
+    seconds: list[float],
+) -> None:
     store = clocked(seconds)
     store.objects = {"clock/0": 1.0, "clock/~": 2.0, "data/k": 3.0}
     assert StoreClock().now(store, 1.0) == 5100.0, "by the date of its own probe"
@@ -452,8 +513,11 @@ def test_the_store_s_clock_removes_the_probes_of_processes_that_were_killed(seco
 
 
 @pytest.mark.parametrize("forbidden", ["put", "list"])
-def test_without_access_the_newest_object_is_the_store_s_clock(seconds: list[float], forbidden: str) -> None:
-    store, clock = clocked(seconds), StoreClock()
+def test_without_access_the_newest_object_is_the_store_s_clock(
+    seconds: list[float], forbidden: str
+) -> None:
+    store = clocked(seconds)
+    clock = StoreClock()
     store.forbidden = {forbidden}
     assert clock.now(store, 77.0) == 77.0
     assert store.objects == {}

@@ -1,4 +1,6 @@
-"""Where region, endpoint and keys of S3 are found, which goes first, and what the client of a bucket is told."""
+"""Where region, endpoint and keys of S3 are found, which goes first, and what the client of a
+bucket is told.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import botocore.session
 import pytest
 
 from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured
-from ebbflow.infra.store.s3 import AwsSettings, aws_settings, credential_provider, open_bucket, split_uri
+from ebbflow.infra.store.s3 import (
+    AwsSettings,
+    aws_settings,
+    credential_provider,
+    open_bucket,
+    split_uri,
+)
 
 KEYS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "something"}
 CONFIG = """
@@ -58,8 +66,24 @@ def write_config(home: Path, text: str = CONFIG) -> None:
 @pytest.mark.parametrize(
     ("variables", "region"),
     [
-        ({"EBBFLOW_STORE_REGION": "a", "AWS_REGION": "b", "AWS_DEFAULT_REGION": "c", "AWS_PROFILE": "lab"}, "a"),
-        ({"EBBFLOW_STORE_REGION": "", "AWS_REGION": "b", "AWS_DEFAULT_REGION": "c", "AWS_PROFILE": "lab"}, "b"),
+        (
+            {
+                "EBBFLOW_STORE_REGION": "a",
+                "AWS_REGION": "b",
+                "AWS_DEFAULT_REGION": "c",
+                "AWS_PROFILE": "lab",
+            },
+            "a",
+        ),
+        (
+            {
+                "EBBFLOW_STORE_REGION": "",
+                "AWS_REGION": "b",
+                "AWS_DEFAULT_REGION": "c",
+                "AWS_PROFILE": "lab",
+            },
+            "b",
+        ),
         ({"AWS_DEFAULT_REGION": "c", "AWS_PROFILE": "lab"}, "c"),
         ({"AWS_PROFILE": "lab", "AWS_DEFAULT_PROFILE": "served"}, "region-of-lab"),
         ({"AWS_PROFILE": "", "AWS_DEFAULT_PROFILE": "lab"}, "region-of-lab"),
@@ -80,8 +104,14 @@ def test_the_first_place_that_names_a_region_decides(
 @pytest.mark.parametrize(
     ("variables", "endpoint"),
     [
-        ({"AWS_ENDPOINT_URL_S3": "a", "AWS_ENDPOINT_URL": "b", "METAFLOW_S3_ENDPOINT_URL": "c"}, "a"),
-        ({"AWS_ENDPOINT_URL_S3": "", "AWS_ENDPOINT_URL": "b", "METAFLOW_S3_ENDPOINT_URL": "c"}, "b"),
+        (
+            {"AWS_ENDPOINT_URL_S3": "a", "AWS_ENDPOINT_URL": "b", "METAFLOW_S3_ENDPOINT_URL": "c"},
+            "a",
+        ),
+        (
+            {"AWS_ENDPOINT_URL_S3": "", "AWS_ENDPOINT_URL": "b", "METAFLOW_S3_ENDPOINT_URL": "c"},
+            "b",
+        ),
         ({"METAFLOW_S3_ENDPOINT_URL": "c", "AWS_PROFILE": "lab"}, "c"),
         ({"AWS_PROFILE": "lab"}, "http://of-lab"),
         ({"AWS_PROFILE": "served"}, "http://of-ours"),
@@ -89,7 +119,10 @@ def test_the_first_place_that_names_a_region_decides(
         ({}, None),
         ({"AWS_PROFILE": "lab", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "1"}, None),
         ({"AWS_PROFILE": "served", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "True"}, None),
-        ({"AWS_PROFILE": "served", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"}, "http://of-ours"),
+        (
+            {"AWS_PROFILE": "served", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"},
+            "http://of-ours",
+        ),
         ({"AWS_ENDPOINT_URL": "b", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "0"}, "b"),
     ],
 )
@@ -101,17 +134,28 @@ def test_the_first_place_that_names_an_endpoint_decides(
     assert aws_settings().endpoint == endpoint
 
 
-def test_an_endpoint_that_is_both_set_and_ignored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    contradiction = {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true", "AWS_ENDPOINT_URL": "b", "AWS_ENDPOINT_URL_S3": "a"}
+def test_an_endpoint_that_is_both_set_and_ignored_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contradiction = {
+        "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true",
+        "AWS_ENDPOINT_URL": "b",
+        "AWS_ENDPOINT_URL_S3": "a",
+    }
     set_all(monkeypatch, contradiction)
     with pytest.raises(
         StoreMisconfigured,
-        match=r"^AWS_IGNORE_CONFIGURED_ENDPOINT_URLS contradicts AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL; fix: unset",
+        match=(
+            r"^AWS_IGNORE_CONFIGURED_ENDPOINT_URLS contradicts AWS_ENDPOINT_URL_S3 and "
+            r"AWS_ENDPOINT_URL; fix: unset"
+        ),
     ):
         aws_settings()
 
 
-def test_the_configuration_file_may_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_file_may_be_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert aws_settings() == AwsSettings("us-east-1", None, region_is_set=False)
     (tmp_path / "elsewhere").write_text(CONFIG)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "elsewhere"))
@@ -122,7 +166,9 @@ def test_the_configuration_file_may_be_elsewhere(tmp_path: Path, monkeypatch: py
 def test_a_configuration_file_that_cannot_be_read_is_named(home: Path, content: bytes) -> None:
     write_config(home)
     (home / ".aws" / "config").write_bytes(content)
-    with pytest.raises(StoreError, match=rf"^{home}/\.aws/config cannot be read: .*; fix: correct it, or set"):
+    with pytest.raises(
+        StoreError, match=rf"^{home}/\.aws/config cannot be read: .*; fix: correct it, or set"
+    ):
         aws_settings()
 
 
@@ -132,7 +178,9 @@ def test_settings_do_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [KEYS, {"AWS_SKIP_SIGNATURE": "1"}, {"AWS_SKIP_SIGNATURE": "TRUE"}], ids=["keys", "1", "true"]
+    "variables",
+    [KEYS, {"AWS_SKIP_SIGNATURE": "1"}, {"AWS_SKIP_SIGNATURE": "TRUE"}],
+    ids=["keys", "1", "true"],
 )
 def test_no_source_of_credentials_is_asked_if_none_is_needed(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
@@ -143,10 +191,17 @@ def test_no_source_of_credentials_is_asked_if_none_is_needed(
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"AWS_ACCESS_KEY_ID": "somebody"}, {"AWS_SECRET_ACCESS_KEY": "something"}, {"AWS_SKIP_SIGNATURE": "0"}],
+    [
+        {},
+        {"AWS_ACCESS_KEY_ID": "somebody"},
+        {"AWS_SECRET_ACCESS_KEY": "something"},
+        {"AWS_SKIP_SIGNATURE": "0"},
+    ],
     ids=["none", "half", "other-half", "signed"],
 )
-def test_credentials_that_are_missing_are_refused(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_credentials_that_are_missing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
     set_all(monkeypatch, variables)
     with pytest.raises(StoreForbidden, match="no AWS credentials"):
         credential_provider(5.0)
@@ -163,26 +218,34 @@ class Credentials:
         if self.error is not None:
             raise self.error
         self.times_read += 1
-        return SimpleNamespace(access_key="id", secret_key="secret", token=f"token {self.times_read}")
+        return SimpleNamespace(
+            access_key="id", secret_key="secret", token=f"token {self.times_read}"
+        )
 
 
 def use_credentials(monkeypatch: pytest.MonkeyPatch, credentials: Credentials | None) -> None:
     monkeypatch.setattr(botocore.session.Session, "get_credentials", lambda _: credentials)
 
 
-def test_credentials_of_a_role_are_asked_for_again_every_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_a_role_are_asked_for_again_every_five_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use_credentials(monkeypatch, Credentials())
     ask = credential_provider(5.0)
     assert ask is not None
     before = datetime.now(UTC)
     given = ask()
     expires_at = given.pop("expires_at")
-    assert given == {"access_key_id": "id", "secret_access_key": "secret", "token": "token 2"}, "read once to try them"
+    assert given == {"access_key_id": "id", "secret_access_key": "secret", "token": "token 2"}, (
+        "read once to try them"
+    )
     assert before + timedelta(minutes=5) <= expires_at <= datetime.now(UTC) + timedelta(minutes=5)
     assert ask()["token"] == "token 3"
 
 
-def test_a_source_of_credentials_that_fails_is_named_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_of_credentials_that_fails_is_named_with_its_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use_credentials(monkeypatch, Credentials(ValueError("the profile is wrong")))
     with pytest.raises(StoreForbidden) as refused:
         credential_provider(5.0)
@@ -193,8 +256,9 @@ def test_a_source_of_credentials_that_fails_is_named_with_its_fix(monkeypatch: p
     with pytest.raises(StoreForbidden) as missing:
         credential_provider(5.0)
     assert str(missing.value) == (
-        "no AWS credentials: none in the environment, the shared files, a container's or an instance's role; fix: set "
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
+        "no AWS credentials: none in the environment, the shared files, a container's or an "
+        "instance's role; fix: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
+        "or give the machine a role"
     )
 
 
@@ -212,7 +276,9 @@ def test_an_address_is_split_into_bucket_and_prefix(uri: str, parts: tuple[str, 
 
 @pytest.mark.parametrize("uri", ["s3://", "s3:///prefix"])
 def test_an_address_without_a_bucket_is_refused(uri: str) -> None:
-    with pytest.raises(StoreMisconfigured, match=f"^store {uri!r}: names no bucket; fix: s3://bucket/prefix$"):
+    with pytest.raises(
+        StoreMisconfigured, match=f"^store {uri!r}: names no bucket; fix: s3://bucket/prefix$"
+    ):
         split_uri(uri)
 
 
@@ -229,7 +295,9 @@ def test_the_last_try_of_a_request_ends_before_its_deadline(
     one_try: str,
     connect: str,
 ) -> None:
-    """Tries start within 0.18, a pause is at most 0.1, and the last try takes 0.7 of the deadline: 0.98 of it."""
+    """Tries start within 0.18, a pause is at most 0.1, and the last try takes 0.7 of the deadline:
+    0.98 of it.
+    """
     set_all(monkeypatch, KEYS)
     opened = open_bucket("bucket", seconds)
     assert opened.retry_config == {
@@ -251,13 +319,32 @@ def test_the_last_try_of_a_request_ends_before_its_deadline(
         ("bucket", {}, {"virtual_hosted_style_request": "true"}, "false"),
         ("dotted.bucket", {}, {}, "false"),
         ("bucket", {"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false"}, {}, "false"),
-        ("bucket", {"AWS_REGION": "r"}, {"region": "r", "virtual_hosted_style_request": "true"}, "false"),
-        ("bucket", {"AWS_ENDPOINT_URL": "http://h/"}, {"endpoint": "http://h", "disable_tagging": "true"}, "true"),
-        ("bucket", {"AWS_ENDPOINT_URL": "https://h"}, {"endpoint": "https://h", "disable_tagging": "true"}, "false"),
+        (
+            "bucket",
+            {"AWS_REGION": "r"},
+            {"region": "r", "virtual_hosted_style_request": "true"},
+            "false",
+        ),
+        (
+            "bucket",
+            {"AWS_ENDPOINT_URL": "http://h/"},
+            {"endpoint": "http://h", "disable_tagging": "true"},
+            "true",
+        ),
+        (
+            "bucket",
+            {"AWS_ENDPOINT_URL": "https://h"},
+            {"endpoint": "https://h", "disable_tagging": "true"},
+            "false",
+        ),
     ],
 )
 def test_the_client_of_a_bucket_is_told_what_its_service_supports(
-    monkeypatch: pytest.MonkeyPatch, bucket: str, variables: dict[str, str], config: dict[str, str], allows_http: str
+    monkeypatch: pytest.MonkeyPatch,
+    bucket: str,
+    variables: dict[str, str],
+    config: dict[str, str],
+    allows_http: str,
 ) -> None:
     """Amazon's names the bucket in the host name and takes tags; others take it in the path."""
     set_all(monkeypatch, KEYS | variables)
@@ -267,7 +354,9 @@ def test_the_client_of_a_bucket_is_told_what_its_service_supports(
     assert opened.client_options["allow_http"] == allows_http
 
 
-def test_the_client_of_a_bucket_asks_the_source_of_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_of_a_bucket_asks_the_source_of_credentials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_all(monkeypatch, KEYS)
     assert open_bucket("bucket", 10.0).credential_provider is None
     for name in KEYS:
@@ -277,7 +366,9 @@ def test_the_client_of_a_bucket_asks_the_source_of_credentials(monkeypatch: pyte
     assert provider is not None and provider()["access_key_id"] == "id"
 
 
-def test_a_bucket_that_the_client_refuses_is_an_error_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_the_client_refuses_is_an_error_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_all(monkeypatch, KEYS | {"AWS_CONDITIONAL_PUT": "what"})
     with pytest.raises(StoreMisconfigured) as refused:
         open_bucket("bucket", 10.0)

@@ -36,16 +36,30 @@ def spec_of(folder: Path, node: int) -> GangSpec:
 
 def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
     coordinator = CoordinatorPeers(spec_of(tmp_path, 0), "zero", SECRET)
-    calling = threading.Thread(target=coordinator.roll_call, args=(_DEADLINE_SECONDS, lambda: False))
+    calling = threading.Thread(
+        target=coordinator.roll_call, args=(_DEADLINE_SECONDS, lambda: False)
+    )
     calling.start()
     members = [
-        FollowerPeers(replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False, **KNOWN) for n in (1, 2)
+        FollowerPeers(
+            replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False, **KNOWN
+        )
+        for n in (1, 2)
     ]
     calling.join(_DEADLINE_SECONDS)
     coordinator.start(
-        GenerationStart(generation=1, generation_id="id", candidates=[], rendezvous_port=1, **FREE, nodes=[0, 1, 2])
+        GenerationStart(
+            generation=1,
+            generation_id="id",
+            candidates=[],
+            rendezvous_port=1,
+            **FREE,
+            nodes=[0, 1, 2],
+        )
     )
-    assert all(isinstance(member.await_start(_DEADLINE_SECONDS), GenerationStart) for member in members)
+    assert all(
+        isinstance(member.await_start(_DEADLINE_SECONDS), GenerationStart) for member in members
+    )
     try:
         assert not any(one.store_wait_active for one in (coordinator, *members))
         members[0].waiting()
@@ -53,7 +67,11 @@ def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
         told = set()
         while len(told) < 3 and time.monotonic() < limit:
             assert all(one.poll() is None for one in (coordinator, *members))
-            told |= {name for name, one in zip("012", (coordinator, *members), strict=True) if one.store_wait_active}
+            told |= {
+                name
+                for name, one in zip("012", (coordinator, *members), strict=True)
+                if one.store_wait_active
+            }
         assert told == {"0", "1", "2"}
     finally:
         for one in (*members, coordinator):

@@ -53,7 +53,13 @@ def test_a_command_runs_in_a_session_of_its_own_tied_to_its_parent(
     programs.codes = [7, -9]
     assert flow.run(["flow.py", "run"]) == 7
     [started] = programs.started
-    assert started.command == [sys.executable, str(Path(child.__file__)), str(os.getpid()), "flow.py", "run"]
+    assert started.command == [
+        sys.executable,
+        str(Path(child.__file__)),
+        str(os.getpid()),
+        "flow.py",
+        "run",
+    ]
     assert started.options == {
         "env": {**os.environ, "EBBFLOW_TEST_CHANGED": "after"},
         "start_new_session": True,
@@ -78,7 +84,9 @@ def test_a_signal_is_passed_on_as_a_request_to_leave(
     programs.during = [lambda: signal.raise_signal(number)]
     assert flow.run(["flow.py"]) == 75
     assert programs.kills == [(PID, signal.SIGTERM)] and flow.asked_to_leave
-    assert flow.run(["flow.py"]) == 75 and len(programs.started) == 1, "no command starts after that"
+    assert flow.run(["flow.py"]) == 75 and len(programs.started) == 1, (
+        "no command starts after that"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,11 @@ def test_a_signal_is_passed_on_as_a_request_to_leave(
     ],
 )
 def test_a_second_ctrl_c_is_passed_on_as_such(
-    programs: Programs, flow: FlowProcess, first: signal.Signals, second: signal.Signals, passed: signal.Signals
+    programs: Programs,
+    flow: FlowProcess,
+    first: signal.Signals,
+    second: signal.Signals,
+    passed: signal.Signals,
 ) -> None:
     programs.codes = [75]
     programs.during = [lambda: signal.raise_signal(first), lambda: signal.raise_signal(second)]
@@ -99,7 +111,9 @@ def test_a_second_ctrl_c_is_passed_on_as_such(
     assert programs.kills == [(PID, signal.SIGTERM), (PID, passed)]
 
 
-def test_a_signal_during_the_start_reaches_the_command(programs: Programs, flow: FlowProcess) -> None:
+def test_a_signal_during_the_start_reaches_the_command(
+    programs: Programs, flow: FlowProcess
+) -> None:
     programs.codes = [75]
     programs.at_start = lambda: signal.raise_signal(signal.SIGTERM)
     assert flow.run(["flow.py"]) == 75
@@ -134,13 +148,21 @@ def test_a_command_that_does_not_leave_is_killed_after_three_minutes(
     def ask() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    programs.during = [pass_time(5000.0), pass_time(0.0, ask), pass_time(100.0, ask), pass_time(80.0), pass_time(0.1)]
+    programs.during = [
+        pass_time(5000.0),
+        pass_time(0.0, ask),
+        pass_time(100.0, ask),
+        pass_time(80.0),
+        pass_time(0.1),
+    ]
     assert LEAVE_SECONDS == 180.0
     flow.run(["flow.py"])
     assert programs.kills == [(PID, signal.SIGTERM)] * 2 + [(PID, signal.SIGKILL)]
 
 
-def test_a_signal_after_the_commands_end_reaches_nothing(programs: Programs, flow: FlowProcess) -> None:
+def test_a_signal_after_the_commands_end_reaches_nothing(
+    programs: Programs, flow: FlowProcess
+) -> None:
     programs.codes = [0]
     flow.run(["flow.py"])
     signal.raise_signal(signal.SIGTERM)
@@ -152,14 +174,18 @@ def test_a_signal_before_the_first_command_is_kept(programs: Programs, flow: Flo
     assert flow.run(["flow.py"]) == 75 and programs.started == []
 
 
-def test_a_command_that_has_just_ended_may_miss_a_signal(programs: Programs, flow: FlowProcess) -> None:
+def test_a_command_that_has_just_ended_may_miss_a_signal(
+    programs: Programs, flow: FlowProcess
+) -> None:
     programs.codes = [0]
     programs.gone = True
     programs.during = [lambda: signal.raise_signal(signal.SIGTERM)]
     assert flow.run(["flow.py"]) == 0
 
 
-def test_a_pause_ends_with_the_request_to_leave(flow: FlowProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_ends_with_the_request_to_leave(
+    flow: FlowProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = time.monotonic()
     flow.pause(0.05)
     assert time.monotonic() - before >= 0.05
@@ -170,14 +196,22 @@ def test_a_pause_ends_with_the_request_to_leave(flow: FlowProcess, monkeypatch: 
 
 
 def test_a_program_of_the_supervisor_finds_ebbflow_and_dies_with_its_parent() -> None:
-    """Without site-packages, as under a system's interpreter. A process whose parent is another one ends at once."""
+    """Without site-packages, as under a system's interpreter.
+
+    A process whose parent is another one ends at once.
+    """
     tied = [sys.executable, "-S", child.__file__]
     command = ["/bin/echo", "one", "two"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(parent: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*tied, str(parent), *command], capture_output=True, text=True, timeout=60, env=environment, cwd="/"
+            [*tied, str(parent), *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+            cwd="/",
         )
 
     alive = run(os.getpid())
@@ -187,12 +221,22 @@ def test_a_program_of_the_supervisor_finds_ebbflow_and_dies_with_its_parent() ->
 
 
 def test_a_program_of_an_installed_supervisor_adds_no_folder_to_the_path(tmp_path: Path) -> None:
-    """There, no folder above it is a checkout, and another program's module may have the package's name."""
+    """There, no folder above it is a checkout, and another program's module may have the package's
+    name.
+    """
     program = tmp_path / "flows" / "supervising" / "child.py"
     program.parent.mkdir(parents=True)
     program.write_text(Path(child.__file__).read_text())
     (tmp_path / "ebbflow.py").write_text("raise SystemExit(9)")
     environment = {**os.environ, "PYTHONPATH": str(Path(child.__file__).resolve().parents[2])}
-    command = [sys.executable, str(program), str(os.getpid()), sys.executable, "-S", "-c", "print(1)"]
+    command = [
+        sys.executable,
+        str(program),
+        str(os.getpid()),
+        sys.executable,
+        "-S",
+        "-c",
+        "print(1)",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -1,4 +1,6 @@
-"""The supervisor's loop: what it starts, records and prints after each run, without starting a flow."""
+"""The supervisor's loop: what it starts, records and prints after each run, without starting a
+flow.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Desk:
     def job(self, *words: str, run: str = "run-1") -> Job:
         return Job(name="j", run=run, config=self.options(*words).config)
 
-    def supervise(self, *words: str, codes: list[int], effects: list[Callable[[], object]] | None = None) -> int:
+    def supervise(
+        self, *words: str, codes: list[int], effects: list[Callable[[], object]] | None = None
+    ) -> int:
         """Runs of a second end with these codes; at the start of each, its effect is called."""
         left = list(effects or [])
 
@@ -100,7 +104,9 @@ class Desk:
     def emit(self, *events: tuple[str, dict[str, Any]], generation: int | None = None) -> None:
         with self.job().events("test") as log:
             if generation is not None:
-                log.origin = type(log.origin)(job="j", run="run-1", generation=generation, process="agent")
+                log.origin = type(log.origin)(
+                    job="j", run="run-1", generation=generation, process="agent"
+                )
             for name, data in events:
                 log.emit(name, **data)
 
@@ -155,14 +161,29 @@ def test_a_job_begins_runs_and_completes(desk: Desk) -> None:
         f"completed after 1 run, 0 interruptions, 0 failures, 0 redone steps; {FREE}",
     ]
     [started] = desk.programs.started
-    words = ["--config", CONFIG, "--job", "j", "--set", f"store={store}", "--set", "training.seed=3"]
+    words = [
+        "--config",
+        CONFIG,
+        "--job",
+        "j",
+        "--set",
+        f"store={store}",
+        "--set",
+        "training.seed=3",
+    ]
     assert started.command[3:] == [sys.executable, str(desk.folder / "flow.py"), "run", *words]
     claim = json.loads(desk.job().store.get(launcher_key(1)))
     assert started.options["env"][CLAIM_VARIABLE] == claim["id"]
     assert (claim["command"], claim["released"]) == ("supervise", True)
     [recorded] = desk.events(SUPERVISED)
     assert recorded.run == "run-1"
-    assert recorded.data == {"verdict": "completed", "commit": None, "failures": 0, "exit_code": 0, "seconds": 25.0}
+    assert recorded.data == {
+        "verdict": "completed",
+        "commit": None,
+        "failures": 0,
+        "exit_code": 0,
+        "seconds": 25.0,
+    }
 
 
 def test_a_job_goes_on_from_its_record(desk: Desk) -> None:
@@ -179,7 +200,9 @@ def test_a_job_goes_on_from_its_record(desk: Desk) -> None:
 
 def complete(desk: Desk) -> None:
     desk.gang(1, "completed")()
-    desk.emit((OUTCOME, {"outcome": "completed", "weights_sha256": None, "message": ""}), generation=1)
+    desk.emit(
+        (OUTCOME, {"outcome": "completed", "weights_sha256": None, "message": ""}), generation=1
+    )
     config = {"config": desk.options().config.model_dump(mode="json")}
     desk.job().store.put("config.json", json.dumps(config).encode())
 
@@ -187,7 +210,9 @@ def complete(desk: Desk) -> None:
 def test_a_complete_job_is_left_as_it_is(desk: Desk) -> None:
     complete(desk)
     assert desk.supervise("--from-scratch", codes=[]) == 0
-    assert desk.said[1:] == [f"job j is complete already, and {FREE}; use another --job to start anew"]
+    assert desk.said[1:] == [
+        f"job j is complete already, and {FREE}; use another --job to start anew"
+    ]
     assert desk.programs.started == [] and desk.job().store.list("launchers") == []
     assert desk.job().store.list("permits") == []
 
@@ -196,7 +221,9 @@ def test_a_complete_job_with_a_batch_job_left_behind_is_claimed_and_settled(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[tuple[str, str]] = []
-    monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append((job.name, job.run)))
+    monkeypatch.setattr(
+        supervisor, "end_leftovers", lambda job, say: ended.append((job.name, job.run))
+    )
     complete(desk)
     desk.emit((BATCH_SUBMITTED, {"job_id": "x-1", "step": "train", "task": "5"}))
     assert desk.supervise(codes=[]) == 0
@@ -240,7 +267,9 @@ def test_a_running_job_may_be_taken_over(desk: Desk) -> None:
         (Outcome.ROLLED_BACK, 10),
     ],
 )
-def test_a_final_outcome_ends_the_job_with_its_code(desk: Desk, outcome: Outcome, code: int) -> None:
+def test_a_final_outcome_ends_the_job_with_its_code(
+    desk: Desk, outcome: Outcome, code: int
+) -> None:
     assert desk.supervise(codes=[code]) == code
     assert desk.said[1:] == [
         f"stopped, {outcome.value} (exit code {code}): see the run's output above",
@@ -256,7 +285,9 @@ def test_a_final_outcome_is_explained_by_the_jobs_own_message(desk: Desk) -> Non
     assert desk.supervise(codes=[4], effects=[run]) == 4
     assert desk.said[1] == "stopped, budget (exit code 4): spent $3 of $2"
     assert desk.supervise(codes=[8]) == 8
-    assert desk.said[-2] == "stopped, deadline (exit code 8): see the run's output above", "it is of another outcome"
+    assert desk.said[-2] == "stopped, deadline (exit code 8): see the run's output above", (
+        "it is of another outcome"
+    )
 
 
 def test_failures_without_a_commit_end_the_job_as_a_crash_loop(desk: Desk) -> None:
@@ -266,7 +297,8 @@ def test_failures_without_a_commit_end_the_job_as_a_crash_loop(desk: Desk) -> No
     assert desk.said[1:] == [
         f"failure 1 of 3 without a new commit (exit code 1): {output}; {UNKNOWN}; again in 5 s",
         f"failure 2 of 3 without a new commit (exit code -9): {output}; {UNKNOWN}; again in 10 s",
-        f"stopped, crash loop: 3 failures with no new commit in between, the last run with exit code 1: {output}",
+        "stopped, crash loop: 3 failures with no new commit in between, the last run with exit "
+        f"code 1: {output}",
         f"after 3 runs; {UNKNOWN}; fix it, then start the supervisor again",
     ]
     assert desk.pauses == [5.0, 10.0]
@@ -279,8 +311,14 @@ def test_a_crash_loop_is_recorded_and_reported(desk: Desk) -> None:
         desk.gang(number, "rank_failed", user_code=True, culprit=culprit)
         for number, culprit in enumerate(culprits, start=1)
     ]
-    assert desk.supervise("--max-failures", "2", "--pause-seconds", "0", codes=[1, 1], effects=runs) == 6
-    message = "crash loop: 2 failures with no new commit in between, the last run with exit code 1: rank 3 of 4"
+    assert (
+        desk.supervise("--max-failures", "2", "--pause-seconds", "0", codes=[1, 1], effects=runs)
+        == 6
+    )
+    message = (
+        "crash loop: 2 failures with no new commit in between, the last run with exit code 1: "
+        "rank 3 of 4"
+    )
     tally = "2 runs, 2 interruptions, 2 failures, 0 redone steps"
     assert desk.said[1:4] == [
         f"failure 1 of 2 without a new commit (exit code 1): rank 2 of 4; {FREE}; going on",
@@ -293,13 +331,23 @@ def test_a_crash_loop_is_recorded_and_reported(desk: Desk) -> None:
     [report] = desk.folder.glob("runs/**/report.json")
     assert json.loads(report.read_text())["outcome"] == "crash_loop"
     report.unlink()
-    assert desk.supervise("--max-failures", "3", codes=[1], effects=[desk.gang(3, "rank_failed", user_code=True)]) == 6
+    assert (
+        desk.supervise(
+            "--max-failures", "3", codes=[1], effects=[desk.gang(3, "rank_failed", user_code=True)]
+        )
+        == 6
+    )
     assert report.exists(), "also in a folder that exists"
 
 
 def test_a_report_that_cannot_be_rewritten_does_not_hide_a_crash_loop(desk: Desk) -> None:
     (desk.folder / "runs").write_text("a file where the folder belongs")
-    assert desk.supervise("--max-failures", "1", codes=[1], effects=[desk.gang(1, "rank_failed", user_code=True)]) == 6
+    assert (
+        desk.supervise(
+            "--max-failures", "1", codes=[1], effects=[desk.gang(1, "rank_failed", user_code=True)]
+        )
+        == 6
+    )
     assert desk.said[-1].startswith("the report could not be rewritten: ")
 
 
@@ -308,9 +356,19 @@ def test_a_run_that_a_commit_followed_starts_the_count_anew(desk: Desk) -> None:
         desk.gang(2, "rank_failed", user_code=True)()
         put_commit(desk.job().store, put_generation(desk.job().store, 2), 10)
 
-    runs = [desk.gang(1, "rank_failed", user_code=True), commit, desk.gang(3, "rank_failed", user_code=True)]
-    assert desk.supervise("--max-failures", "2", "--pause-seconds", "1", codes=[1, 1, 1], effects=runs) == 6
-    assert [line.partition(" without")[0] for line in desk.said[1:3]] == ["failure 1 of 2", "failure 1 of 2"]
+    runs = [
+        desk.gang(1, "rank_failed", user_code=True),
+        commit,
+        desk.gang(3, "rank_failed", user_code=True),
+    ]
+    assert (
+        desk.supervise("--max-failures", "2", "--pause-seconds", "1", codes=[1, 1, 1], effects=runs)
+        == 6
+    )
+    assert [line.partition(" without")[0] for line in desk.said[1:3]] == [
+        "failure 1 of 2",
+        "failure 1 of 2",
+    ]
     assert [bool(event.data["commit"]) for event in desk.events(SUPERVISED)] == [False, True, True]
 
 
@@ -340,7 +398,10 @@ def test_the_wait_for_capacity_has_a_limit(desk: Desk, pause: str, pauses: int) 
     words = ("--capacity-pause-seconds", pause, "--wait-hours", "0.5")
     assert desk.supervise(*words, codes=[5] * 9) == Outcome.NO_CAPACITY.exit_code
     assert len(desk.pauses) == pauses
-    assert desk.said[-1] == f"stopped, no_capacity: none for {pauses / 2:.1f} h (--wait-hours); {UNKNOWN}"
+    assert (
+        desk.said[-1]
+        == f"stopped, no_capacity: none for {pauses / 2:.1f} h (--wait-hours); {UNKNOWN}"
+    )
 
 
 def test_a_wait_with_longer_pauses_than_usual_is_one_wait(desk: Desk) -> None:
@@ -355,13 +416,18 @@ def test_a_run_that_lasts_long_is_no_gap_in_the_wait(desk: Desk) -> None:
         desk.now += 5000.0
 
     words = ("--capacity-pause-seconds", "40", "--wait-hours", "1")
-    assert desk.supervise(*words, codes=[5, 5], effects=[lambda: None, last_long]) == Outcome.NO_CAPACITY.exit_code
+    assert (
+        desk.supervise(*words, codes=[5, 5], effects=[lambda: None, last_long])
+        == Outcome.NO_CAPACITY.exit_code
+    )
 
 
 def test_a_wait_goes_on_with_a_supervisor_that_is_started_within_an_hour(desk: Desk) -> None:
     """The longest pause of ten minutes counts beside that hour, whatever the pause for capacity is."""
     desk.gang(1, "node_lost")()
-    desk.emit((SUPERVISED, {"verdict": "no_capacity", "exit_code": 5, "seconds": 1.0, "commit": None}))
+    desk.emit(
+        (SUPERVISED, {"verdict": "no_capacity", "exit_code": 5, "seconds": 1.0, "commit": None})
+    )
     desk.now += 4100.0
     words = ("--capacity-pause-seconds", "40", "--wait-hours", "1")
     assert desk.supervise(*words, codes=[5]) == Outcome.NO_CAPACITY.exit_code
@@ -370,8 +436,13 @@ def test_a_wait_goes_on_with_a_supervisor_that_is_started_within_an_hour(desk: D
 def passed(desk: Desk, **plan: Any) -> None:
     desk.emit((PLAN, {**plan_event().data, **plan}))
     desk.gang(1, "node_lost")()
-    config = desk.options("--set", "cost.deadline_hours=1").config if plan else desk.options().config
-    desk.job().store.put("config.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
+    if plan:
+        config = desk.options("--set", "cost.deadline_hours=1").config
+    else:
+        config = desk.options().config
+    desk.job().store.put(
+        "config.json", json.dumps({"config": config.model_dump(mode="json")}).encode()
+    )
 
 
 def test_a_refusal_after_a_pass_is_counted_and_waited_for(desk: Desk) -> None:
@@ -381,19 +452,26 @@ def test_a_refusal_after_a_pass_is_counted_and_waited_for(desk: Desk) -> None:
         "preflight refused 1 time in a row what it passed before",
         "preflight refused 2 times in a row what it passed before",
     ]
-    assert desk.said[-1].startswith("stopped, preflight: refused by preflight for 0.0 h (--wait-hours); ")
+    assert desk.said[-1].startswith(
+        "stopped, preflight: refused by preflight for 0.0 h (--wait-hours); "
+    )
     assert desk.pauses == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("late", "runs", "hours"), [(0.0, 2, "0.2"), (0.5, 1, "0.0"), (179.97, 1, "0.0"), (180.0, 1, "0.1")]
+    ("late", "runs", "hours"),
+    [(0.0, 2, "0.2"), (0.5, 1, "0.0"), (179.97, 1, "0.0"), (180.0, 1, "0.1")],
 )
-def test_a_refusal_after_the_deadline_ends_the_job(desk: Desk, late: float, runs: int, hours: str) -> None:
+def test_a_refusal_after_the_deadline_ends_the_job(
+    desk: Desk, late: float, runs: int, hours: str
+) -> None:
     """The first run ends after a second, and the second one more than ten minutes later."""
     passed(desk, started_utc=desk.now + 1 - 3600 - late)
     words = ("--set", "cost.deadline_hours=1", "--pause-seconds", "7200")
     assert desk.supervise(*words, codes=[3] * runs) == Outcome.DEADLINE.exit_code
-    assert desk.said[-1].startswith(f"stopped, deadline: it passed {hours} h ago, while preflight refused to go on; ")
+    assert desk.said[-1].startswith(
+        f"stopped, deadline: it passed {hours} h ago, while preflight refused to go on; "
+    )
 
 
 def test_missing_capacity_after_the_deadline_does_not_end_the_job(desk: Desk) -> None:
@@ -421,7 +499,9 @@ def test_a_supervisor_that_is_asked_to_leave_reports_a_final_outcome_first(desk:
     assert desk.supervise(codes=[0]) == 0, "and a completed one"
 
 
-def test_a_job_that_is_taken_over_asks_its_supervisor_to_leave(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_taken_over_asks_its_supervisor_to_leave(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fenced = threading.Semaphore(0)
 
     def kill(pid: int, number: int) -> None:
@@ -429,14 +509,17 @@ def test_a_job_that_is_taken_over_asks_its_supervisor_to_leave(desk: Desk, monke
         fenced.release()
 
     def take_over() -> None:
-        successor = Launcher(number=2, id="b", command="supervise", host="node-7", user="ann", pid=1, since_utc=0.0)
+        successor = Launcher(
+            number=2, id="b", command="supervise", host="node-7", user="ann", pid=1, since_utc=0.0
+        )
         desk.job().store.put(launcher_key(2), successor.to_json())
         assert fenced.acquire(timeout=20.0), "the claim is looked at twice a second"
 
     monkeypatch.setattr(os, "kill", kill)
     assert desk.supervise(codes=[4], effects=[take_over]) == 75
     assert desk.said[-1] == (
-        "job taken over by `supervise` of ann on host node-7 (pid 1), since 1970-01-01 00:00:00 UTC; " + UNKNOWN
+        "job taken over by `supervise` of ann on host node-7 (pid 1), since 1970-01-01 00:00:00 "
+        "UTC; " + UNKNOWN
     )
     assert desk.programs.kills == [(os.getpid(), signal.SIGTERM)]
 
@@ -461,7 +544,14 @@ def test_a_store_that_does_not_answer_is_asked_again(desk: Desk, lost: list[bool
     lost += [False, False, True, False, True, False]
     assert desk.supervise(codes=[0]) == 0
     away = "the store does not answer, again in 30 s: no answer"
-    assert desk.said == [away, away, f"job j in {desk.folder / 'store'} begins", away, away, desk.said[-1]]
+    assert desk.said == [
+        away,
+        away,
+        f"job j in {desk.folder / 'store'} begins",
+        away,
+        away,
+        desk.said[-1],
+    ]
     assert desk.pauses == [30.0] * 4 and desk.said[-1].startswith("completed after 1 run; ")
 
 
@@ -476,14 +566,19 @@ def test_a_store_that_does_not_answer_for_too_long_ends_the_supervisor(
     assert len(desk.pauses) == tries
 
 
-@pytest.mark.parametrize("answered", [[], [True], [True, True]], ids=["first", "after the claim", "after a run"])
+@pytest.mark.parametrize(
+    "answered", [[], [True], [True, True]], ids=["first", "after the claim", "after a run"]
+)
 def test_a_supervisor_may_be_asked_to_leave_while_the_store_does_not_answer(
     desk: Desk, lost: list[bool], answered: list[bool]
 ) -> None:
     lost += [*answered, False, False]
     desk.at_pause = ask_to_leave
     assert desk.supervise(codes=[1]) == 75
-    assert desk.said[-1] == "asked to leave while the store did not answer; the same command continues the job"
+    assert (
+        desk.said[-1]
+        == "asked to leave while the store did not answer; the same command continues the job"
+    )
     assert len(desk.programs.started) == (1 if len(answered) == 2 else 0)
 
 
@@ -499,7 +594,9 @@ def test_a_job_that_cannot_be_claimed_runs_unprotected(desk: Desk) -> None:
     assert desk.said[-1] == f"asked to leave; {UNKNOWN}; the same command continues it"
 
 
-def test_batch_jobs_left_behind_are_ended_before_a_run_is_judged(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_jobs_left_behind_are_ended_before_a_run_is_judged(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their end is what the run is judged by."""
     runs: list[str] = []
 
@@ -515,11 +612,15 @@ def test_batch_jobs_left_behind_are_ended_before_a_run_is_judged(desk: Desk, mon
     assert desk.said[1].startswith("interrupted (exit code 1), 1 run, ")
 
 
-def test_batch_jobs_left_behind_are_ended_without_a_claim_too(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_jobs_left_behind_are_ended_without_a_claim_too(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
     monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.run))
     desk.emit((BATCH_SUBMITTED, {"job_id": "x-1", "step": "train", "task": "5"}))
-    (desk.folder / "store" / "jobs" / "j" / "launchers").write_text("a file where the folder belongs")
+    (desk.folder / "store" / "jobs" / "j" / "launchers").write_text(
+        "a file where the folder belongs"
+    )
     assert desk.supervise(codes=[0]) == 0
     assert ended == ["run-1", "run-1"], "before the first run and after it"
 
@@ -541,7 +642,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("streams")
-def test_the_command_line_runs_the_flow_and_prints_at_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_runs_the_flow_and_prints_at_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Output()
     monkeypatch.setattr(sys, "stdout", output)
     seen: list[str] = []
@@ -550,12 +653,20 @@ def test_the_command_line_runs_the_flow_and_prints_at_once(desk: Desk, monkeypat
     assert main([CONFIG, "--job", "j", "--set", f"store={desk.folder / 'store'}"]) == 0
     assert seen == [f"supervise: job j in {desk.folder / 'store'} begins\n"]
     [started] = desk.programs.started
-    assert started.command[3:6] == [sys.executable, str(ROOT / "ebbflow/flows" / "train_flow.py"), "run"]
-    assert isinstance(sys.stdout, GuardedStream), "what others wrote into the store may hold control characters"
+    assert started.command[3:6] == [
+        sys.executable,
+        str(ROOT / "ebbflow/flows" / "train_flow.py"),
+        "run",
+    ]
+    assert isinstance(sys.stdout, GuardedStream), (
+        "what others wrote into the store may hold control characters"
+    )
 
 
 @pytest.mark.usefixtures("streams")
-def test_the_command_line_goes_on_without_a_reader(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_goes_on_without_a_reader(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     complete(desk)
     reader, writer = os.pipe()
     os.close(reader)

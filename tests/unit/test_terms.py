@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Fallback, Terms
 
 NOW = 1_000_000.0
-# To finish on demand, 100 steps need 1000 + 100 × 8 s and $1 + 100 × $1/64; a restart adds 128 s and $1/4.
-RESERVE = Fallback(seconds=1000.0, restart_seconds=128.0, restart_usd=0.25, step_seconds=8.0, usd=1.0, step_usd=1 / 64)
+# To finish on demand, 100 steps need 1000 + 100 × 8 s and $1 + 100 × $1/64; a restart adds 128 s
+# and $1/4.
+RESERVE = Fallback(
+    seconds=1000.0,
+    restart_seconds=128.0,
+    restart_usd=0.25,
+    step_seconds=8.0,
+    usd=1.0,
+    step_usd=1 / 64,
+)
 SECONDS = 1800.0
 USD = 1.0 + 100 / 64
 
@@ -22,7 +30,9 @@ def guarded(fallback: Fallback | None = RESERVE, **values: Any) -> Terms:
     return Terms(usd_per_rank_second=0.0, fallback=fallback, **values)
 
 
-def leaves(terms: Terms, *, steps: int = 100, spent_usd: float = 0.0, now_utc: float = NOW, **more: Any) -> str:
+def leaves(
+    terms: Terms, *, steps: int = 100, spent_usd: float = 0.0, now_utc: float = NOW, **more: Any
+) -> str:
     return terms.why_leave(steps, spent_usd=spent_usd, now_utc=now_utc, **more)
 
 
@@ -48,8 +58,8 @@ def test_an_attempt_stays_as_long_as_its_deadline_holds_each_term_of_the_reserve
     assert leaves(guarded(reserve, deadline_utc=NOW + seconds), **asked) == ""
     late = leaves(guarded(reserve, deadline_utc=NOW + seconds - 1), **asked)
     assert late == (
-        f"leaves Spot for on-demand: {(seconds - 1) / 3600:.2f} h are left, and finishing on demand may take "
-        f"{seconds / 3600:.2f} h"
+        f"leaves Spot for on-demand: {(seconds - 1) / 3600:.2f} h are left, and finishing on "
+        f"demand may take {seconds / 3600:.2f} h"
     )
 
 
@@ -73,13 +83,17 @@ def test_an_attempt_stays_as_long_as_its_budget_holds_each_term_of_the_reserve(
     assert leaves(guarded(reserve, budget_usd=3.0 + usd), spent_usd=3.0, **asked) == ""
     dear = leaves(guarded(reserve, budget_usd=3.0 + usd - 1 / 1024), spent_usd=3.0, **asked)
     assert dear == (
-        f"leaves Spot for on-demand: $3.0000 of ${3.0 + usd - 1 / 1024:.4f} is spent, and finishing on demand may take "
-        f"${usd:.4f}"
+        f"leaves Spot for on-demand: $3.0000 of ${3.0 + usd - 1 / 1024:.4f} is spent, and "
+        f"finishing on demand may take ${usd:.4f}"
     )
 
 
 def test_an_attempt_has_until_its_deadline_or_the_end_of_its_last_resort() -> None:
-    for deadline, end, limit in ((SECONDS, 9000.0, SECONDS), (9000.0, SECONDS, SECONDS), (None, SECONDS, SECONDS)):
+    for deadline, end, limit in (
+        (SECONDS, 9000.0, SECONDS),
+        (9000.0, SECONDS, SECONDS),
+        (None, SECONDS, SECONDS),
+    ):
         reserve = replace(RESERVE, end_utc=NOW + end)
         terms = guarded(reserve, deadline_utc=None if deadline is None else NOW + deadline)
         assert leaves(terms, now_utc=NOW + limit - SECONDS) == ""
@@ -91,7 +105,9 @@ def test_the_message_after_the_deadline_has_no_negative_hours() -> None:
     assert "0.00 h are left" in leaves(guarded(deadline_utc=NOW), now_utc=NOW + 7200)
     assert "0.01 h are left" in leaves(guarded(deadline_utc=NOW), now_utc=NOW - 36)
     far = guarded(replace(RESERVE, seconds=3.6e6), deadline_utc=NOW)
-    assert "200.00 h are left, and finishing on demand may take 1000.22 h" in leaves(far, now_utc=NOW - 720_000)
+    assert "200.00 h are left, and finishing on demand may take 1000.22 h" in leaves(
+        far, now_utc=NOW - 720_000
+    )
 
 
 def test_without_a_fallback_nothing_makes_an_attempt_leave_spot() -> None:
@@ -146,8 +162,8 @@ def test_what_is_spendable_is_the_budget_without_the_reserve() -> None:
 def test_a_gang_starts_until_only_the_reserve_is_left() -> None:
     terms = guarded(budget_usd=10.0, reserve_usd=1.5, spent_usd=8.5)
     assert terms.out_of_money() == (
-        "budget: $8.5000 of $10.0000 is spent and $1.5000 is kept for the last save, so that nothing is left to train "
-        "with; fix: run the job again with a larger cost.budget_usd"
+        "budget: $8.5000 of $10.0000 is spent and $1.5000 is kept for the last save, so that "
+        "nothing is left to train with; fix: run the job again with a larger cost.budget_usd"
     )
     assert replace(terms, spent_usd=8.499).out_of_money() == ""
     assert replace(terms, budget_usd=None).out_of_money() == ""
@@ -173,7 +189,10 @@ def test_a_threshold_of_the_budget_is_reached_at_its_share_and_the_last_at_the_r
 
 
 def test_terms_survive_json_with_and_without_a_fallback() -> None:
-    for fallback in (None, replace(RESERVE, end_utc=5.0, guards=False, move_utc=3.0, move_to="cr-1")):
+    for fallback in (
+        None,
+        replace(RESERVE, end_utc=5.0, guards=False, move_utc=3.0, move_to="cr-1"),
+    ):
         terms = guarded(fallback, budget_usd=3.0, deadline_utc=NOW, spent_usd=2.0)
         assert Terms.from_json(terms.to_json()) == terms
     assert Terms.from_json({"usd_per_rank_second": 1.0}) == Terms(usd_per_rank_second=1.0)
@@ -182,8 +201,17 @@ def test_terms_survive_json_with_and_without_a_fallback() -> None:
 def test_terms_of_older_versions_get_the_defaults_of_what_they_lack() -> None:
     terms = Terms.from_json({"usd_per_rank_second": 1.0})
     assert (terms.spent_usd, terms.reserve_usd, terms.reserve_seconds) == (0.0, 0.0, 0.0)
-    assert (terms.hazard_per_hour, terms.last_notified_threshold, terms.step_seconds) == (0.0, 0.0, 0.0)
-    assert (terms.budget_usd, terms.deadline_utc, terms.fallback, terms.end_utc) == (None, None, None, None)
+    assert (terms.hazard_per_hour, terms.last_notified_threshold, terms.step_seconds) == (
+        0.0,
+        0.0,
+        0.0,
+    )
+    assert (terms.budget_usd, terms.deadline_utc, terms.fallback, terms.end_utc) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert terms.price_kind == "recorded"
     assert (RESERVE.begin_utc, RESERVE.end_utc, RESERVE.guards) == (0.0, None, True)
     assert (RESERVE.move_utc, RESERVE.move_to, RESERVE.move_end_utc) == (None, "", None)
@@ -211,10 +239,20 @@ def test_terms_and_their_reserve_are_named_and_cannot_be_changed() -> None:
     st.floats(1, 3),
 )
 def test_who_must_leave_must_also_leave_later_dearer_and_with_more_left(
-    steps: int, late: float, spent: float, more_steps: int, later: float, dearer: float, slower: float
+    steps: int,
+    late: float,
+    spent: float,
+    more_steps: int,
+    later: float,
+    dearer: float,
+    slower: float,
 ) -> None:
     terms = guarded(deadline_utc=NOW + 4000, budget_usd=9.0)
     if leaves(terms, steps=steps, now_utc=NOW + late, spent_usd=spent):
-        worse = {"steps": steps + more_steps, "now_utc": NOW + late + later, "spent_usd": spent + dearer}
+        worse = {
+            "steps": steps + more_steps,
+            "now_utc": NOW + late + later,
+            "spent_usd": spent + dearer,
+        }
         assert leaves(terms, **worse, slowness=slower)
         assert leaves(terms, **worse, slowness=slower, restart=True)

@@ -1,4 +1,6 @@
-"""Text files: which are found, how they are split, what is no text, and what their shards are named after."""
+"""Text files: which are found, how they are split, what is no text, and what their shards are named
+after.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_a_folder_is_searched_without_tests_caches_and_packages(tmp_path: Path) 
     assert names_of(found) == kept
     assert [file.path for file in found] == [texts / name for name in kept]
     assert found[0] == SourceFile("a/x.md", texts / "a/x.md", start=0, end=None)
-    by_absolute_path = find_files(DataConfig(path=str(texts), suffixes=[".md"]), project_root=Path("/nowhere"))
+    by_absolute_path = find_files(
+        DataConfig(path=str(texts), suffixes=[".md"]), project_root=Path("/nowhere")
+    )
     assert names_of(by_absolute_path) == ["a/x.md"]
 
 
@@ -85,17 +89,20 @@ def test_a_glob_matches_files_below_their_common_folder(tmp_path: Path) -> None:
     [
         (
             "texts",
-            "data.path 'texts' holds no file that ends in .rs, .go; fix: set data.suffixes to the endings there are",
+            "data.path 'texts' holds no file that ends in .rs, .go; fix: set data.suffixes to "
+            "the endings there are",
         ),
         (
             "nowhere/*.txt",
-            "data.path 'nowhere/*.txt' is no folder, no file, and matches no file as a glob ({root}/nowhere/*.txt); "
-            "fix: name text that exists, or leave data.path out to train on the standard library",
+            "data.path 'nowhere/*.txt' is no folder, no file, and matches no file as a glob "
+            "({root}/nowhere/*.txt); fix: name text that exists, or leave data.path out to train "
+            "on the standard library",
         ),
         (
             "texts/*",
-            "data.path 'texts/*' is no folder, no file, and matches no file as a glob ({root}/texts/*); "
-            "fix: name text that exists, or leave data.path out to train on the standard library",
+            "data.path 'texts/*' is no folder, no file, and matches no file as a glob "
+            "({root}/texts/*); fix: name text that exists, or leave data.path out to train on "
+            "the standard library",
         ),
         (
             "/dev/null",
@@ -140,7 +147,12 @@ def split_bytes(path: Path, content: bytes, fraction: float) -> tuple[bytes, byt
     """Split a single file, and return the bytes of both parts."""
     file = SourceFile("book.txt", put(path / "book.txt", content))
     [train], [held_out] = split_files([file], fraction)
-    assert (train.start, train.end, held_out.start, held_out.end) == (0, train.size, train.size, len(content))
+    assert (train.start, train.end, held_out.start, held_out.end) == (
+        0,
+        train.size,
+        train.size,
+        len(content),
+    )
     assert train.size + held_out.size == len(content) == file.size
     with open_source(held_out) as stream:
         assert stream.read() == content[held_out.start :]
@@ -186,21 +198,31 @@ def test_a_line_end_is_looked_for_within_a_mebibyte(tmp_path: Path, place: int, 
     assert len(train) == cut
 
 
-@pytest.mark.parametrize(("content", "fraction"), [(b"", 0.5), (b"a", 0.5), (b"ab", 0.9), (b"a\nb", 0.95)])
-def test_a_file_that_is_too_short_to_split_is_refused(tmp_path: Path, content: bytes, fraction: float) -> None:
+@pytest.mark.parametrize(
+    ("content", "fraction"), [(b"", 0.5), (b"a", 0.5), (b"ab", 0.9), (b"a\nb", 0.95)]
+)
+def test_a_file_that_is_too_short_to_split_is_refused(
+    tmp_path: Path, content: bytes, fraction: float
+) -> None:
     with pytest.raises(DataError) as caught:
         split_bytes(tmp_path, content, fraction)
     assert str(caught.value) == (
-        f"{tmp_path}/book.txt has {len(content)} bytes, too few to split into train and held-out text; "
-        "fix: set data.path to more text"
+        f"{tmp_path}/book.txt has {len(content)} bytes, too few to split into train and held-out "
+        "text; fix: set data.path to more text"
     )
 
 
 def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+    for path, reason in (
+        (tmp_path / "none", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
         with pytest.raises(DataError) as caught, open_source(SourceFile("x", path)):
             pass
-        assert str(caught.value) == f"{path} cannot be read: {reason}; fix: its permissions, or data.path"
+        assert (
+            str(caught.value)
+            == f"{path} cannot be read: {reason}; fix: its permissions, or data.path"
+        )
 
 
 FIX = "fix: convert it into UTF-8 text, or leave it out by data.path or data.suffixes"
@@ -247,15 +269,23 @@ def test_a_binary_file_is_named_by_its_first_bytes(head: bytes, kind: str) -> No
     text = head + b" and some more text" * 20 + b"\0"
     offset = text.index(b"\0")
     assert refusal_of([text]) == f"/x.txt has a NUL byte at offset {offset} (it is {kind}); {FIX}"
-    assert refusal_of([text], start=1000) == f"/x.txt has a NUL byte at offset {1000 + offset:,}; {FIX}"
+    assert (
+        refusal_of([text], start=1000)
+        == f"/x.txt has a NUL byte at offset {1000 + offset:,}; {FIX}"
+    )
     later = [b"text" * 5, text]
-    assert refusal_of(later) == f"/x.txt has a NUL byte at offset {20 + offset}; {FIX}", "the first piece alone counts"
+    assert refusal_of(later) == f"/x.txt has a NUL byte at offset {20 + offset}; {FIX}", (
+        "the first piece alone counts"
+    )
 
 
 def test_a_file_that_looks_like_text_throughout_is_known_by_its_head() -> None:
     assert refusal_of([b"%PDF-1.4 only ASCII"]) == f"/x.txt is a PDF document; {FIX}"
     pointer = b"version https://git-lfs.github.com/spec/v1\n"
-    assert refusal_of([pointer]) == "/x.txt is a pointer of Git LFS, not the file itself; fix: git lfs pull"
+    assert (
+        refusal_of([pointer])
+        == "/x.txt is a pointer of Git LFS, not the file itself; fix: git lfs pull"
+    )
     for head in (b"%PDF-", pointer):
         assert refusal_of([head], start=1) == refusal_of([b"text", head]) == ""
 
@@ -270,8 +300,14 @@ def test_a_file_that_looks_like_text_throughout_is_known_by_its_head() -> None:
         ([b"x" * 100, b"\xff" * 11], ""),
         ([b"x" * 100, b"\xff" * 12], "is no UTF-8 text: 11 % of its first 112 bytes are invalid"),
         ([b"x" * 100, b"\xff" * 11, "ü".encode() * 10, b"\xff" * 2 + b"y"], ""),
-        ([b"x" * 100, b"\xff" * 11, b"\xff" * 2], "is no UTF-8 text: 12 % of its first 113 bytes are invalid"),
-        ([b"x" * 2000, b"\xff" * 250], "is no UTF-8 text: 11 % of its first 2,250 bytes are invalid"),
+        (
+            [b"x" * 100, b"\xff" * 11, b"\xff" * 2],
+            "is no UTF-8 text: 12 % of its first 113 bytes are invalid",
+        ),
+        (
+            [b"x" * 2000, b"\xff" * 250],
+            "is no UTF-8 text: 11 % of its first 2,250 bytes are invalid",
+        ),
     ],
 )
 def test_text_has_no_nul_bytes_and_few_invalid_ones(pieces: list[bytes], found: str) -> None:
@@ -292,13 +328,19 @@ def test_the_head_of_a_file_is_its_first_64_kib(tmp_path: Path) -> None:
 
 def fingerprint_of(split: str, files: dict[str, list[bytes]]) -> str:
     """Return the fingerprint of shards, whose format is part of each store."""
-    hashes = [[name, hashlib.sha256(part).hexdigest()] for name, parts in sorted(files.items()) for part in parts]
+    hashes = []
+    for name, parts in sorted(files.items()):
+        for part in parts:
+            hashes.append([name, hashlib.sha256(part).hexdigest()])
     described = {"files": hashes, "format": 2, "split": split, "tokenizer": "bytes"}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def test_shards_are_described_by_all_that_determines_them(tmp_path: Path) -> None:
-    files = {name: f"text {name}\n".encode() * (number + 2) for number, name in enumerate(reversed(NAMES))}
+    files = {
+        name: f"text {name}\n".encode() * (number + 2)
+        for number, name in enumerate(reversed(NAMES))
+    }
     for name, content in files.items():
         put(tmp_path / "texts" / name, content)
     store = Store.open(str(tmp_path / "store"))
@@ -311,7 +353,9 @@ def test_shards_are_described_by_all_that_determines_them(tmp_path: Path) -> Non
     counts = np.bincount(np.frombuffer(sides["train"], np.uint8))
     shares = counts[counts > 0] / counts.sum()
     expected = {
-        "fingerprint": fingerprint_of("sha256(name) < 0.5", {name: [content] for name, content in files.items()}),
+        "fingerprint": fingerprint_of(
+            "sha256(name) < 0.5", {name: [content] for name, content in files.items()}
+        ),
         "vocab_size": 256,
         "train_tokens": len(sides["train"]),
         "held_out_tokens": len(sides["held_out"]),
@@ -319,7 +363,9 @@ def test_shards_are_described_by_all_that_determines_them(tmp_path: Path) -> Non
         "files": 5,
         "bytes": sum(map(len, files.values())),
         "held_out_bytes": len(sides["held_out"].replace(b"\0", b"")),
-        "shard_sha256": {name: hashlib.sha256(content).hexdigest() for name, content in sides.items()},
+        "shard_sha256": {
+            name: hashlib.sha256(content).hexdigest() for name, content in sides.items()
+        },
         "weight_unit": "tokens",
     }
     assert tokens.to_json() == expected
@@ -332,7 +378,9 @@ def test_shards_are_described_by_all_that_determines_them(tmp_path: Path) -> Non
 def test_shards_of_a_single_file_are_named_after_both_of_its_parts(tmp_path: Path) -> None:
     put(tmp_path / "book.txt", b"one\ntwo\nthree\nfour\n")
     store = Store.open(str(tmp_path / "store"))
-    tokens = prepare_tokens(DataConfig(path="book.txt", held_out_fraction=0.25), store, project_root=tmp_path)
+    tokens = prepare_tokens(
+        DataConfig(path="book.txt", held_out_fraction=0.25), store, project_root=tmp_path
+    )
     parts = [b"one\ntwo\nthree\n", b"four\n"]
     assert tokens.fingerprint == fingerprint_of("last 0.25 of one file", {"book.txt": parts})
     assert (tokens.files, tokens.bytes, tokens.held_out_bytes) == (1, 19, 5)
@@ -344,7 +392,9 @@ def test_a_side_without_text_has_an_empty_shard(tmp_path: Path) -> None:
     put(tmp_path / "texts" / first, b"")
     put(tmp_path / "texts" / second, b"text")
     store = Store.open(str(tmp_path / "store"))
-    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path)
+    tokens = prepare_tokens(
+        DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path
+    )
     assert (tokens.train_tokens, tokens.held_out_tokens) == (4, 0)
     assert store.get(f"tokens/{tokens.fingerprint}/held_out.bin") == b""
 
@@ -363,10 +413,15 @@ def test_text_that_changes_between_its_two_readings_is_refused(tmp_path: Path) -
     store: Any = Changing()
     with pytest.raises(DataError) as caught:
         prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path)
-    assert str(caught.value) == f"{path} changed while it was read; fix: start again when no process writes to it"
+    assert (
+        str(caught.value)
+        == f"{path} changed while it was read; fix: start again when no process writes to it"
+    )
 
 
-def test_text_that_is_appended_between_the_readings_of_a_single_file_is_left_out(tmp_path: Path) -> None:
+def test_text_that_is_appended_between_the_readings_of_a_single_file_is_left_out(
+    tmp_path: Path,
+) -> None:
     content = b"one\ntwo\nthree\nfour\n"
     path = put(tmp_path / "book.txt", content)
 
@@ -378,7 +433,9 @@ def test_text_that_is_appended_between_the_readings_of_a_single_file_is_left_out
             return Store.open(str(tmp_path / "store")).sub(prefix)
 
     store: Any = Growing()
-    tokens = prepare_tokens(DataConfig(path="book.txt", held_out_fraction=0.25), store, project_root=tmp_path)
+    tokens = prepare_tokens(
+        DataConfig(path="book.txt", held_out_fraction=0.25), store, project_root=tmp_path
+    )
     assert (tokens.bytes, tokens.held_out_bytes, tokens.held_out_tokens) == (19, 5, 5)
 
 
@@ -387,13 +444,19 @@ def test_a_binary_file_is_found_when_all_of_it_is_read(tmp_path: Path) -> None:
     put(tmp_path / "texts" / "a.txt", b"line of text\n" * 6000 + b"\xff" * 30_000)
     put(tmp_path / "texts" / "b.txt")
     store = Store.open(str(tmp_path / "store"))
-    with pytest.raises(DataError, match=r"a\.txt is no UTF-8 text: 28 % of its first 108,000 bytes are invalid"):
+    with pytest.raises(
+        DataError, match=r"a\.txt is no UTF-8 text: 28 % of its first 108,000 bytes are invalid"
+    ):
         prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path)
 
 
 def test_a_source_file_cannot_be_changed_and_knows_its_size(tmp_path: Path) -> None:
     path = put(tmp_path / "x.txt", b"0123456789")
     file = SourceFile("x.txt", path)
-    assert (file.size, SourceFile("x", path, start=3).size, SourceFile("x", path, start=3, end=7).size) == (10, 7, 4)
+    assert (
+        file.size,
+        SourceFile("x", path, start=3).size,
+        SourceFile("x", path, start=3, end=7).size,
+    ) == (10, 7, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         file.start = 1  # type: ignore[misc]

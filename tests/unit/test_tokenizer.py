@@ -19,23 +19,31 @@ from ebbflow.training.data import open_tokens, prepare_tokens
 from ebbflow.training.data.tokenizer import PIECE_BYTES, open_tokenizer, text_pieces
 from ebbflow.training.errors import DataError
 
-tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is an option: pip install tokenizers")
+tokenizers = pytest.importorskip(
+    "tokenizers", reason="the package tokenizers is an option: pip install tokenizers"
+)
 
 SIDES = ("train", "held_out")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, and tokenizers trained on them: of 260 tokens, with an end of text; and small, without."""
+    """Texts, and tokenizers trained on them: of 260 tokens, with an end of text; and small,
+    without.
+    """
     folder = tmp_path_factory.mktemp("texts")
     for number in range(8):
-        lines = [f"{number} ebb and flow {line}: näïve tides rise and fall\n" for line in range(200)]
+        lines = [
+            f"{number} ebb and flow {line}: näïve tides rise and fall\n" for line in range(200)
+        ]
         (folder / f"{number}.txt").write_text("".join(lines), encoding="utf-8")
     for name, size, special in (("large", 260, ["<|endoftext|>"]), ("small", 60, [])):
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, show_progress=False
+        )
         tokenizer.train([str(path) for path in sorted(folder.glob("*.txt"))], trainer)
         tokenizer.save(str(folder / f"{name}.json"))
     return folder
@@ -43,7 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data(folder: Path, name: str = "large") -> DataConfig:
     return DataConfig(
-        path=str(folder), suffixes=[".txt"], tokenizer=str(folder / f"{name}.json"), held_out_fraction=0.2
+        path=str(folder),
+        suffixes=[".txt"],
+        tokenizer=str(folder / f"{name}.json"),
+        held_out_fraction=0.2,
     )
 
 
@@ -53,18 +64,30 @@ def test_shards_decode_to_the_text(name: str, dtype: str, folder: Path, tmp_path
     tokens = prepare_tokens(data(folder, name), store, project_root=folder)
     arrays = open_tokens(store, tokens.fingerprint)
     assert arrays.train.dtype == np.dtype(dtype)
-    assert (arrays.train.size, arrays.held_out.size) == (tokens.train_tokens, tokens.held_out_tokens)
+    assert (arrays.train.size, arrays.held_out.size) == (
+        tokens.train_tokens,
+        tokens.held_out_tokens,
+    )
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / f"{name}.json"))
-    read = {side: tokenizer.decode(getattr(arrays, side).tolist(), skip_special_tokens=False) for side in SIDES}
+    read = {
+        side: tokenizer.decode(getattr(arrays, side).tolist(), skip_special_tokens=False)
+        for side in SIDES
+    }
     texts = {path.read_text(encoding="utf-8") for path in folder.glob("*.txt")}
     if name == "large":  # it has an end of text, which stands between files
         assert {text for side in read.values() for text in side.split("<|endoftext|>")} == texts
     else:
         assert sum(map(len, read.values())) == sum(map(len, texts))
-    held_out = [path for path in folder.glob("*.txt") if path.read_text(encoding="utf-8") in read["held_out"]]
+    held_out = [
+        path
+        for path in folder.glob("*.txt")
+        if path.read_text(encoding="utf-8") in read["held_out"]
+    ]
     assert tokens.held_out_bytes == sum(path.stat().st_size for path in held_out) > 0
     shares = np.bincount(arrays.train) / arrays.train.size
-    assert tokens.unigram_entropy_nats == pytest.approx(-sum(s * math.log(s) for s in shares if s), rel=1e-9)
+    assert tokens.unigram_entropy_nats == pytest.approx(
+        -sum(s * math.log(s) for s in shares if s), rel=1e-9
+    )
 
 
 def test_the_tokenizers_content_is_part_of_the_fingerprint(folder: Path, tmp_path: Path) -> None:
@@ -73,23 +96,33 @@ def test_the_tokenizers_content_is_part_of_the_fingerprint(folder: Path, tmp_pat
     copy = tmp_path / "copy.json"
     copy.write_bytes((folder / "large.json").read_bytes())
     moved = data(folder).model_copy(update={"tokenizer": str(copy)})
-    assert prepare_tokens(moved, store, project_root=folder) == first, "where it lies does not matter"
+    assert prepare_tokens(moved, store, project_root=folder) == first, (
+        "where it lies does not matter"
+    )
     copy.write_bytes((folder / "large.json").read_bytes() + b"\n")
     assert prepare_tokens(moved, store, project_root=folder).fingerprint != first.fingerprint
     in_bytes = data(folder).model_copy(update={"tokenizer": "bytes"})
     assert prepare_tokens(in_bytes, store, project_root=folder).fingerprint != first.fingerprint
 
 
-def test_another_version_of_the_package_makes_other_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_the_package_makes_other_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = open_tokenizer(data(folder), project_root=folder).identity
-    assert first == open_tokenizer(data(folder), project_root=folder).identity and tokenizers.__version__ in first
+    assert (
+        first == open_tokenizer(data(folder), project_root=folder).identity
+        and tokenizers.__version__ in first
+    )
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} of tomorrow")
     assert open_tokenizer(data(folder), project_root=folder).identity != first
 
 
 @pytest.mark.parametrize("content", ["lines", "one long line"])
 def test_a_large_file_is_cut_where_nothing_is_lost(content: str, tmp_path: Path) -> None:
-    text = ("the tide … " * 9 + "\n") * 30_000 if content == "lines" else "näïve" * 900_000
+    if content == "lines":
+        text = ("the tide … " * 9 + "\n") * 30_000
+    else:
+        text = "näïve" * 900_000
     path = tmp_path / "large.txt"
     path.write_text(text, encoding="utf-8")
     with path.open("rb") as file:
@@ -116,7 +149,9 @@ def test_preflight_compares_the_vocabulary_with_the_model(folder: Path, tmp_path
     assert checked(folder, "dataset", model=ModelConfig(vocab_size=260)).status == "passed"
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{}", r"is not a tokenizer\.json")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), ("{}", r"is not a tokenizer\.json")]
+)
 def test_a_tokenizer_that_cannot_serve_is_named(
     content: str | None, message: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -129,8 +164,12 @@ def test_a_tokenizer_that_cannot_serve_is_named(
     assert checked(folder, "tokenizer", data=bad).status == "failed"
 
 
-def test_without_the_package_preflight_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_preflight_says_how_to_get_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find(name)
+    )
     found = checked(folder, "tokenizer")
     assert (found.status, found.fix) == ("failed", "pip install tokenizers")

@@ -50,7 +50,8 @@ def window_of(windows: int, seed: int, sample: int) -> int:
     epoch, value = divmod(sample, windows)
     key = mix(mix(seed % 2**64) ^ epoch)
     while True:
-        left, right = value >> bits, value & mask
+        left = value >> bits
+        right = value & mask
         for number in range(6):
             left, right = right, left ^ (mix(right ^ mix((key + number) % 2**64)) & mask)
         value = (left << bits) | right
@@ -65,10 +66,14 @@ def window_of(windows: int, seed: int, sample: int) -> int:
     first=st.integers(0, 9000) | st.integers(2**31, 2**40),
     count=st.integers(0, 20),
 )
-def test_the_order_of_samples_is_its_formula(windows: int, seed: int, first: int, count: int) -> None:
+def test_the_order_of_samples_is_its_formula(
+    windows: int, seed: int, first: int, count: int
+) -> None:
     order = SampleOrder(windows, seed).window(first, count)
     assert order.dtype == np.int64 and order.shape == (count,)
-    assert order.tolist() == [window_of(windows, seed, sample) for sample in range(first, first + count)]
+    assert order.tolist() == [
+        window_of(windows, seed, sample) for sample in range(first, first + count)
+    ]
 
 
 def test_the_order_of_samples_never_changes() -> None:
@@ -76,7 +81,16 @@ def test_the_order_of_samples_never_changes() -> None:
     order = SampleOrder(10, 1234)
     assert order.window(0, 10).tolist() == [1, 8, 9, 2, 0, 5, 4, 3, 7, 6]
     assert order.window(10, 10).tolist() == [5, 4, 8, 6, 1, 9, 3, 2, 7, 0]
-    assert SampleOrder(1000, 2**64 + 7).window(4090, 8).tolist() == [937, 802, 909, 40, 934, 126, 65, 169]
+    assert SampleOrder(1000, 2**64 + 7).window(4090, 8).tolist() == [
+        937,
+        802,
+        909,
+        40,
+        934,
+        126,
+        65,
+        169,
+    ]
 
 
 def test_an_order_needs_a_window() -> None:
@@ -169,10 +183,14 @@ def remote(local: Store) -> Any:
     return Remote(local, [])
 
 
-def test_shards_of_a_local_store_are_mapped_in_place_and_read_only(local: Store, tmp_path: Path) -> None:
+def test_shards_of_a_local_store_are_mapped_in_place_and_read_only(
+    local: Store, tmp_path: Path
+) -> None:
     about = put_shards(local)
     arrays = open_tokens(local, "f", cache=tmp_path / "cache", window=64, cache_gib=0.0)
-    assert isinstance(arrays.train, np.ndarray) and arrays.train.dtype == arrays.held_out.dtype == np.dtype("<u2")
+    assert isinstance(
+        arrays.train, np.ndarray
+    ) and arrays.train.dtype == arrays.held_out.dtype == np.dtype("<u2")
     assert np.array_equal(arrays.train, TRAIN) and np.array_equal(arrays.held_out, HELD_OUT)
     assert not arrays.train.flags.writeable and arrays.about == about
     assert not (tmp_path / "cache").exists()
@@ -204,7 +222,9 @@ def test_a_shard_that_does_not_fit_is_streamed(
 ) -> None:
     about = put_shards(remote.inner)
     asked: list[Path] = []
-    monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free)
+    )
     cache = tmp_path / "nested" / "cache"
     if window:
         arrays = open_tokens(remote, "f", cache=cache, window=window, cache_gib=cache_gib)
@@ -213,7 +233,8 @@ def test_a_shard_that_does_not_fit_is_streamed(
     kinds = {name: getattr(arrays, name) for name in ("held_out", "train")}
     assert [name for name, shard in kinds.items() if isinstance(shard, TokenStream)] == streamed
     expected = {
-        f"{sha256}-64.rows" if name in streamed else f"{sha256}.bin" for name, sha256 in about.shard_sha256.items()
+        f"{sha256}-64.rows" if name in streamed else f"{sha256}.bin"
+        for name, sha256 in about.shard_sha256.items()
     }
     assert {path.name for path in cache.iterdir() if path.suffix != ".lock"} == expected
     assert asked == ([cache, cache] if window else [])
@@ -239,14 +260,18 @@ def test_a_downloaded_shard_is_used_without_room(remote: Any, tmp_path: Path) ->
     assert len(remote.requests) == before
 
 
-def test_downloads_are_in_a_folder_of_the_user(remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_are_in_a_folder_of_the_user(
+    remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert downloads_folder() == tmp_path / f"ebbflow-tokens-{os.getuid()}"
     about = put_shards(remote.inner)
     signs: list[bool] = []
     open_tokens(remote, "f", alive=lambda: signs.append(True))
     names = {path.name for path in downloads_folder().iterdir()}
-    assert names == {f"{digest}.{end}" for digest in about.shard_sha256.values() for end in ("bin", "lock")}
+    assert names == {
+        f"{digest}.{end}" for digest in about.shard_sha256.values() for end in ("bin", "lock")
+    }
     assert len(signs) == 2
 
 
@@ -258,9 +283,15 @@ def test_missing_and_changed_shards_are_named(local: Store, remote: Any, tmp_pat
     about = put_shards(local)
     cache = tmp_path / "cache"
     open_tokens(remote, "f", cache=cache)
-    for path in (cache / f"{about.shard_sha256['train']}.bin", local.sub("tokens/f").local_path("train.bin")):
+    for path in (
+        cache / f"{about.shard_sha256['train']}.bin",
+        local.sub("tokens/f").local_path("train.bin"),
+    ):
         assert path is not None
-        source: Any = remote if path.parent == cache else local
+        if path.parent == cache:
+            source: Any = remote
+        else:
+            source = local
         for change in (lambda path: path.write_bytes(b"x" * 1999), Path.unlink):
             if path.parent == cache and change is Path.unlink:
                 continue  # it would be downloaded again
@@ -268,7 +299,10 @@ def test_missing_and_changed_shards_are_named(local: Store, remote: Any, tmp_pat
             with pytest.raises(DataError) as caught:
                 open_tokens(source, "f", cache=cache)
             fix = f"fix: delete {local.uri}/tokens/f and prepare the tokens again"
-            assert str(caught.value) == f"{path} is not the 2000 bytes that tokens.json promises; {fix}"
+            assert (
+                str(caught.value)
+                == f"{path} is not the 2000 bytes that tokens.json promises; {fix}"
+            )
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": 2}', b"3"])
@@ -276,7 +310,9 @@ def test_a_damaged_description_is_named(local: Store, content: bytes) -> None:
     shards = local.sub("tokens/f")
     assert read_description(shards) is None
     shards.put("tokens.json", content)
-    with pytest.raises(DataError, match=r"tokens/f/tokens\.json is damaged: .*; fix: delete it and prepare again$"):
+    with pytest.raises(
+        DataError, match=r"tokens/f/tokens\.json is damaged: .*; fix: delete it and prepare again$"
+    ):
         read_description(shards)
 
 
@@ -297,18 +333,33 @@ class Shards:
         return self.content[start : start + length]
 
 
-def test_a_shard_is_downloaded_in_pieces_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))  # a rename works within one volume only
+def test_a_shard_is_downloaded_in_pieces_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tempfile.tempdir", str(tmp_path / "missing")
+    )  # a rename works within one volume only
     shards: Any = Shards()
     signs: list[int] = []
     cache = tmp_path / "a" / "b"
     path = download_shard(
-        shards, "train.bin", digest_of(BIG), len(BIG), cache, lambda: signs.append(len(shards.requests))
+        shards,
+        "train.bin",
+        digest_of(BIG),
+        len(BIG),
+        cache,
+        lambda: signs.append(len(shards.requests)),
     )
     assert path == cache / f"{digest_of(BIG)}.bin" and path.read_bytes() == BIG
     assert shards.requests == [("train.bin", 0, 2**24), ("train.bin", 2**24, 5)] and signs == [1, 2]
-    assert download_shard(shards, "train.bin", digest_of(BIG), len(BIG), cache) == path and len(shards.requests) == 2
-    assert sorted(each.name for each in cache.iterdir()) == [f"{digest_of(BIG)}.bin", f"{digest_of(BIG)}.lock"]
+    assert (
+        download_shard(shards, "train.bin", digest_of(BIG), len(BIG), cache) == path
+        and len(shards.requests) == 2
+    )
+    assert sorted(each.name for each in cache.iterdir()) == [
+        f"{digest_of(BIG)}.bin",
+        f"{digest_of(BIG)}.lock",
+    ]
 
 
 def test_a_shard_that_arrives_changed_is_refused(tmp_path: Path) -> None:
@@ -316,8 +367,8 @@ def test_a_shard_that_arrives_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         download_shard(shards, "train.bin", "e" * 64, 7, tmp_path)
     assert str(caught.value) == (
-        f"s3://bucket/tokens/f/train.bin has sha256 {digest_of(b'changed')}, not the {'e' * 64} of tokens.json; "
-        "fix: delete it and prepare the tokens again"
+        f"s3://bucket/tokens/f/train.bin has sha256 {digest_of(b'changed')}, not the {'e' * 64} "
+        "of tokens.json; fix: delete it and prepare the tokens again"
     )
     assert [path.name for path in tmp_path.iterdir()] == [f"{'e' * 64}.lock"]
 
@@ -327,7 +378,8 @@ def test_a_rank_waits_for_the_one_that_downloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
 ) -> None:
     """The other rank ends after three seconds, with the shard or without it."""
-    content, shards = b"tokens", Shards(b"tokens")
+    content = b"tokens"
+    shards = Shards(b"tokens")
     name = digest_of(content)
     other = os.open(tmp_path / f"{name}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -345,7 +397,9 @@ def test_a_rank_waits_for_the_one_that_downloads(
     source: Any = shards
     path = download_shard(source, "train.bin", name, 6, tmp_path, lambda: signs.append(len(pauses)))
     assert path.read_bytes() == content and pauses == [1.0, 1.0, 1.0]
-    assert signs == ([0, 1, 2] if finished else [0, 1, 2, 3]) and len(shards.requests) == (0 if finished else 1)
+    assert signs == ([0, 1, 2] if finished else [0, 1, 2, 3]) and len(shards.requests) == (
+        0 if finished else 1
+    )
 
 
 WINDOW = 4
@@ -400,20 +454,29 @@ def test_windows_of_one_token_are_rows_of_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "most_kept"), [(-100, 0), (0, 0), (13, 0), (14, 1), (3 * 14 - 1, 2), (3 * 14, 3), (10**6, ROWS)]
+    ("kept_bytes", "most_kept"),
+    [(-100, 0), (0, 0), (13, 0), (14, 1), (3 * 14 - 1, 2), (3 * 14, 3), (10**6, ROWS)],
 )
-def test_a_stream_keeps_as_many_rows_as_there_is_room_for(tmp_path: Path, kept_bytes: int, most_kept: int) -> None:
+def test_a_stream_keeps_as_many_rows_as_there_is_room_for(
+    tmp_path: Path, kept_bytes: int, most_kept: int
+) -> None:
     kept = tmp_path / "rows"
     everything = offsets_of(*range(ROWS))
     open_stream(Shards(ROW_TOKENS.tobytes()), kept, kept_bytes=kept_bytes)[everything]
-    assert kept.stat().st_size == most_kept * (ROW_BYTES + 4) and kept.stat().st_mode & 0o777 == 0o600
+    assert (
+        kept.stat().st_size == most_kept * (ROW_BYTES + 4) and kept.stat().st_mode & 0o777 == 0o600
+    )
     again = Shards(ROW_TOKENS.tobytes())
-    assert np.array_equal(open_stream(again, kept, kept_bytes=kept_bytes)[everything], ROW_TOKENS[everything])
+    assert np.array_equal(
+        open_stream(again, kept, kept_bytes=kept_bytes)[everything], ROW_TOKENS[everything]
+    )
     assert starts_of(again) == list(range(most_kept, ROWS))
 
 
 @pytest.mark.parametrize("place", [14, 23, 24, 27])
-def test_a_stream_reads_a_kept_row_again_if_a_byte_of_it_changed(tmp_path: Path, place: int) -> None:
+def test_a_stream_reads_a_kept_row_again_if_a_byte_of_it_changed(
+    tmp_path: Path, place: int
+) -> None:
     kept = tmp_path / "rows"
     everything = offsets_of(*range(ROWS))
     open_stream(Shards(ROW_TOKENS.tobytes()), kept, kept_bytes=10**6)[everything]
@@ -421,7 +484,9 @@ def test_a_stream_reads_a_kept_row_again_if_a_byte_of_it_changed(tmp_path: Path,
     content[place] ^= 1
     kept.write_bytes(content)
     shards = Shards(ROW_TOKENS.tobytes())
-    assert np.array_equal(open_stream(shards, kept, kept_bytes=10**6)[everything], ROW_TOKENS[everything])
+    assert np.array_equal(
+        open_stream(shards, kept, kept_bytes=10**6)[everything], ROW_TOKENS[everything]
+    )
     assert starts_of(shards) == [1]
 
 
@@ -436,7 +501,9 @@ def test_a_stream_reads_ahead_in_order_and_forgets_what_it_did_not_use(tmp_path:
     assert starts_of(shards) == [5, 5, 6, 7]
 
 
-def test_a_full_volume_does_not_end_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_volume_does_not_end_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -465,7 +532,9 @@ def test_a_stream_reads_sixteen_rows_at_once(tmp_path: Path) -> None:
     stream[offsets_of(*range(40))]
 
 
-def test_a_stream_gives_up_a_store_that_fails_for_two_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_gives_up_a_store_that_fails_for_two_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each request fails after 40 seconds."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -30,7 +30,9 @@ def a_job() -> list[Event]:
     second.steps(3, 4, useful_step=1.0, checkpoint_stall=0.5)
     second.outcome("completed")
     second.ended("completed", 5.0)
-    notice = event("notice", 5.0, generation=1, node=1, source="metadata", action="terminate", does="leave")
+    notice = event(
+        "notice", 5.0, generation=1, node=1, source="metadata", action="terminate", does="leave"
+    )
     return [plan_event(), *first.events, notice, *second.events]
 
 
@@ -49,20 +51,30 @@ def test_slices_of_a_rank_do_not_overlap_and_sum_to_its_classes() -> None:
     seconds = defaultdict(float)
     for one in slices:
         seconds[one["name"]] += one["dur"] / 1e6
-    ledger = {str(line.ledger_class).replace("_", " "): line.rank_seconds for line in fold(a_job()).lines}
+    ledger = {
+        str(line.ledger_class).replace("_", " "): line.rank_seconds for line in fold(a_job()).lines
+    }
     for name in ("checkpoint stall", "startup"):
         assert seconds[name] == pytest.approx(ledger[name], abs=1e-3)
-    steps = sum(ledger[name] for name in ("useful step", "redone step", "data wait"))  # redone: with its waits
+    steps = sum(
+        ledger[name] for name in ("useful step", "redone step", "data wait")
+    )  # redone: with its waits
     assert seconds["useful step"] + seconds["data wait"] == pytest.approx(steps, abs=1e-3)
 
 
 def test_generations_marks_and_names_are_there_also_for_an_end_that_was_not_recorded() -> None:
     found = build_trace(a_job())["traceEvents"]
     spans = {one["name"]: one for one in found if one["pid"] == -1 and one["ph"] == "X"}
-    assert spans["generation 1"]["dur"] > 0 and spans["generation 2"]["args"]["reason"] == "completed"
+    assert (
+        spans["generation 1"]["dur"] > 0 and spans["generation 2"]["args"]["reason"] == "completed"
+    )
     marks = {one["name"] for one in found if one["ph"] == "i"}
     assert {"commit 2", "notice", "outcome"} <= marks
-    assert {one["args"]["name"] for one in found if one["ph"] == "M"} >= {"generations", "node 1", "rank 0"}
+    assert {one["args"]["name"] for one in found if one["ph"] == "M"} >= {
+        "generations",
+        "node 1",
+        "rank 0",
+    }
     assert all(one["ts"] >= -1 for one in found if one["ph"] != "M")
 
 
@@ -72,7 +84,9 @@ def test_the_command_writes_a_file_and_names_what_it_cannot_read(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "job" / "events" / "000001"
     folder.mkdir(parents=True)
-    (folder / "0-0-000000.abcdef.jsonl").write_text("".join(f"{one.to_json()}\n" for one in a_job()))
+    (folder / "0-0-000000.abcdef.jsonl").write_text(
+        "".join(f"{one.to_json()}\n" for one in a_job())
+    )
     assert main(["trace", str(tmp_path / "job")]) == 0
     assert json.loads((tmp_path / "demo.trace.json").read_text())["otherData"]["job"] == "demo"
     assert "ui.perfetto.dev" in capsys.readouterr().out
@@ -81,12 +95,16 @@ def test_the_command_writes_a_file_and_names_what_it_cannot_read(
     assert "127.0.0.1:1/v1/traces" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "job"), "--otlp", "localhost:4318"]) != 0
     assert "for example http://localhost:4318" in capsys.readouterr().err
-    assert main(["trace", "nothing"]) != 0 and "no events of job 'nothing'" in capsys.readouterr().err
+    assert (
+        main(["trace", "nothing"]) != 0 and "no events of job 'nothing'" in capsys.readouterr().err
+    )
 
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, str, dict[str, Any]]], dict[str, Any]]]:
-    """Address of an OTLP/HTTP server, the requests that it got (path, a header, body), and what it answers."""
+    """Address of an OTLP/HTTP server, the requests that it got (path, a header, body), and what it
+    answers.
+    """
     requests: list[tuple[str, str, dict[str, Any]]] = []
     answer: dict[str, Any] = {}
 
@@ -108,7 +126,9 @@ def collector() -> Iterator[tuple[str, list[tuple[str, str, dict[str, Any]]], di
         server.shutdown()
 
 
-def test_a_collector_gets_generations_saves_and_steps_as_spans(collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_gets_generations_saves_and_steps_as_spans(
+    collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, requests, answer = collector
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=abc, other=1")
     spans = build_spans(a_job())
@@ -116,21 +136,31 @@ def test_a_collector_gets_generations_saves_and_steps_as_spans(collector: Any, m
     ((path, key, body),) = requests
     assert (path, key) == ("/v1/traces", "abc")
     (resource,) = body["resourceSpans"]
-    assert {"key": "service.name", "value": {"stringValue": "ebbflow"}} in resource["resource"]["attributes"]
+    assert {"key": "service.name", "value": {"stringValue": "ebbflow"}} in resource["resource"][
+        "attributes"
+    ]
     sent = resource["scopeSpans"][0]["spans"]
     by_id = {one["spanId"]: one for one in sent}
     assert len(by_id) == len(sent) and {len(one) for one in by_id} == {16}
-    assert {one["traceId"] for one in sent} == {spans[0]["traceId"]} and len(spans[0]["traceId"]) == 32
-    assert [one["name"] for one in sent].count("step") == 5  # three of generation 1, two of generation 2
+    assert {one["traceId"] for one in sent} == {spans[0]["traceId"]} and len(
+        spans[0]["traceId"]
+    ) == 32
+    assert [one["name"] for one in sent].count(
+        "step"
+    ) == 5  # three of generation 1, two of generation 2
     steps = [one for one in sent if one["name"] == "step"]
-    parents = [by_id[one["parentSpanId"]]["name"] for one in steps]
+    parents = [by_id[step["parentSpanId"]]["name"] for step in steps]
     assert parents == ["generation 1"] * 3 + ["generation 2"] * 2
-    assert int(steps[0]["endTimeUnixNano"]) - int(steps[0]["startTimeUnixNano"]) == pytest.approx(1.25e9, rel=1e-6)
+    assert int(steps[0]["endTimeUnixNano"]) - int(steps[0]["startTimeUnixNano"]) == pytest.approx(
+        1.25e9, rel=1e-6
+    )
     (commit,) = [one for one in sent if one["name"] == "commit"]
-    assert int(commit["endTimeUnixNano"]) - int(commit["startTimeUnixNano"]) == pytest.approx(1e8, rel=1e-4)
+    assert int(commit["endTimeUnixNano"]) - int(commit["startTimeUnixNano"]) == pytest.approx(
+        1e8, rel=1e-4
+    )
     assert {"key": "ebbflow.step", "value": {"intValue": "2"}} in commit["attributes"]
     roots = [one for one in sent if "parentSpanId" not in one]
-    assert [one["name"] for one in roots] == ["job demo"]
+    assert [root["name"] for root in roots] == ["job demo"]
     assert build_spans(a_job()) == spans, "a job that is sent twice has the same ids"
     answer["partialSuccess"] = {"rejectedSpans": "3", "errorMessage": "too old"}
     with pytest.raises(ReportError, match="refused 3 spans: too old"):

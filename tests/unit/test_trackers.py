@@ -1,4 +1,6 @@
-"""Trackers and notifications: one run over all attempts, no step twice, each library's files read back."""
+"""Trackers and notifications: one run over all attempts, no step twice, each library's files read
+back.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +63,25 @@ from tests.support.tracker_files import (
 
 # Attempts that are killed: (restored step, last step). Each makes a commit every 10 steps.
 ATTEMPTS = [(0, 17), (10, 25), (20, 38), (30, 44), (40, 50)]
-RUNNING = {"since_utc": 0.0, "host": "here", "user": "me", "pid": 1, "command": "run", "heartbeat_age_seconds": 0.0}
+RUNNING = {
+    "since_utc": 0.0,
+    "host": "here",
+    "user": "me",
+    "pid": 1,
+    "command": "run",
+    "heartbeat_age_seconds": 0.0,
+}
 
 
 def write_attempt(store: Store, number: int, *, done: bool = False) -> None:
     first, last = ATTEMPTS[number - 1]
     settings = [{"key": "training.max_steps", "value": 50, "source": "default"}]
-    settings += [{"key": "workload_options.api_key", "value": "sk-verysecret123", "source": "default"}]
-    with EventLog(store, Origin(job="demo", run="demo", generation=number, process="prepare")) as log:
+    settings += [
+        {"key": "workload_options.api_key", "value": "sk-verysecret123", "source": "default"}
+    ]
+    with EventLog(
+        store, Origin(job="demo", run="demo", generation=number, process="prepare")
+    ) as log:
         log.emit(CONFIGURED, settings=settings)
         log.emit(PREPARED, weight_unit="samples")
     agent = EventLog(store, Origin(job="demo", run="demo", generation=number, process="agent"))
@@ -78,20 +91,35 @@ def write_attempt(store: Store, number: int, *, done: bool = False) -> None:
         if first:
             log.emit(RESTORE, step=first, key="k")
         for step in range(first + 1, last + 1):
-            log.emit(STEP, step=step, loss=loss_of(step, number), seconds={"useful_step": 1e-6}, tokens=8)
+            log.emit(
+                STEP, step=step, loss=loss_of(step, number), seconds={"useful_step": 1e-6}, tokens=8
+            )
             if step % 10 == 0:
                 log.emit(EVALUATION, step=step, metrics={"held_out_loss": float(step)})
                 log.emit(COMMIT, step=step, key="k", bytes=8, seconds=0.1)
         if done:
             log.emit(OUTCOME, outcome="completed", step=last)
-    reason = "completed" if done else "rank_killed"
+    if done:
+        reason = "completed"
+    else:
+        reason = "rank_killed"
     agent.emit(GENERATION_ENDED, reason=reason, culprit="" if done else "rank 0: killed by SIGKILL")
     agent.close()
 
 
 def write_plan(store: Store, *, budget_usd: float) -> None:
-    chosen = {"instance_type": "g5.xlarge", "nodes": 1, "market": "spot", "usd_per_hour": 3.6, "expected_usd": 0.9}
-    chosen |= {"on_demand_usd_per_hour": 7.2, "price_kind": "recorded 2026-07-20", "expected_hours": 0.5}
+    chosen = {
+        "instance_type": "g5.xlarge",
+        "nodes": 1,
+        "market": "spot",
+        "usd_per_hour": 3.6,
+        "expected_usd": 0.9,
+    }
+    chosen |= {
+        "on_demand_usd_per_hour": 7.2,
+        "price_kind": "recorded 2026-07-20",
+        "expected_hours": 0.5,
+    }
     with EventLog(store, Origin(job="demo", run="demo", process=f"plan{budget_usd}")) as log:
         log.emit(PLAN, simulated=False, refusal=None, chosen=chosen, budget_usd=budget_usd)
 
@@ -101,10 +129,14 @@ def loss_of(step: int, attempt: int) -> float:
 
 
 def kept_loss(step: int) -> float:
-    return loss_of(step, next(number for number in range(5, 0, -1) if ATTEMPTS[number - 1][0] < step))
+    return loss_of(
+        step, next(number for number in range(5, 0, -1) if ATTEMPTS[number - 1][0] < step)
+    )
 
 
-def follow(store: Store, config: RunConfig, said: list[str] | None = None, *, seconds: float = 20.0) -> bool:
+def follow(
+    store: Store, config: RunConfig, said: list[str] | None = None, *, seconds: float = 20.0
+) -> bool:
     tracking = Tracking(store, "demo", config, said.append if said is not None else print)
     tracking.look(running=RUNNING)
     tracking.look(running=RUNNING, last=True)
@@ -146,17 +178,25 @@ def series_of(kind: str, folder: Path) -> Callable[[str], Series]:
 
 
 @pytest.mark.parametrize("kind", PACKAGES)
-def test_five_attempts_are_one_run_with_each_step_once(tmp_path: Path, runs: Path, kind: str) -> None:
+def test_five_attempts_are_one_run_with_each_step_once(
+    tmp_path: Path, runs: Path, kind: str
+) -> None:
     for package in PACKAGES[kind]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (requirements-dev.txt)")
-    url = f"sqlite:///{tmp_path}/mlflow.db" if kind == "mlflow" else None
-    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    if kind == "mlflow":
+        url = f"sqlite:///{tmp_path}/mlflow.db"
+    else:
+        url = None
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    said = list[str]()
     for number in range(1, 6):
         write_attempt(store, number, done=number == 5)
         if kind == "wandb":  # it names its folders by the second
             time.sleep(1 - time.time() % 1)
-        assert follow(store, config_with(trackers=[{"type": kind, "url": url}]), said, seconds=60.0), said
+        assert follow(
+            store, config_with(trackers=[{"type": kind, "url": url}]), said, seconds=60.0
+        ), said
     assert not [line for line in said if "sent later" in line], said
     if kind == "wandb":
         assert said == [f"wandb: offline; send it with: wandb sync {runs}/demo/wandb"] * 5
@@ -168,26 +208,42 @@ def test_five_attempts_are_one_run_with_each_step_once(tmp_path: Path, runs: Pat
     assert losses == curve
     assert read("held_out_loss") == [(step, float(step)) for step in range(10, 51, 10)]
     redone = read("ebbflow/redone_steps")
-    assert redone[-1][0] == 50 and redone[-1][1] == build_report(read_events(store)).redone_steps > 0
-    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "jobs" not in path.parts]
+    assert (
+        redone[-1][0] == 50 and redone[-1][1] == build_report(read_events(store)).redone_steps > 0
+    )
+    files = [
+        path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "jobs" not in path.parts
+    ]
     assert not any(b"sk-verysecret123" in content for content in files)
 
 
-def test_live_steps_keep_their_first_value_and_the_redone_are_counted(tmp_path: Path, runs: Path) -> None:
+def test_live_steps_keep_their_first_value_and_the_redone_are_counted(
+    tmp_path: Path, runs: Path
+) -> None:
     store = Store.open(str(tmp_path / "jobs" / "demo"))
     for number in range(1, 6):
         write_attempt(store, number, done=number == 5)
         assert follow(store, config_with(trackers=[{"type": "jsonl", "live": True}]))
     losses = read_jsonl(runs / "demo", "loss")
     assert [step for step, _ in losses] == list(range(1, 51))
-    first = [next(number for number in range(1, 6) if ATTEMPTS[number - 1][1] >= step) for step in range(1, 51)]
-    assert [loss for _, loss in losses] == [loss_of(step, number) for step, number in enumerate(first, start=1)]
+    first = [
+        next(number for number in range(1, 6) if ATTEMPTS[number - 1][1] >= step)
+        for step in range(1, 51)
+    ]
+    assert [loss for _, loss in losses] == [
+        loss_of(step, number) for step, number in enumerate(first, start=1)
+    ]
     counts = [value for _, value in read_jsonl(runs / "demo", "ebbflow/redone_steps")]
     assert counts == sorted(counts) and counts[-1] > 0
 
 
-def test_lines_of_a_killed_writer_are_mended_and_a_new_file_gets_all_steps(tmp_path: Path, runs: Path) -> None:
-    store, config = Store.open(str(tmp_path / "jobs" / "demo")), config_with(trackers=[{"type": "jsonl"}])
+def test_lines_of_a_killed_writer_are_mended_and_a_new_file_gets_all_steps(
+    tmp_path: Path, runs: Path
+) -> None:
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    config = config_with(trackers=[{"type": "jsonl"}])
     write_attempt(store, 1)
     assert follow(store, config)
     path = runs / "demo" / "metrics.jsonl"
@@ -200,8 +256,11 @@ def test_lines_of_a_killed_writer_are_mended_and_a_new_file_gets_all_steps(tmp_p
     assert [step for step, _ in read_jsonl(runs / "demo", "loss")] == list(range(1, 21))
 
 
-def test_a_tracker_that_is_down_warns_once_and_gets_everything_later(tmp_path: Path, runs: Path) -> None:
-    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+def test_a_tracker_that_is_down_warns_once_and_gets_everything_later(
+    tmp_path: Path, runs: Path
+) -> None:
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    said = list[str]()
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder must be")
     config = config_with(trackers=[{"type": "jsonl", "folder": str(blocked)}, {"type": "jsonl"}])
@@ -219,12 +278,17 @@ def test_a_tracker_that_is_down_warns_once_and_gets_everything_later(tmp_path: P
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
 
 
-def test_a_missing_package_is_one_line_with_the_fix(tmp_path: Path, runs: Path, monkeypatch) -> None:
+def test_a_missing_package_is_one_line_with_the_fix(
+    tmp_path: Path, runs: Path, monkeypatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    said = list[str]()
     write_attempt(store, 1)
     follow(store, config_with(trackers=[{"type": "wandb"}]), said, seconds=0.5)
-    assert said[0].startswith("wandb: wandb is not installed; fix: pip install wandb; training goes on")
+    assert said[0].startswith(
+        "wandb: wandb is not installed; fix: pip install wandb; training goes on"
+    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -242,7 +306,9 @@ class MailServer(socketserver.ThreadingTCPServer):
     def __init__(self, host: str = "127.0.0.1") -> None:
         super().__init__((host, 0), Mailbox)
         self.mails: list[str] = []
-        self.logins: list[tuple[bool, bytes]] = []  # whether the connection was encrypted, and what was sent
+        self.logins: list[
+            tuple[bool, bytes]
+        ] = []  # whether the connection was encrypted, and what was sent
 
 
 class Mailbox(socketserver.StreamRequestHandler):
@@ -254,18 +320,26 @@ class Mailbox(socketserver.StreamRequestHandler):
         self.wfile.write(b"220 here\r\n")
         secure = False
         while line := self.rfile.readline():
-            word, content = line[:4].upper().strip(), []
+            word = line[:4].upper().strip()
+            content = []
             if word == b"EHLO":
-                offered = b"" if secure or self.server.certificate is None else b"250-STARTTLS\r\n"
+                if secure or self.server.certificate is None:
+                    offered = b""
+                else:
+                    offered = b"250-STARTTLS\r\n"
                 self.wfile.write(b"250-here\r\n" + offered + b"250 AUTH PLAIN\r\n")
                 continue
             if word == b"STAR" and self.server.certificate is not None:
                 self.wfile.write(b"220 go on\r\n")
                 try:
-                    encrypted = self.server.certificate.wrap_socket(self.connection, server_side=True)
+                    encrypted = self.server.certificate.wrap_socket(
+                        self.connection, server_side=True
+                    )
                 except OSError:  # the client has refused the certificate
                     return
-                self.rfile, self.wfile, secure = encrypted.makefile("rb"), encrypted.makefile("wb", buffering=0), True
+                self.rfile = encrypted.makefile("rb")
+                self.wfile = encrypted.makefile("wb", buffering=0)
+                secure = True
                 continue
             if word == b"AUTH":
                 self.server.logins.append((secure, line.split()[-1]))
@@ -284,12 +358,16 @@ class Mailbox(socketserver.StreamRequestHandler):
 def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    posted, answers = [], [503, 500]
+    posted = []
+    answers = [503, 500]
 
     class Webhook(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            code = answers.pop(0) if answers else 200
+            if answers:
+                code = answers.pop(0)
+            else:
+                code = 200
             if code == 200:
                 posted.append(json.loads(body)["text"])
             self.send_response(code)
@@ -300,41 +378,73 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
 
     webhook = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
     mail = MailServer()
-    monkeypatch.setenv("HOOK_URL", f"http://127.0.0.1:{webhook.server_port}/services/T00/hooksecret")
+    monkeypatch.setenv(
+        "HOOK_URL", f"http://127.0.0.1:{webhook.server_port}/services/T00/hooksecret"
+    )
     script = tmp_path / "tell.sh"
     script.write_text(f'#!/bin/sh\necho "$2" >> {tmp_path}/told\n')
     script.chmod(0o755)
     server = f"127.0.0.1:{mail.server_address[1]}"
     config = config_with(
-        notifications={"webhook_env": "HOOK_URL", "command": [str(script), "--text"], "smtp_server": server,
-                       "mail_from": "jobs@example.com", "mail_to": ["me@example.com"]},
-    )  # fmt: skip
-    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+        notifications={
+            "webhook_env": "HOOK_URL",
+            "command": [str(script), "--text"],
+            "smtp_server": server,
+            "mail_from": "jobs@example.com",
+            "mail_to": ["me@example.com"],
+        },
+    )
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    said = list[str]()
     write_plan(store, budget_usd=1000.0)
     with serving(webhook), serving(mail):
         for number in (1, 2):
             write_attempt(store, number)
-            with EventLog(store, Origin(job="demo", run="demo", generation=number, process=f"notice{number}")) as log:
-                log.emit(NOTICE, source="imds", action="terminate", does="leave", seconds_left=118.0)
+            with EventLog(
+                store, Origin(job="demo", run="demo", generation=number, process=f"notice{number}")
+            ) as log:
+                log.emit(
+                    NOTICE, source="imds", action="terminate", does="leave", seconds_left=118.0
+                )
             assert follow(store, config, said), said
         budget = round(float(build_report(read_events(store)).total_usd) / 0.85, 9)
         assert budget > 0
         write_plan(store, budget_usd=budget)
         with EventLog(store, Origin(job="demo", run="demo", generation=2, process="stop")) as log:
-            log.emit(BUDGET, threshold=1.0, budget_usd=budget, spent_usd=0.85 * budget, reserve_usd=0.15 * budget)
+            log.emit(
+                BUDGET,
+                threshold=1.0,
+                budget_usd=budget,
+                spent_usd=0.85 * budget,
+                reserve_usd=0.15 * budget,
+            )
         silent = config.notifications.model_copy(update={"silence_minutes": 0.001})
-        tracking = Tracking(store, "demo", config.model_copy(update={"notifications": silent}), said.append)
-        for pause in (0.2, 0.2, 0.0):  # the second look hears nothing for 0.2 s, and the third must not say it again
+        tracking = Tracking(
+            store, "demo", config.model_copy(update={"notifications": silent}), said.append
+        )
+        for pause in (
+            0.2,
+            0.2,
+            0.0,
+        ):  # the second look hears nothing for 0.2 s, and the third must not say it again
             tracking.look(running=RUNNING, last=not pause)
             time.sleep(pause)
         assert tracking.finish(20)
     expected = [
-        "50% of the budget", "80% of the budget", "the job stops within its budget", "no sign of the ranks",
+        "50% of the budget",
+        "80% of the budget",
+        "the job stops within its budget",
+        "no sign of the ranks",
         "Interrupted after",
-        "starts", "notice (imds, terminate) to node 0, 118 s left; response: leave",
-        "interruption: generation 1: rank killed (rank 0: killed by SIGKILL)", "Interrupted after",
-        "starts again after the commit of step 10", "notice (imds", "interruption: generation 2", "Interrupted after",
-    ]  # fmt: skip
+        "starts",
+        "notice (imds, terminate) to node 0, 118 s left; response: leave",
+        "interruption: generation 1: rank killed (rank 0: killed by SIGKILL)",
+        "Interrupted after",
+        "starts again after the commit of step 10",
+        "notice (imds",
+        "interruption: generation 2",
+        "Interrupted after",
+    ]
     told = (tmp_path / "told").read_text().splitlines()
     assert sorted(told) == sorted(posted) and len(told) == len(mail.mails) == len(expected)
     for words in expected:
@@ -350,11 +460,15 @@ def test_a_webhook_that_hangs_is_tried_again_and_delays_nothing_else(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "_SECONDS", 0.5)
-    store, said = Store.open(str(tmp_path / "jobs" / "demo")), list[str]()
+    store = Store.open(str(tmp_path / "jobs" / "demo"))
+    said = list[str]()
     script = tmp_path / "tell.sh"
     script.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/told\n')
     script.chmod(0o755)
-    config = config_with(trackers=[{"type": "jsonl"}], notifications={"webhook_env": "HOOK", "command": [str(script)]})
+    config = config_with(
+        trackers=[{"type": "jsonl"}],
+        notifications={"webhook_env": "HOOK", "command": [str(script)]},
+    )
     write_attempt(store, 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         monkeypatch.setenv("HOOK", f"http://127.0.0.1:{silent.getsockname()[1]}/hooksecret")
@@ -365,16 +479,28 @@ def test_a_webhook_that_hangs_is_tried_again_and_delays_nothing_else(
         began = time.monotonic()
         assert not tracking.finish(0.2) and time.monotonic() - began < 3.0
     del requests
-    assert "webhook: the server of HOOK does not answer: timed out; training goes on, and this is sent later" in said
+    assert (
+        "webhook: the server of HOOK does not answer: timed out; training goes on, and this is "
+        "sent later" in said
+    )
     assert said[-1] == "not everything is sent to webhook; fix: ebbflow track demo"
-    assert len((tmp_path / "told").read_text().splitlines()) == 3 and len(read_jsonl(runs / "demo", "loss")) == 10
+    assert (
+        len((tmp_path / "told").read_text().splitlines()) == 3
+        and len(read_jsonl(runs / "demo", "loss")) == 10
+    )
 
 
 def test_no_part_of_a_webhook_is_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("http://127.0.0.1:1/T0/hook secret", "http://127.0.0.1:secret/T0", "http://127.0.0.1:1/T0/secret"):
+    for value in (
+        "http://127.0.0.1:1/T0/hook secret",
+        "http://127.0.0.1:secret/T0",
+        "http://127.0.0.1:1/T0/secret",
+    ):
         monkeypatch.setenv("HOOK", value)
         with pytest.raises(NotificationError, match="HOOK") as caught:
-            open_channels(config_with(notifications={"webhook_env": "HOOK"}).notifications)["webhook"]("text")
+            open_channels(config_with(notifications={"webhook_env": "HOOK"}).notifications)[
+                "webhook"
+            ]("text")
         assert "secret" not in str(caught.value)
 
 
@@ -384,18 +510,28 @@ def write_certificate(path: Path, address: str) -> None:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.now(UTC)
     name = cryptography.Name([cryptography.NameAttribute(cryptography.NameOID.COMMON_NAME, "mail")])
-    known = cryptography.SubjectAlternativeName([cryptography.IPAddress(ipaddress.ip_address(address))])
+    known = cryptography.SubjectAlternativeName(
+        [cryptography.IPAddress(ipaddress.ip_address(address))]
+    )
     made = (
-        cryptography.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        .add_extension(known, critical=False).sign(key, hashes.SHA256())
-    )  # fmt: skip
+        cryptography.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(known, critical=False)
+        .sign(key, hashes.SHA256())
+    )
     encoding = serialization.Encoding.PEM
     plain = serialization.NoEncryption()
     path.write_bytes(
-        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain) + made.public_bytes(encoding)
+        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain)
+        + made.public_bytes(encoding)
     )
 
 
@@ -415,20 +551,33 @@ def test_a_password_is_sent_only_through_tls_with_a_trusted_certificate(
     address = own_address()
     monkeypatch.setenv("MAIL_PASSWORD", "mailsecret")
     write_certificate(tmp_path / "mail.pem", address)
-    plain, encrypted, here = MailServer(address), MailServer(address), MailServer()
+    plain = MailServer(address)
+    encrypted = MailServer(address)
+    here = MailServer()
     for server in (encrypted, here):  # what its loopback offers is not used
         server.certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.certificate.load_cert_chain(tmp_path / "mail.pem")
 
     def send(server: MailServer, **login: str) -> None:
-        own = {"smtp_server": ":".join(map(str, server.server_address)), "mail_from": "a@b.c", "mail_to": ["d@e.f"]}
-        open_channels(config_with(notifications={**own, **login}).notifications)["e-mail"]("the tide is in")
+        own = {
+            "smtp_server": ":".join(map(str, server.server_address)),
+            "mail_from": "a@b.c",
+            "mail_to": ["d@e.f"],
+        }
+        open_channels(config_with(notifications={**own, **login}).notifications)["e-mail"](
+            "the tide is in"
+        )
 
     login = {"smtp_user": "jobs", "smtp_password_env": "MAIL_PASSWORD"}
     with serving(plain), serving(encrypted), serving(here):
-        with pytest.raises(NotificationError, match=r"offers no TLS, so the password of jobs was not sent; fix: "):
+        with pytest.raises(
+            NotificationError, match=r"offers no TLS, so the password of jobs was not sent; fix: "
+        ):
             send(plain, **login)
-        with pytest.raises(NotificationError, match=r"is not trusted: self-signed certificate; fix: .*SSL_CERT_FILE"):
+        with pytest.raises(
+            NotificationError,
+            match=r"is not trusted: self-signed certificate; fix: .*SSL_CERT_FILE",
+        ):
             send(encrypted, **login)
         assert not plain.mails and not encrypted.mails and not plain.logins and not encrypted.logins
         send(plain)
@@ -443,11 +592,17 @@ def test_a_password_is_sent_only_through_tls_with_a_trusted_certificate(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trackers: [{type: wandb, key_env: abc-secret}]", "key_env must be the name of an environment variable"),
+        (
+            "trackers: [{type: wandb, key_env: abc-secret}]",
+            "key_env must be the name of an environment variable",
+        ),
         ("trackers: [{type: mlflow, url: 'http://me:secret@host/'}]", "a url with a password"),
         ("trackers: [{type: jsonl, url: 'http://host/'}]", "jsonl has no url"),
         ("trackers: [{kind: jsonl}]", "kind"),
-        ("notifications: {webhook_env: 'https://hooks.slack.com/x'}", "webhook_env must be the name"),
+        (
+            "notifications: {webhook_env: 'https://hooks.slack.com/x'}",
+            "webhook_env must be the name",
+        ),
         ("notifications: {smtp_server: 'mail:587'}", "needs mail_from and mail_to"),
     ],
 )
@@ -471,37 +626,48 @@ def test_the_snippets_of_the_guide_are_valid_and_name_what_there_is(tmp_path: Pa
     for number, text in enumerate(snippets):
         (tmp_path / f"{number}.yaml").write_text(text)
     trackers = load_config(tmp_path / "0.yaml", project_root=tmp_path).config.trackers
-    assert {one.type for one in trackers} == set(PACKAGES)
+    assert {tracker.type for tracker in trackers} == set(PACKAGES)
     own = load_config(tmp_path / "1.yaml", project_root=tmp_path).config.notifications
     assert all(getattr(own, name) for name in type(own).model_fields)
     assert set(open_channels(own)) == {"webhook", "command", "e-mail"}
 
 
-def test_a_job_that_has_ended_is_sent_by_hand_to_the_trackers_of_another_file(tmp_path: Path, runs: Path) -> None:
+def test_a_job_that_has_ended_is_sent_by_hand_to_the_trackers_of_another_file(
+    tmp_path: Path, runs: Path
+) -> None:
     store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
     write_attempt(store, 1, done=True)
-    store.put("config.json", json.dumps({"config": RunConfig(store=str(tmp_path / "store")).model_dump()}).encode())
+    store.put(
+        "config.json",
+        json.dumps({"config": RunConfig(store=str(tmp_path / "store")).model_dump()}).encode(),
+    )
     (tmp_path / "other.yaml").write_text(f"trackers: [{{type: jsonl, folder: {tmp_path}/sent}}]\n")
     words = [sys.executable, "-m", "ebbflow", "track", "demo", "--store", str(tmp_path / "store")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "has no trackers; fix: --config" in refused.stderr, refused
     done = subprocess.run(
-        [*words, "--config", str(tmp_path / "other.yaml")], env=environment, capture_output=True, text=True, timeout=60
+        [*words, "--config", str(tmp_path / "other.yaml")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, f"jsonl: {tmp_path}/sent/metrics.jsonl\n"), done
     lines = (tmp_path / "sent" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
 
 
-def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(tmp_path: Path, runs: Path) -> None:
+def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(
+    tmp_path: Path, runs: Path
+) -> None:
     store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
     write_attempt(store, 1)
     config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
     code = (
-        "import os, signal, time; from ebbflow.infra.observe.tracking_process import start_tracking\n"
-        f"own = start_tracking('demo', {config['store']!r}, {config!r})\n"
-        "while own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
+        "import os, signal, time; from ebbflow.infra.observe.tracking_process import "
+        f"start_tracking\nown = start_tracking('demo', {config['store']!r}, {config!r})\nwhile "
+        "own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
         "print(own._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -64,7 +64,9 @@ def test_data_is_summed_by_chunk(length: int, lengths: list[int]) -> None:
     data = CHECK[:length]
     sums = chunk_crcs(memoryview(data), 4)
     assert [size for _, size in sums] == lengths
-    assert [value for value, _ in sums] == [int(crc_text(data[at : at + 4]), 16) for at in range(0, max(length, 1), 4)]
+    assert [value for value, _ in sums] == [
+        int(crc_text(data[at : at + 4]), 16) for at in range(0, max(length, 1), 4)
+    ]
 
 
 @pytest.mark.parametrize(("length", "lengths"), [(0, [0]), (1, [1]), (2, [1, 1])])
@@ -105,7 +107,9 @@ DOCUMENTS = [{"a": 1, "z": "x"}, {"a": 1}, {"z": [1, {"seal": "x"}]}]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_sealed_document_has_its_checksum_and_is_returned_without_it(document: dict[str, Any]) -> None:
+def test_a_sealed_document_has_its_checksum_and_is_returned_without_it(
+    document: dict[str, Any],
+) -> None:
     sealed = seal(document)
     assert json.loads(sealed) == {**document, "seal": crc_text(canonical_json(document))}
     assert sealed == canonical_json(json.loads(sealed))
@@ -144,7 +148,17 @@ def test_a_sealed_document_in_another_spelling_is_refused(spelling: bytes) -> No
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", b"[]", b"7", b"null", b'{"a":1}', b"[" * 9999, b'{"a":NaN,"seal":"x"}', b'{"a":1,"seal":"\\ud800"}'],
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"7",
+        b"null",
+        b'{"a":1}',
+        b"[" * 9999,
+        b'{"a":NaN,"seal":"x"}',
+        b'{"a":1,"seal":"\\ud800"}',
+    ],
     ids=["empty", "bytes", "list", "number", "null", "unsealed", "nested", "nan", "surrogate"],
 )
 def test_what_is_no_sealed_document_is_refused(data: bytes) -> None:
@@ -201,7 +215,9 @@ def test_a_deadline_is_that_many_seconds_away(clock: Clock) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_of_the_store_is_curable_unless_a_retry_cannot_help(error: Exception, curable: bool) -> None:
+def test_an_error_of_the_store_is_curable_unless_a_retry_cannot_help(
+    error: Exception, curable: bool
+) -> None:
     assert is_curable(error) is curable
 
 
@@ -241,7 +257,10 @@ def test_an_operation_that_fails_for_good_is_tried_once_and_says_where(clock: Cl
         retry_until(Deadline(60.0), "put k", failing(ValueError("wrong")), sleep=clock.sleep)
     assert clock.pauses == []
     curable = failing(ValueError("wrong"))
-    assert retry_until(Deadline(60.0), "put k", curable, curable=lambda error: True, sleep=clock.sleep) == "done"
+    assert (
+        retry_until(Deadline(60.0), "put k", curable, curable=lambda error: True, sleep=clock.sleep)
+        == "done"
+    )
 
 
 class Answers(Store):
@@ -296,7 +315,9 @@ def test_what_is_damaged_in_the_store_is_found_by_the_same_bytes_twice_or_six_re
 
 
 class LosingStore(Store):
-    """A remote store whose puts store `stored` (None: nothing), and then fail if there is an `error`."""
+    """A remote store whose puts store `stored` (None: nothing), and then fail if there is an
+    `error`.
+    """
 
     def __init__(self, stored: bytes | None, error: StoreError | None) -> None:
         super().__init__(MemoryStore(), "s3://bucket", None)
@@ -336,7 +357,9 @@ def test_a_put_fails_if_the_object_is_not_what_was_put(
         put_verified(LosingStore(stored, error), "k", b"content")
 
 
-def test_a_put_to_a_folder_reads_back_what_it_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_to_a_folder_reads_back_what_it_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store.open(str(tmp_path))
     put_verified(store, "k", b"content")
     assert store.get("k") == b"content"

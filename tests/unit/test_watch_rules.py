@@ -1,4 +1,6 @@
-"""The watch of a node's ranks: which end is whose fault, how long a rank may be silent, and what is dumped when."""
+"""The watch of a node's ranks: which end is whose fault, how long a rank may be silent, and what is
+dumped when.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ class Node:
         self.watches: list[RankWatch] = []
 
     def start(
-        self, ranks: int = 1, command: Sequence[str] = SLEEP, *, floor_seconds: float = FLOOR_SECONDS, **known: Any
+        self,
+        ranks: int = 1,
+        command: Sequence[str] = SLEEP,
+        *,
+        floor_seconds: float = FLOOR_SECONDS,
+        **known: Any,
     ) -> RankWatch:
         spec = WorkerSpec(
             job="job",
@@ -60,12 +67,20 @@ class Node:
         )
         for rank in range(ranks):
             worker = Worker(
-                rank, rank, self.folder, spec, {}, lambda *_: subprocess.Popen(command, start_new_session=True)
+                rank,
+                rank,
+                self.folder,
+                spec,
+                {},
+                lambda *_: subprocess.Popen(command, start_new_session=True),
             )
             self.workers.append(worker)
             self.beats.append(Heartbeat(self.folder / f"rank-{rank}.heartbeat"))
         limits = HangLimits(
-            floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=STORE_SECONDS, longest_seconds=300.0
+            floor_seconds=floor_seconds,
+            start_seconds=100.0,
+            store_seconds=STORE_SECONDS,
+            longest_seconds=300.0,
         )
         known = {"node": 2, "now": self.clock.monotonic, "system": self.system, **known}
         watch = RankWatch(self.workers, limits, self.folder, **known)
@@ -108,7 +123,10 @@ class Node:
 
     def write_log(self, rank: int, frames: Sequence[tuple[str, str]], *, reason: str = "") -> None:
         """What faulthandler writes on a fatal signal; frames: file and function, innermost first."""
-        lines = [f"  what():  {reason}"] if reason else []
+        if reason:
+            lines = [f"  what():  {reason}"]
+        else:
+            lines = []
         lines += ["Fatal Python error: Aborted", "", "Current thread 0x2 (most recent call first):"]
         lines += [f'  File "{file}", line 9 in {name}' for file, name in frames]
         self.workers[rank].log_path.write_text("\n".join(lines) + "\n")
@@ -124,7 +142,9 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr("ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None)  # no py-spy
+    monkeypatch.setattr(
+        "ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None
+    )  # no py-spy
     node = Node(tmp_path, StandingClock(monkeypatch, heartbeat_module))
     yield node
     node.close()
@@ -147,9 +167,24 @@ def test_a_killed_rank_is_reported_once_with_its_last_heartbeat(node: Node) -> N
     node.take_steps(watch, phase="backward")
     node.end(1)
     [failure] = watch.check()
-    assert (failure.rank, failure.node, failure.killed_by, failure.message) == (1, 2, "SIGKILL", "killed by SIGKILL")
-    assert (failure.step, failure.phase, failure.where, failure.waiting) == (7, "backward", "", False)
-    assert (failure.memory_kill, failure.cascade, failure.witness, failure.calls) == (False, False, False, [])
+    assert (failure.rank, failure.node, failure.killed_by, failure.message) == (
+        1,
+        2,
+        "SIGKILL",
+        "killed by SIGKILL",
+    )
+    assert (failure.step, failure.phase, failure.where, failure.waiting) == (
+        7,
+        "backward",
+        "",
+        False,
+    )
+    assert (failure.memory_kill, failure.cascade, failure.witness, failure.calls) == (
+        False,
+        False,
+        False,
+        [],
+    )
     assert watch.check() == []
     assert node.pass_time(watch, 1.0) == []
 
@@ -189,7 +224,9 @@ def test_a_crash_says_where_and_why(node: Node) -> None:
 
 
 def write_error(node: Node, record: object) -> None:
-    (node.folder / "rank-0.error.json").write_text(record if isinstance(record, str) else json.dumps(record))
+    (node.folder / "rank-0.error.json").write_text(
+        record if isinstance(record, str) else json.dumps(record)
+    )
 
 
 TRACEBACK = '  File "/a/user/loss.py", line 9, in log\n    x()\n'
@@ -201,13 +238,19 @@ def test_an_exception_has_its_place_and_no_crash(node: Node) -> None:
     extra = {"py_callstack": TRACEBACK, "timestamp": "12"}
     write_error(node, {"message": {"message": "ValueError: x", "extraInfo": extra}})
     [failure] = wait_until("its end", watch.check, timeout=60, pause=0.01)
-    assert (failure.message, failure.where, failure.error) == ("ValueError: x", "user/loss.py:9 in log", "ValueError")
+    assert (failure.message, failure.where, failure.error) == (
+        "ValueError: x",
+        "user/loss.py:9 in log",
+        "ValueError",
+    )
     assert (failure.cascade, failure.waiting, failure.memory_kill) == (False, False, False)
 
 
 def test_an_exception_of_a_lost_peer_is_a_cascade(node: Node) -> None:
     watch = node.start(command=("sh", "-c", "exit 1"))
-    write_error(node, {"message": {"message": "RuntimeError: Connection closed by peer", "extraInfo": {}}})
+    write_error(
+        node, {"message": {"message": "RuntimeError: Connection closed by peer", "extraInfo": {}}}
+    )
     [failure] = wait_until("its end", watch.check, timeout=60, pause=0.01)
     assert (failure.cascade, failure.where) == (True, "")
 
@@ -235,14 +278,24 @@ def test_an_exception_without_a_traceback_has_no_place(record: object, node: Nod
 def test_a_long_place_is_cut(node: Node) -> None:
     watch = node.start(command=("sh", "-c", "exit 1"))
     traceback = f'  File "/a/user/loss.py", line 9, in {"x" * 2000}\n'
-    write_error(node, {"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": traceback}}})
+    write_error(
+        node, {"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": traceback}}}
+    )
     [failure] = wait_until("its end", watch.check, timeout=60, pause=0.01)
-    assert failure.where.startswith("user/loss.py:9 in xxx") and "1518 characters left out" in failure.where
+    assert (
+        failure.where.startswith("user/loss.py:9 in xxx")
+        and "1518 characters left out" in failure.where
+    )
 
 
 def test_a_dead_ranks_collectives_are_those_that_it_saved(node: Node) -> None:
     watch = node.start()
-    entry = {"profiling_name": "gloo:all_reduce", "process_group": ["0"], "collective_seq_id": 3, "input_sizes": [[4]]}
+    entry = {
+        "profiling_name": "gloo:all_reduce",
+        "process_group": ["0"],
+        "collective_seq_id": 3,
+        "input_sizes": [[4]],
+    }
     (node.folder / "rank-0.records.json").write_text(json.dumps({"entries": [entry]}))
     node.end(0)
     [failure] = watch.check()
@@ -290,7 +343,9 @@ def count_kills(node: Node, path: str, kills: int) -> None:
         ("", "proc/vmstat"),
     ],
 )
-def test_a_kill_for_memory_is_one_more_in_a_counter_of_the_process(cgroup: str, counter: str, node: Node) -> None:
+def test_a_kill_for_memory_is_one_more_in_a_counter_of_the_process(
+    cgroup: str, counter: str, node: Node
+) -> None:
     of_system(node, 17, cgroup)
     count_kills(node, counter, 3)
     kills = MemoryKills(17, system=node.system)
@@ -300,7 +355,9 @@ def test_a_kill_for_memory_is_one_more_in_a_counter_of_the_process(cgroup: str, 
     assert kills.happened()
 
 
-@pytest.mark.parametrize("counter", ["other/memory.events", "memory/job/memory.oom_control", "proc/vmstat"])
+@pytest.mark.parametrize(
+    "counter", ["other/memory.events", "memory/job/memory.oom_control", "proc/vmstat"]
+)
 def test_a_kill_in_another_cgroup_is_not_the_processs(counter: str, node: Node) -> None:
     of_system(node, 17, "0::/job\n9:cpu:/job")
     count_kills(node, "job/memory.events", 3)
@@ -350,8 +407,12 @@ def test_the_kernel_log_names_the_process_that_it_killed(
     assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.parametrize(("number", "memory_kill"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
-def test_only_the_kernels_own_signal_is_a_kill_for_memory(number: int, memory_kill: bool, node: Node) -> None:
+@pytest.mark.parametrize(
+    ("number", "memory_kill"), [(signal.SIGKILL, True), (signal.SIGTERM, False)]
+)
+def test_only_the_kernels_own_signal_is_a_kill_for_memory(
+    number: int, memory_kill: bool, node: Node
+) -> None:
     count_kills(node, "memory.events", 0)
     watch = node.start()
     count_kills(node, "memory.events", 1)
@@ -359,7 +420,10 @@ def test_only_the_kernels_own_signal_is_a_kill_for_memory(number: int, memory_ki
     [failure] = watch.check()
     assert failure.memory_kill is memory_kill
     name = signal.Signals(number).name
-    assert failure.message == f"killed by {name}{' by the kernel: out of memory' if memory_kill else ''}"
+    assert (
+        failure.message
+        == f"killed by {name}{' by the kernel: out of memory' if memory_kill else ''}"
+    )
 
 
 def test_a_kill_for_memory_tells_the_last_size_and_the_kernels_words(node: Node) -> None:
@@ -416,7 +480,9 @@ def test_a_processs_resident_bytes_are_its_anonymous_and_shared_memory(node: Nod
     wait_until("its memory", lambda: resident_bytes(pid), timeout=60, pause=0.01)
     time.sleep(0.05)
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
+    kilobytes = {
+        line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")
+    }
     assert resident_bytes(pid) == 1024 * (kilobytes["RssAnon"] + kilobytes["RssShmem"])
     assert resident_bytes(2**30) == 0
 
@@ -443,7 +509,12 @@ def test_a_rank_hangs_once_it_is_silent_for_longer_than_its_threshold(node: Node
     node.clock.seconds += 0.25
     [failure] = watch.check()
     assert failure.message == "no progress for 20.2 s (limit 20 s) at step 7 in forward"
-    assert (failure.certainty, failure.hung, failure.stopped, failure.witness) == ("slow", True, False, False)
+    assert (failure.certainty, failure.hung, failure.stopped, failure.witness) == (
+        "slow",
+        True,
+        False,
+        False,
+    )
     assert (failure.node, failure.step, failure.phase) == (2, 7, "forward")
     assert time.time() - failure.timestamp == pytest.approx(20.25, abs=5.0)
     assert node.pass_time(watch, 3.0) == [], "it is reported once"
@@ -459,7 +530,9 @@ def test_a_heartbeat_ends_the_silence(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("turn", "absent"), [(1.0, 0.0), (1.25, 0.25), (61.0, 60.0)])
-def test_of_a_long_turn_of_the_agent_one_second_counts_as_silence(turn: float, absent: float, node: Node) -> None:
+def test_of_a_long_turn_of_the_agent_one_second_counts_as_silence(
+    turn: float, absent: float, node: Node
+) -> None:
     watch = node.start()
     node.take_steps(watch)
     node.clock.seconds += turn
@@ -526,7 +599,9 @@ def test_a_rank_that_goes_on_in_time_was_not_stopped(node: Node) -> None:
     node.stop(0)
     assert node.pass_time(watch, 1.0) == []
     node.workers[0].process.send_signal(signal.SIGCONT)
-    wait_until("it", lambda: process_state(node.workers[0].process.pid) != "T", timeout=60, pause=0.01)
+    wait_until(
+        "it", lambda: process_state(node.workers[0].process.pid) != "T", timeout=60, pause=0.01
+    )
     assert node.pass_time(watch, 0.5) == []
     node.stop(0)
     assert node.pass_time(watch, 1.0) == []
@@ -545,7 +620,9 @@ def test_a_rank_that_was_stopped_with_its_agent_has_a_second_to_go_on(node: Node
 
 
 @pytest.mark.parametrize(("since_last_look", "seen"), [(0.0625, False), (0.125, True)])
-def test_a_ranks_state_is_read_four_times_a_second(since_last_look: float, seen: bool, node: Node) -> None:
+def test_a_ranks_state_is_read_four_times_a_second(
+    since_last_look: float, seen: bool, node: Node
+) -> None:
     watch = node.start()
     node.take_steps(watch)  # the state was read an eighth of a second ago
     node.stop(0)
@@ -580,11 +657,17 @@ def stat_of(pid: int, ticks: int, state: str) -> ProcessStat:
     ],
 )
 def test_a_rank_is_idle_while_it_uses_hardly_any_cpu_time(
-    ticks: tuple[int, ...], state: str, idle_seconds: float, node: Node, monkeypatch: pytest.MonkeyPatch
+    ticks: tuple[int, ...],
+    state: str,
+    idle_seconds: float,
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel's counter is read once per second of silence."""
     coming = list(ticks)
-    monkeypatch.setattr(watch_module, "process_stat", lambda pid: stat_of(pid, coming.pop(0), state))
+    monkeypatch.setattr(
+        watch_module, "process_stat", lambda pid: stat_of(pid, coming.pop(0), state)
+    )
     watch = node.start()
     node.take_steps(watch)
     node.clock.seconds += 0.5
@@ -598,7 +681,9 @@ def test_a_rank_is_idle_while_it_uses_hardly_any_cpu_time(
     assert witness.idle_seconds == idle_seconds
 
 
-def test_a_ranks_loader_workers_count_as_the_rank(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranks_loader_workers_count_as_the_rank(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = node.start(command=("sh", "-c", "sleep 600 & wait"))
     pid = node.workers[0].process.pid
     [child] = wait_until("its child", lambda: children(pid), timeout=60, pause=0.01)
@@ -641,7 +726,9 @@ def test_suspicious_ranks_are_dumped_every_thirty_seconds(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("age", "reused"), [(5.0, True), (5.125, False)])
-def test_a_dump_of_at_most_five_seconds_shows_where_a_hung_rank_is(age: float, reused: bool, node: Node) -> None:
+def test_a_dump_of_at_most_five_seconds_shows_where_a_hung_rank_is(
+    age: float, reused: bool, node: Node
+) -> None:
     watch = node.start(2)
     node.take_steps(watch)
     node.pass_time(watch, FLOOR_SECONDS + 0.125 - age - 0.5)
@@ -651,7 +738,9 @@ def test_a_dump_of_at_most_five_seconds_shows_where_a_hung_rank_is(age: float, r
     assert [record.rank for record in look(watch)] == [0, 1]
     before = dumps(node)
     records = node.pass_time(watch, age) or look(watch)
-    assert [(record.rank, record.hung) for record in records] == [(1, True)] + [(0, False)] * (not reused)
+    assert [(record.rank, record.hung) for record in records] == [(1, True)] + [(0, False)] * (
+        not reused
+    )
     assert len(dumps(node)) - len(before) == (0 if reused else 1)
 
 
@@ -677,7 +766,10 @@ def test_positions_are_told_once_per_dump_and_when_they_are_asked_for(node: Node
     node.finish(1, outcome="completed", step=7)
     watch.request_witnesses()
     reports = look(watch)
-    assert [(record.rank, record.witness, record.left) for record in reports] == [(0, True, False), (1, True, True)]
+    assert [(record.rank, record.witness, record.left) for record in reports] == [
+        (0, True, False),
+        (1, True, True),
+    ]
     assert watch.check() == []
     watch.request_witnesses()
     assert len(watch.check()) == 2 and dumps(node) == ["dump-1"]
@@ -687,13 +779,16 @@ def test_positions_are_told_once_per_dump_and_when_they_are_asked_for(node: Node
 def test_a_hung_ranks_place_is_where_its_stack_is(node: Node) -> None:
     stacks = node.folder / "rank-0.stacks"
     program = (
-        "import faulthandler as f, sys, time; f.register(int(sys.argv[1]), open(sys.argv[2], 'w')); time.sleep(600)"
+        "import faulthandler as f, sys, time; f.register(int(sys.argv[1]), open(sys.argv[2], "
+        "'w')); time.sleep(600)"
     )
     watch = node.start(command=(sys.executable, "-c", program, str(int(DUMP_SIGNAL)), str(stacks)))
     status = Path(f"/proc/{node.workers[0].process.pid}/status")
 
     def catches() -> int:
-        return int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (DUMP_SIGNAL - 1) & 1
+        return (
+            int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (DUMP_SIGNAL - 1) & 1
+        )
 
     wait_until("its handler", catches, timeout=60, pause=0.01)
     node.take_steps(watch)

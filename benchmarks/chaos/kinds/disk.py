@@ -1,4 +1,6 @@
-"""Faults of the disk: the store lies on a small tmpfs of this process's own mounts, filled to the last byte."""
+"""Faults of the disk: the store lies on a small tmpfs of this process's own mounts, filled to the
+last byte.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ DISK = (
         what="no byte is left on the store's disk",
         inject=_fill,
         heal=_make_room,
-        action="older commits give way; without any left the job ends and says so, and goes on once there is room",
+        action=(
+            "older commits give way; without any left the job ends and says so, and goes on once "
+            "there is room"
+        ),
         symptom=Symptom.EITHER,
         limit_seconds=30.0,
         place=SmallDisk,

@@ -15,7 +15,8 @@ _AGAIN = "all is dumped, then the gang restarts from the newest commit"
 # What other people's jobs died of, word for word, to be passed on by a verdict as it is.
 _RECORDED = (
     "CUDA error: an illegal memory access was encountered",
-    "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error (run with NCCL_DEBUG=INFO "
+    "for details)",
     "DataLoader worker (pid 4711) is killed by signal: Killed.",
 )
 
@@ -29,7 +30,9 @@ def _order(hook: str, **settings: Any) -> Callable[[Scene, Aim], Strike | None]:
 
 def _replay(scene: Scene, aim: Aim) -> None:
     text = _RECORDED[aim.number % len(_RECORDED)]
-    scene.orders.give(aim.rank, Order(hook="raise_error", number=aim.number, settings={"text": text}))
+    scene.orders.give(
+        aim.rank, Order(hook="raise_error", number=aim.number, settings={"text": text})
+    )
 
 
 def _hang(kind: str, what: str, hook: str) -> Fault:
@@ -73,7 +76,10 @@ HOOKED = (
         means=Means.HOOK,
         what="RuntimeError on one rank",
         inject=_order("raise_error", text="injected: this rank cannot go on"),
-        action="the gang restarts from the newest commit; the third time without a new commit ends the job",
+        action=(
+            "the gang restarts from the newest commit; the third time without a new commit ends "
+            "the job"
+        ),
         reasons=(EndReason.RANK_FAILED,),
         where="in raise_error",
     ),
@@ -82,7 +88,10 @@ HOOKED = (
         means=Means.HOOK,
         what="the text of another job's error log, raised on one rank",
         inject=_replay,
-        action="the gang restarts from the newest commit; the third time without a new commit ends the job",
+        action=(
+            "the gang restarts from the newest commit; the third time without a new commit ends "
+            "the job"
+        ),
         reasons=(EndReason.RANK_FAILED,),
         where="in raise_error",
     ),
@@ -91,7 +100,10 @@ HOOKED = (
         means=Means.HOOK,
         what="the loss of one rank is not a number",
         inject=_order(NOT_A_NUMBER),
-        action="as guards.non_finite says; by default the job ends with exit code 7 and the last commit stands",
+        action=(
+            "as guards.non_finite says; by default the job ends with exit code 7 and the last "
+            "commit stands"
+        ),
         symptom=Symptom.OUTCOME,
         reasons=("non_finite",),
     ),

@@ -15,10 +15,14 @@ _START_SECONDS = 4.0  # patience of such a start: nobody comes however long it i
 _ACTION = "every node ends within cluster.start_deadline_seconds, and says who is missing"
 
 
-def _alter_one(change: Callable[[GangSpec], GangSpec | None]) -> Callable[[Scene, Aim], Strike | None]:
+def _alter_one(
+    change: Callable[[GangSpec], GangSpec | None],
+) -> Callable[[Scene, Aim], Strike | None]:
     def inject(scene: Scene, aim: Aim) -> Strike:
         scene.close()
-        scene.tamper(lambda spec: change(_hurried(spec)) if spec.node == aim.node else _hurried(spec))
+        scene.tamper(
+            lambda spec: change(_hurried(spec)) if spec.node == aim.node else _hurried(spec)
+        )
         strike = Strike.now()
         scene.start()
         return strike

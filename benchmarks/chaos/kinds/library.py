@@ -19,7 +19,9 @@ _CONNECT_SECONDS = 0.5
 _PATIENT = "none: training goes on, the commit comes later"
 
 
-def _hurt(call: str, *, seconds: float = 0.0, number: int = 0) -> Callable[[Scene, Aim], Strike | None]:
+def _hurt(
+    call: str, *, seconds: float = 0.0, number: int = 0
+) -> Callable[[Scene, Aim], Strike | None]:
     def inject(scene: Scene, aim: Aim) -> Strike:
         here(scene.place, Shimmed).hurt(call, seconds=seconds, errno=number)
         return Strike.now()
@@ -39,7 +41,11 @@ def _heal(scene: Scene, aim: Aim) -> None:
 
 
 def _of_the_disk(
-    kind: str, what: str, inject: Callable[[Scene, Aim], Strike | None], symptom: Symptom, action: str
+    kind: str,
+    what: str,
+    inject: Callable[[Scene, Aim], Strike | None],
+    symptom: Symptom,
+    action: str,
 ) -> Fault:
     return Fault(
         kind=kind,
@@ -67,14 +73,16 @@ LIBRARY = (
         "each fsync of the store fails with EIO, for 3 s",
         _hurt("fsync", number=errno.EIO),
         Symptom.EITHER,
-        "the save is said to have failed, and no commit is made of it; training goes on, or back to the last commit",
+        "the save is said to have failed, and no commit is made of it; training goes on, or back "
+        "to the last commit",
     ),
     _of_the_disk(
         "failing-write",
         "each write to the store fails with EIO, for 3 s",
         _hurt("write", number=errno.EIO),
         Symptom.EITHER,
-        "the save is said to have failed, and no commit is made of it; training goes on, or back to the last commit",
+        "the save is said to have failed, and no commit is made of it; training goes on, or back "
+        "to the last commit",
     ),
     Fault(
         kind="slow-connect",

@@ -1,4 +1,6 @@
-"""Faults of memory: what one rank is allowed, by its own limit or by the kernel's (a cgroup of version 1 or 2)."""
+"""Faults of memory: what one rank is allowed, by its own limit or by the kernel's (a cgroup of
+version 1 or 2).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from benchmarks.chaos.scene import Scene
 from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError
 
-_AGAIN = "the gang restarts from the newest commit; the third time without a new commit ends the job"
-_MEBIBYTES = 96  # beyond what the rank had before: memory that is charged already stays with its old cgroup
+_AGAIN = (
+    "the gang restarts from the newest commit; the third time without a new commit ends the job"
+)
+# Beyond what the rank had before: memory that is charged already stays with its old cgroup
+_MEBIBYTES = 96
 _EMPTY_SECONDS = 5.0
 _SEEN_SECONDS = 2.5  # an agent looks once a second which cgroup its ranks are in
 _MOUNTS = Path("/sys/fs/cgroup")
@@ -29,7 +34,9 @@ def _limits(root: Path) -> dict[str, str]:
 
 
 def _root() -> Path | None:
-    """Where memory cgroups can be made: the mount of version 1, or of version 2 with that controller."""
+    """Where memory cgroups can be made: the mount of version 1, or of version 2 with that
+    controller.
+    """
     if (_MOUNTS / "memory" / "cgroup.procs").exists():
         return _MOUNTS / "memory"
     with contextlib.suppress(OSError):
@@ -43,7 +50,9 @@ def _no_cgroup() -> str:
     if root is None:
         return "no memory controller of cgroups is mounted and delegated at /sys/fs/cgroup"
     if os.geteuid() != 0 or not os.access(root, os.W_OK):
-        return f"no cgroup may be made in {root}: run as root, in a container with cgroups of its own"
+        return (
+            f"no cgroup may be made in {root}: run as root, in a container with cgroups of its own"
+        )
     return ""
 
 
@@ -70,9 +79,10 @@ def _cage(scene: Scene, aim: Aim) -> Strike | None:
 
 
 def _open_cage(scene: Scene, aim: Aim) -> None:
-    """Who is still in it goes back to where there is no such limit: a rank that did not come to its order. One that was
-    killed is there until it is reaped."""
-    group, limit = _cgroup(aim), time.monotonic() + _EMPTY_SECONDS
+    """Who is still in it goes back to where there is no such limit: a rank that did not come to its
+    order. One that was killed is there until it is reaped."""
+    group = _cgroup(aim)
+    limit = time.monotonic() + _EMPTY_SECONDS
     while group.exists() and time.monotonic() < limit:
         with contextlib.suppress(OSError):
             for pid in (group / "cgroup.procs").read_text().split():

@@ -1,4 +1,6 @@
-"""Faults of the network: between two agents, by the proxy between them, or of all there is between two nodes."""
+"""Faults of the network: between two agents, by the proxy between them, or of all there is between
+two nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError
 
 _ACTION = "the node counts as lost: a new attempt"
-_FLAP_SECONDS = 0.5  # TCP sends again soon after that; the pause that ranks see is up to twice as long
+# TCP sends again soon after that; the pause that ranks see is up to twice as long
+_FLAP_SECONDS = 0.5
 
 
 def _turn(conduct: Conduct) -> Callable[[Scene, Aim], Strike | None]:
@@ -83,7 +86,9 @@ NETWORK = (
     Fault(
         kind="partition",
         means=Means.NETWORK,
-        what="the link between two nodes goes down, for agents and ranks alike (network namespaces)",
+        what=(
+            "the link between two nodes goes down, for agents and ranks alike (network namespaces)"
+        ),
         inject=_pull_the_cable,
         heal=_plug_in,
         action=_ACTION,

@@ -16,7 +16,9 @@ _ELSEWHERE = "a new attempt, on another node"
 
 
 def _step(beats: dict[int, HeartbeatReading], rank: int) -> int:
-    return beats[rank].step if rank in beats else -1
+    if rank in beats:
+        return beats[rank].step
+    return -1
 
 
 def _send(scene: Scene, pid: int, number: signal.Signals, rank: int) -> Strike:

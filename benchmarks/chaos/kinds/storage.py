@@ -1,4 +1,7 @@
-"""Faults of the store: what S3 answers on a bad day, while saves are under way. Nothing is lost, nobody is to blame."""
+"""Faults of the store: what S3 answers on a bad day, while saves are under way.
+
+Nothing is lost, nobody is to blame.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,19 @@ def _bearable(kind: str, what: str, **settings: Any) -> Fault:
 
 
 STORAGE = (
-    _bearable("store-503", "S3 answers each request with 503 SlowDown, for 3 s", rates={"slow_down": 1.0}),
     _bearable(
-        "store-slow", "S3 answers each request up to 2 s late, for 3 s", rates={"slow": 1.0}, slow_up_to_seconds=2.0
+        "store-503", "S3 answers each request with 503 SlowDown, for 3 s", rates={"slow_down": 1.0}
+    ),
+    _bearable(
+        "store-slow",
+        "S3 answers each request up to 2 s late, for 3 s",
+        rates={"slow": 1.0},
+        slow_up_to_seconds=2.0,
     ),
     _bearable(
         "store-cut",
-        "half of S3's connections are reset in mid-body, a third of its answers to writes are lost, for 3 s",
+        "half of S3's connections are reset in mid-body, a third of its answers to writes are "
+        "lost, for 3 s",
         rates={"reset": 0.5, "lost": 0.33},
     ),
     Fault(

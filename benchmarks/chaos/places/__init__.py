@@ -1,4 +1,6 @@
-"""Where a job lives while faults are done to it: this machine as it is, or a place of its own that can be hurt."""
+"""Where a job lives while faults are done to it: this machine as it is, or a place of its own that
+can be hurt.
+"""
 
 from benchmarks.chaos.places.disk import SmallDisk
 from benchmarks.chaos.places.namespaces import Namespaces

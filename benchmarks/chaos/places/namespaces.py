@@ -1,7 +1,8 @@
-"""Two nodes in network namespaces of their own, joined by a pair of virtual interfaces that can be pulled apart.
+"""Two nodes in network namespaces of their own, joined by a pair of virtual interfaces that can be
+pulled apart.
 
-Each has its own host name, hosts file and half of the cores, as two machines have; the file system is shared, as the
-store is. Other than at the proxy, packets of agents and of ranks are lost alike.
+Each has its own host name, hosts file and half of the cores, as two machines have; the file system
+is shared, as the store is. Other than at the proxy, packets of agents and of ranks are lost alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname", "taskset")
 
 
 class Namespaces(Place):
-    """Needs root and mounts of this process's own; the namespaces go with `take_down`, or with this process."""
+    """Needs root and mounts of this process's own; the namespaces go with `take_down`, or with this
+    process.
+    """
 
     proxied = False
     own_mounts = True
@@ -40,7 +43,21 @@ class Namespaces(Place):
         for name in self._names:
             run_tool(["ip", "netns", "add", name])
         run_tool(
-            ["ip", "-n", one, "link", "add", _INTERFACE, "type", "veth", "peer", "name", _INTERFACE, "netns", other]
+            [
+                "ip",
+                "-n",
+                one,
+                "link",
+                "add",
+                _INTERFACE,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                _INTERFACE,
+                "netns",
+                other,
+            ]
         )
         for name, address in zip(self._names, _ADDRESSES, strict=True):
             run_tool(["ip", "-n", name, "address", "add", f"{address}/30", "dev", _INTERFACE])

@@ -1,4 +1,6 @@
-"""Calls of the C library that are slow or fail when they are told to, in every process of a job (LD_PRELOAD)."""
+"""Calls of the C library that are slow or fail when they are told to, in every process of a job
+(LD_PRELOAD).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CALLS = ("write", "fsync", "connect")
 
 
 class Shimmed(Place):
-    """The store is a folder; `write` and `fsync` are hurt below it alone, `connect` wherever it leads."""
+    """The store is a folder; `write` and `fsync` are hurt below it alone, `connect` wherever it
+    leads.
+    """
 
     @classmethod
     def missing(cls) -> str:
@@ -30,7 +34,8 @@ class Shimmed(Place):
         return self.folder / "rules"
 
     def set_up(self) -> None:
-        files, library = self.folder / "store", self.folder / "shim.so"
+        files = self.folder / "store"
+        library = self.folder / "shim.so"
         files.mkdir()
         self._rules.mkdir()
         command = [_compiler() or "cc", "-shared", "-fPIC", "-O2", "-o", str(library)]
@@ -44,7 +49,9 @@ class Shimmed(Place):
         }
 
     def hurt(self, call: str, *, seconds: float = 0.0, errno: int = 0) -> None:
-        """From now on each such call takes so much longer, and then fails with that number; 0: does its work."""
+        """From now on each such call takes so much longer, and then fails with that number; 0: does
+        its work.
+        """
         if call not in CALLS:
             raise GangError(f"the shim knows {', '.join(CALLS)}, and no {call}")
         temporary = self._rules / f"{call}.tmp"

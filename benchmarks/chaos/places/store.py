@@ -1,4 +1,7 @@
-"""A store that fails when it is told to: the S3 server of the tests, on the loopback. It comes with a checkout only."""
+"""A store that fails when it is told to: the S3 server of the tests, on the loopback.
+
+It comes with a checkout only.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class FailingStore(Place):
         except CheckpointError as error:
             raise GangError(str(error)) from error
         self.behave(**CALM)
-        self.store, self.environment = f"s3://{_BUCKET}/runs", self._server.environment
+        self.store = f"s3://{_BUCKET}/runs"
+        self.environment = self._server.environment
 
     def take_down(self) -> None:
         if self._server is not None:
@@ -45,4 +49,6 @@ class FailingStore(Place):
 
     def met(self) -> dict[str, int]:
         """How many requests met which fault so far."""
-        return {} if self._server is None else self._server.told(_BUCKET)["met"]
+        if self._server is None:
+            return {}
+        return self._server.told(_BUCKET)["met"]

@@ -1,4 +1,7 @@
-"""The parts that processes play: launcher, rank, reader. Each tells what it did, one JSON line at a time."""
+"""The parts that processes play: launcher, rank, reader.
+
+Each tells what it did, one JSON line at a time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,13 @@ from ebbflow.training.checkpoint import (
 )
 from ebbflow.training.checkpoint.reader import read_manifest, verify_commit
 from ebbflow.training.checkpoint.retention import Retention
-from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NothingToRestore, TrainingError, TwoLaunchers
+from ebbflow.training.errors import (
+    CheckpointError,
+    GenerationSuperseded,
+    NothingToRestore,
+    TrainingError,
+    TwoLaunchers,
+)
 
 Report = Callable[..., None]
 _REQUEST_SECONDS = 2.0
@@ -39,9 +48,15 @@ def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
     """Open a generation as an agent does. Reports opened, two_launchers or refused."""
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     try:
-        refs = reachable_commits(store) if rewind else []
+        if rewind:
+            refs = reachable_commits(store)
+        else:
+            refs = []
         back = min(rewind, len(refs) - 1)
-        parent = refs[back].key if refs else None
+        if refs:
+            parent = refs[back].key
+        else:
+            parent = None
         try:
             generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
         except NothingToRestore:  # every commit was damaged; a person looks, and begins anew
@@ -54,31 +69,55 @@ def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
     except (TrainingError, InfraError) as error:
         report("refused", kind=type(error).__name__, message=str(error))
         return
-    about = {"number": generation.number, "id": generation.id, "name": generation.name, "parent": generation.parent}
-    report("opened", **about, rewound=parent is not None, back=back if refs else 0, candidates=candidates)
+    about = {
+        "number": generation.number,
+        "id": generation.id,
+        "name": generation.name,
+        "parent": generation.parent,
+    }
+    report(
+        "opened",
+        **about,
+        rewound=parent is not None,
+        back=back if refs else 0,
+        candidates=candidates,
+    )
 
 
 def give_up(report: Report, uri: str, names: list[str]) -> None:
-    """What an operator does on the hint of TwoLaunchers: of two records of one number, delete the one to give up.
+    """What an operator does on the hint of TwoLaunchers: of two records of one number, delete the
+    one to give up.
 
-    names: of the generations that have ranks. A launcher that withdraws, and dies or is refused, leaves its record.
+    names: of the generations that have ranks. A launcher that withdraws, and dies or is refused,
+        leaves its record.
     """
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
-    listed = [meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("generations")]
+    listed = [
+        meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("generations")
+    ]
     numbers = [name.partition("-")[0] for name in listed]
-    for name in (name for name in listed if numbers.count(name.partition("-")[0]) > 1 and name not in names):
+    for name in (
+        name for name in listed if numbers.count(name.partition("-")[0]) > 1 and name not in names
+    ):
         store.delete(f"generations/{name}.json")
         numbers.remove(name.partition("-")[0])
         report("gave_up", name=name)
 
 
-def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any], plan: dict[str, Any]) -> None:
-    """One rank: join, restore, then save step after step. place: rank, world_size, meeting (a file)."""
-    rank, world_size = place["rank"], place["world_size"]
+def work(
+    report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any], plan: dict[str, Any]
+) -> None:
+    """One rank: join, restore, then save step after step. place: rank, world_size, meeting (a
+    file).
+    """
+    rank = place["rank"]
+    world_size = place["world_size"]
     if world_size > 1:
         meeting = f"file://{place['meeting']}"
         limit = timedelta(seconds=_GROUP_SECONDS)
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit
+        )
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     generation = _patiently(lambda: read_generation(store, opened["number"], opened["id"]))
     model, optimizer = build(world_size, large=plan["large"])
@@ -109,20 +148,43 @@ def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any]
         for step, pause, wait in zip(steps, plan["pauses"], plan["waits"], strict=True):
             time.sleep(pause)
             fill(model, optimizer, generation.name, step)
-            _save(report, saver, step, model, optimizer, generation.name, awaited=wait or step == steps[-1])
+            _save(
+                report,
+                saver,
+                step,
+                model,
+                optimizer,
+                generation.name,
+                awaited=wait or step == steps[-1],
+            )
     report("done")
 
 
 def _save(
-    report: Report, saver: Checkpointer, step: int, model: Any, optimizer: Any, generation: str, *, awaited: bool
+    report: Report,
+    saver: Checkpointer,
+    step: int,
+    model: Any,
+    optimizer: Any,
+    generation: str,
+    *,
+    awaited: bool,
 ) -> None:
-    """Reports committed, failed or superseded. As in training, one failed save is survived, the next ends the rank."""
+    """Reports committed, failed or superseded.
+
+    As in training, one failed save is survived, the next ends the rank.
+    """
     began = time.monotonic()
     try:
         saver.save(step, model, optimizer, {"generation": generation, "step": step})
         report("saving", step=step, uploader=saver.uploader_pid)
-        began = time.monotonic()  # until here it may have waited for the save before, which has a deadline of its own
-        commit = saver.wait() if awaited else saver.last_commit
+        began = (
+            time.monotonic()
+        )  # until here it may have waited for the save before, which has a deadline of its own
+        if awaited:
+            commit = saver.wait()
+        else:
+            commit = saver.last_commit
         if commit is not None:
             report("committed", key=commit.key)
         if awaited:
@@ -140,12 +202,16 @@ def sweep(report: Report, uri: str, keep_last: int) -> None:
     """All gangs are over: retention, with orphans and unfinished uploads that may go at any age."""
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     deleted = Retention(RetentionPolicy(keep_last=keep_last, orphan_seconds=0.001)).prune(store)
-    uploads = open_sink(uri, Throttle()).sweep("data/", older_than_seconds=-2.0, seconds=_SWEEP_SECONDS)
+    uploads = open_sink(uri, Throttle()).sweep(
+        "data/", older_than_seconds=-2.0, seconds=_SWEEP_SECONDS
+    )
     report("swept", deleted=[ref.key for ref in deleted], uploads=uploads)
 
 
 def read(report: Report, uri: str) -> None:
-    """Everything that a reader can find out about a job: every commit, whether it counts, and what is wrong with it."""
+    """Everything that a reader can find out about a job: every commit, whether it counts, and what
+    is wrong with it.
+    """
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     for traced in trace_lineage(store):
         report(

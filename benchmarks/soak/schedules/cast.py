@@ -1,7 +1,9 @@
-"""Processes forked from this one, what they tell, and their ends. This process itself never opens a store.
+"""Processes forked from this one, what they tell, and their ends.
 
-Forking is safe here, because it is done from a process with one thread that has imported torch and the client of the
-store, and used neither. The children do, each for itself.
+This process itself never opens a store.
+
+Forking is safe here, because it is done from a process with one thread that has imported torch and
+the client of the store, and used neither. The children do, each for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _LINE_BYTES = 1 << 20
 
 @dataclass
 class Actor:
-    """One process. told: its reports, in order, each with the time it came. status: once it has ended."""
+    """One process. told: its reports, in order, each with the time it came. status: once it has
+    ended.
+    """
 
     name: str
     pid: int
@@ -75,7 +79,10 @@ class Cast:
     def listen(self, seconds: float) -> None:
         """Take in what was told, waiting so long at most for something to come."""
         pipes = {actor.pipe: actor for actor in self.actors if actor.open}
-        readable, _, _ = select.select(list(pipes), [], [], seconds) if pipes else ([], [], [])
+        if pipes:
+            readable, _, _ = select.select(list(pipes), [], [], seconds)
+        else:
+            readable, _, _ = ([], [], [])
         for descriptor in readable:
             _take(pipes[descriptor])
         for actor in self.actors:
@@ -102,7 +109,9 @@ class Cast:
             if actor.open:
                 _close(actor)
 
-    def _play(self, director: int, pipe: int, part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _play(
+        self, director: int, pipe: int, part: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         """In the child; does not return."""
         code = 1
         try:

@@ -23,8 +23,8 @@ _LOT = 5  # seeds that a worker takes at once: as few as the start of their serv
 
 
 def play(schedule: Schedule, folder: Path, server: FailingS3) -> Outcome:
-    """In a folder of its own in `folder`. The calling process must have one thread, have called `preload`, and must
-    not have opened a store."""
+    """In a folder of its own in `folder`. The calling process must have one thread, have called
+    `preload`, and must not have opened a store."""
     from benchmarks.soak.schedules.director import Director
     from benchmarks.soak.schedules.stage import Stage
 
@@ -37,14 +37,19 @@ def play(schedule: Schedule, folder: Path, server: FailingS3) -> Outcome:
     try:
         director = Director(schedule, stage)
         outcome.problems = director.play()
-        outcome.tally, told = director.tally, stage.told()
-        outcome.faults, outcome.requests = told["met"], sum(told["requests"].values())
+        outcome.tally = director.tally
+        told = stage.told()
+        outcome.faults = told["met"]
+        outcome.requests = sum(told["requests"].values())
     except Exception as error:  # in the play, not in what is played: the other seeds go on
         outcome.problems = [f"the play itself: {error!r}"]
     finally:
         stage.close()
     outcome.seconds = time.monotonic() - began
-    outcome.log = str(stage.log) if outcome.problems else None
+    if outcome.problems:
+        outcome.log = str(stage.log)
+    else:
+        outcome.log = None
     return outcome
 
 
@@ -68,7 +73,9 @@ def play_seeds(seeds: list[int], folder: str) -> list[Outcome]:
 
 
 def preload() -> None:
-    """What all ranks import, once: what is forked from here has it. dynamo costs each of them 0.6 s otherwise."""
+    """What all ranks import, once: what is forked from here has it. dynamo costs each of them 0.6 s
+    otherwise.
+    """
     import torch
     import torch._dynamo
 
@@ -94,16 +101,23 @@ def play_all(seeds: list[int], folder: str, workers: int) -> list[Outcome]:
 
 def main(arguments: list[str]) -> int:
     """0 when everything held in every schedule."""
-    parser = argparse.ArgumentParser(prog="ebbflow soak schedules", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="ebbflow soak schedules", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--count", type=int, default=1000, help="how many seeds (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--seed", type=int, help="play this one alone, and keep what it leaves")
     parser.add_argument("--workers", type=int, default=_workers(), help="default: two per core")
     parser.add_argument("--folder", help="for stores and logs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the outcomes there as well"
+    )
     given = parser.parse_args(arguments)
     folder = given.folder or tempfile.mkdtemp(prefix="ebbflow-schedules-")
-    seeds = [given.seed] if given.seed is not None else list(range(given.first, given.first + given.count))
+    if given.seed is not None:
+        seeds = [given.seed]
+    else:
+        seeds = list(range(given.first, given.first + given.count))
     if given.seed is not None:
         print(json.dumps(describe(given.seed), indent=2))
     began = time.monotonic()
@@ -115,8 +129,12 @@ def main(arguments: list[str]) -> int:
     if not failed and given.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
     for outcome in failed:
-        print(f"again alone: ebbflow soak schedules --seed {outcome.seed}    (output: {outcome.log})")
-    return 1 if failed else 0
+        print(
+            f"again alone: ebbflow soak schedules --seed {outcome.seed}    (output: {outcome.log})"
+        )
+    if failed:
+        return 1
+    return 0
 
 
 def _workers() -> int:

@@ -1,4 +1,6 @@
-"""Plays one schedule: starts gangs, kills, freezes and races them, and lets the oracle judge what they tell."""
+"""Plays one schedule: starts gangs, kills, freezes and races them, and lets the oracle judge what
+they tell.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Gang:
         """Since all ranks had said that they were there; 0 until then."""
         if self.ready is None and all(rank.first("hello") for rank in self.ranks):
             self.ready = time.monotonic()
-        return 0.0 if self.ready is None else time.monotonic() - self.ready
+        if self.ready is None:
+            return 0.0
+        return time.monotonic() - self.ready
 
     @property
     def over(self) -> bool:
@@ -43,7 +47,9 @@ class Gang:
 
     def uploaders(self) -> list[int]:
         """The newest uploader of each rank that lives."""
-        told = [rank.all("saving") or rank.all("hello") for rank in self.ranks if rank.status is None]
+        told = [
+            rank.all("saving") or rank.all("hello") for rank in self.ranks if rank.status is None
+        ]
         return [reports[-1]["uploader"] for reports in told if reports and reports[-1]["uploader"]]
 
 
@@ -55,7 +61,9 @@ class Director:
         self._stage = stage
         self._cast = Cast(stage.environment, stage.log)
         self._oracle = Oracle(
-            schedule.keep_last, schedule.deadline_seconds, roomy="quota_bytes" not in schedule.conduct
+            schedule.keep_last,
+            schedule.deadline_seconds,
+            roomy="quota_bytes" not in schedule.conduct,
         )
         self._gangs: list[Gang] = []
         self._refusal: list[dict[str, Any]] = []
@@ -80,7 +88,10 @@ class Director:
         gang = self._start(number, act)
         if gang is None:
             if last:
-                told = f"the job could not be started again, though its store was well: {self._refusal}"
+                told = (
+                    "the job could not be started again, though its store was well: "
+                    f"{self._refusal}"
+                )
                 self._oracle.problems.append(told)
             return
         self._gangs.append(gang)
@@ -90,7 +101,9 @@ class Director:
         else:
             self._stage.take_down(self._cast, gang, self._count)
             if not self._cast.until(lambda: gang.over or self._lame(gang), budget):
-                self._oracle.problems.append(f"the gang of act {number} was not over after {budget:.0f} s")
+                self._oracle.problems.append(
+                    f"the gang of act {number} was not over after {budget:.0f} s"
+                )
             for rank in gang.ranks:
                 rank.signal(signal.SIGKILL)
             self._cast.until(lambda: gang.over, 10.0)
@@ -102,35 +115,56 @@ class Director:
     def _start(self, number: int, act: Act) -> Gang | None:
         """Open a generation, as often as it takes, and start its ranks."""
         self._take_reports()
-        expected = self._oracle.opening()  # a start that is refused may already have fenced off what runs
+        expected = (
+            self._oracle.opening()
+        )  # a start that is refused may already have fenced off what runs
         for attempt in range(_TRIES):
-            rewind = act.rewind if attempt < _TRIES // 2 else 0  # a commit that is spoilt is no place to go back to
-            count = act.launchers if attempt == 0 else 1
+            # a commit that is spoilt is no place to go back to
+            if attempt < _TRIES // 2:
+                rewind = act.rewind
+            else:
+                rewind = 0
+            if attempt == 0:
+                count = act.launchers
+            else:
+                count = 1
             arguments = (self._stage.uri, 10 * number + attempt, rewind)
-            launchers = [self._cast.start("launcher", actors.launch, *arguments) for _ in range(count)]
-            if not self._cast.until(lambda these=launchers: all(one.over for one in these), _START_SECONDS):
-                self._oracle.problems.append(f"a launcher of act {number} did not end within {_START_SECONDS:.0f} s")
+            launchers = [
+                self._cast.start("launcher", actors.launch, *arguments) for _ in range(count)
+            ]
+            if not self._cast.until(
+                lambda these=launchers: all(one.over for one in these), _START_SECONDS
+            ):
+                self._oracle.problems.append(
+                    f"a launcher of act {number} did not end within {_START_SECONDS:.0f} s"
+                )
                 return None
-            opened = [report for one in launchers if (report := one.first("opened"))]
+            opened = [report for launcher in launchers if (report := launcher.first("opened"))]
             if count > 1:
                 self._count("two launchers at once")
-            for one in launchers:
-                if one.status != 0:
-                    self._oracle.problems.append(f"a launcher ended with {one.status}: {one.told[-1:]}")
+            for launcher in launchers:
+                if launcher.status != 0:
+                    self._oracle.problems.append(
+                        f"a launcher ended with {launcher.status}: {launcher.told[-1:]}"
+                    )
             if len(opened) > 1 and opened[0]["number"] == opened[1]["number"]:
                 self._count("launchers that both went on")
-                self._oracle.problems.append(f"two launchers both opened generation {opened[0]['number']}")
+                self._oracle.problems.append(
+                    f"two launchers both opened generation {opened[0]['number']}"
+                )
             if opened:
                 return self._gather(max(opened, key=lambda one: one["number"]), act, expected)
             self._count("starts that were refused")
             self._refusal = launchers[-1].told[-1:]
-            if any(one.first("two_launchers") for one in launchers) and count == 1:
+            if any(launcher.first("two_launchers") for launcher in launchers) and count == 1:
                 self._operate()
             time.sleep(0.2)
         return None
 
     def _operate(self) -> None:
-        """A launcher finds the record of one that should have withdrawn: somebody has to take it away."""
+        """A launcher finds the record of one that should have withdrawn: somebody has to take it
+        away.
+        """
         self._count("records given up by hand")
         names = [gang.opened["name"] for gang in self._gangs]
         operator = self._cast.start("operator", actors.give_up, self._stage.uri, names)
@@ -151,17 +185,26 @@ class Director:
         ranks = []
         for rank in range(act.world_size):
             place = {"rank": rank, "world_size": act.world_size, "meeting": meeting}
-            ranks.append(self._cast.start(f"rank {rank}", actors.work, self._stage.uri, opened, place, plan))
+            ranks.append(
+                self._cast.start(f"rank {rank}", actors.work, self._stage.uri, opened, place, plan)
+            )
         self._count("gangs")
         if opened["back"]:
             self._count("rewinds")
         return Gang(opened, act, ranks)
 
     def _leave_behind(self, gang: Gang) -> None:
-        """A zombie goes on while its successor runs; a frozen one comes back once the successor has committed."""
-        self._cast.until(lambda: gang.over or gang.working_seconds > gang.act.overlap_seconds, _START_SECONDS)
+        """A zombie goes on while its successor runs; a frozen one comes back once the successor has
+        committed.
+        """
+        self._cast.until(
+            lambda: gang.over or gang.working_seconds > gang.act.overlap_seconds, _START_SECONDS
+        )
         if gang.act.way == "frozen":
-            for pid in [*gang.uploaders(), *(rank.pid for rank in gang.ranks if rank.status is None)]:
+            for pid in [
+                *gang.uploaders(),
+                *(rank.pid for rank in gang.ranks if rank.status is None),
+            ]:
                 self._stage.signal(pid, signal.SIGSTOP)
         if not gang.over:
             self._count("frozen gangs" if gang.act.way == "frozen" else "zombies")
@@ -170,7 +213,10 @@ class Director:
         """Let the frozen ones act, and all that were left behind come to their end."""
         old = self._gangs[:-1]
         for gang in old:
-            for pid in [*gang.uploaders(), *(rank.pid for rank in gang.ranks if rank.status is None)]:
+            for pid in [
+                *gang.uploaders(),
+                *(rank.pid for rank in gang.ranks if rank.status is None),
+            ]:
                 self._stage.signal(pid, signal.SIGCONT)
         if not self._cast.until(lambda: all(gang.over or self._lame(gang) for gang in old), 60.0):
             self._oracle.problems.append("a gang that was left behind was not over after 60 s")
@@ -195,7 +241,9 @@ class Director:
                     frozen = gang.act.way == "frozen"
                     if not frozen:
                         self._oracle.settled(f"generation {number}, {rank.name}", report)
-            self._oracle.restored(gang.opened, [report for rank in gang.ranks for report in rank.all("restored")])
+            self._oracle.restored(
+                gang.opened, [report for rank in gang.ranks for report in rank.all("restored")]
+            )
             if self._oracle.hurt_readers and _nothing_verified(gang):
                 self._oracle.rejected |= set(gang.opened["candidates"])
             self._oracle.afresh(gang.opened, sum(len(rank.all("afresh")) for rank in gang.ranks))
@@ -208,25 +256,39 @@ class Director:
     def _expect_success(self, gang: Gang) -> None:
         errors = [report for rank in gang.ranks for report in rank.all("error")]
         if self._oracle.rotten and _nothing_verified(gang):
-            self._count("ends with all commits spoilt")  # said loudly, which is all that can be done
+            self._count(
+                "ends with all commits spoilt"
+            )  # said loudly, which is all that can be done
             return
         for rank in gang.ranks:
             if rank.first("done") is None:
                 told = rank.told[-1:]
-                self._oracle.problems.append(f"the last gang's {rank.name} ended with {rank.status}: {told} {errors}")
+                self._oracle.problems.append(
+                    f"the last gang's {rank.name} ended with {rank.status}: {told} {errors}"
+                )
 
     def _judge(self) -> None:
-        sweeper = self._cast.start("sweeper", actors.sweep, self._stage.uri, self._schedule.keep_last)
+        sweeper = self._cast.start(
+            "sweeper", actors.sweep, self._stage.uri, self._schedule.keep_last
+        )
         if not self._cast.until(lambda: sweeper.over, _START_SECONDS) or sweeper.status != 0:
-            self._oracle.problems.append(f"retention ended with {sweeper.status}: {sweeper.told[-1:]}")
+            self._oracle.problems.append(
+                f"retention ended with {sweeper.status}: {sweeper.told[-1:]}"
+            )
         readers = [self._cast.start("reader", actors.read, self._stage.uri) for _ in range(2)]
         if not self._cast.until(lambda: all(reader.over for reader in readers), _START_SECONDS):
             self._oracle.problems.append(f"the readers did not end within {_START_SECONDS:.0f} s")
             return
         for reader in readers:
             if reader.status != 0:
-                self._oracle.problems.append(f"a reader ended with {reader.status}: {reader.told[-1:]}")
-        well = bool(self._gangs) and self._gangs[-1].over and all(r.first("done") for r in self._gangs[-1].ranks)
+                self._oracle.problems.append(
+                    f"a reader ended with {reader.status}: {reader.told[-1:]}"
+                )
+        well = (
+            bool(self._gangs)
+            and self._gangs[-1].over
+            and all(r.first("done") for r in self._gangs[-1].ranks)
+        )
         self._oracle.judge([reader.told for reader in readers], ended_well=well)
 
         self._judge_server(sweeper)
@@ -235,11 +297,17 @@ class Director:
         """It is strict: what it refuses, but for what was injected, S3 would refuse too."""
         told = self._stage.told()
         for code in sorted(set(told["refused"]) - _REFUSED_BY_RIGHT):
-            self._oracle.problems.append(f"the store refused {told['refused'][code]} requests: {code}")
+            self._oracle.problems.append(
+                f"the store refused {told['refused'][code]} requests: {code}"
+            )
         if told["uploads"]:
-            self._oracle.problems.append(f"the sweep has left unfinished uploads: {told['uploads']}")
+            self._oracle.problems.append(
+                f"the sweep has left unfinished uploads: {told['uploads']}"
+            )
         swept = sweeper.first("swept")
-        self._count("unfinished uploads swept", len(swept["uploads"]) if swept and self._stage.remote else 0)
+        self._count(
+            "unfinished uploads swept", len(swept["uploads"]) if swept and self._stage.remote else 0
+        )
         self._count("multipart uploads", told["requests"].get("create", 0))
         self._count("puts without room", sum(told["refused"].get(code, 0) for code in _NO_ROOM))
 
@@ -251,9 +319,14 @@ class Director:
             restored = gang.ranks[0].first("restored") or {"rejected": [], "resized": False}
             self._count("restores from an older commit", bool(restored["rejected"]))
             self._count("restores at another world size", bool(restored["resized"]))
-            self._count("gangs with a save that failed", any(rank.first("failed") for rank in gang.ranks))
+            self._count(
+                "gangs with a save that failed", any(rank.first("failed") for rank in gang.ranks)
+            )
             self._count("gangs superseded", any(rank.first("superseded") for rank in gang.ranks))
-            self._count("commits", len({report["key"] for rank in gang.ranks for report in rank.all("committed")}))
+            self._count(
+                "commits",
+                len({report["key"] for rank in gang.ranks for report in rank.all("committed")}),
+            )
 
     def _count(self, what: str, times: int = 1) -> None:
         if times:
@@ -262,4 +335,8 @@ class Director:
 
 def _nothing_verified(gang: Gang) -> bool:
     """Whether a rank ended because it found every commit bad, and said so."""
-    return any("commits verifies" in report["message"] for rank in gang.ranks for report in rank.all("error"))
+    return any(
+        "commits verifies" in report["message"]
+        for rank in gang.ranks
+        for report in rank.all("error")
+    )

@@ -9,14 +9,22 @@ from typing import Any
 
 WAYS = ("quiet", "rank", "uploader", "all", "zombie", "frozen")  # what becomes of a gang
 _RANKS = 3
-_SMALL_BYTES, _LARGE_BYTES = 50_000, 19_000_000  # about one save of two ranks
+# about one save of two ranks
+_SMALL_BYTES = 50_000
+_LARGE_BYTES = 19_000_000
 _REQUESTS = ("data", "index", "commits")
 # Probabilities per request.
 _STORMS: dict[str, dict[str, float]] = {
     "calm": {},
     "errors": {"error": 0.08, "slow_down": 0.06, "time_out": 0.02, "conflict": 0.04},
     "lost answers": {"lost": 0.15, "reset": 0.06},
-    "slow": {"slow": 0.25, "stall:put": 0.03, "stall_done:put": 0.03, "stall:list": 0.01, "stall:part": 0.03},
+    "slow": {
+        "slow": 0.25,
+        "stall:put": 0.03,
+        "stall_done:put": 0.03,
+        "stall:list": 0.01,
+        "stall:part": 0.03,
+    },
     "stalled reads": {"stall:get": 0.03, "stall:head": 0.02, "slow": 0.1},
     "flips": {"flip": 0.06},
     "all": {
@@ -53,9 +61,10 @@ class Kill:
 class Act:
     """One start of the gang.
 
-    saves: steps after the one that it goes on from; pauses: seconds before each; waits: whether each is awaited at
-    once. way: of `WAYS`. rewind: places to go back in the reachable commits, 0: none. launchers: how many open it at
-    once. kill: of `rank`, `uploader` and `all`. overlap_seconds: how long a zombie works before another is opened.
+    saves: steps after the one that it goes on from; pauses: seconds before each; waits: whether
+    each is awaited at once. way: of `WAYS`. rewind: places to go back in the reachable commits, 0:
+    none. launchers: how many open it at once. kill: of `rank`, `uploader` and `all`.
+    overlap_seconds: how long a zombie works before another is opened.
     """
 
     world_size: int
@@ -71,7 +80,8 @@ class Act:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole job. conduct: settings of the S3 server for as long as it lasts; store: "s3" or "folder".
+    """A whole job. conduct: settings of the S3 server for as long as it lasts; store: "s3" or
+    "folder".
 
     large: a state that each rank uploads in several parts.
     """
@@ -87,10 +97,19 @@ class Schedule:
 
 
 def draw(seed: int) -> Schedule:
-    """The schedule of a seed. The last act is quiet, and its storm is over: what is left is then judged."""
+    """The schedule of a seed.
+
+    The last act is quiet, and its storm is over: what is left is then judged.
+    """
     chance = random.Random(f"schedule {seed}")
-    store = "folder" if chance.random() < 0.2 else "s3"
-    storm = "calm" if store == "folder" else chance.choice(list(_STORMS))
+    if chance.random() < 0.2:
+        store = "folder"
+    else:
+        store = "s3"
+    if store == "folder":
+        storm = "calm"
+    else:
+        storm = chance.choice(list(_STORMS))
     stale = store == "s3" and chance.random() < 0.3
     large = chance.random() < 0.12
     conduct = {
@@ -105,7 +124,10 @@ def draw(seed: int) -> Schedule:
     }
     if storm == "full":
         quota = chance.randint(1, 5) * (_LARGE_BYTES if large else _SMALL_BYTES)
-        conduct |= {"quota_bytes": quota, "quota_code": chance.choice(["QuotaExceeded", "InsufficientStorage"])}
+        conduct |= {
+            "quota_bytes": quota,
+            "quota_code": chance.choice(["QuotaExceeded", "InsufficientStorage"]),
+        }
     acts = [_act(chance, number) for number in range(chance.randint(1, 3))]
     return Schedule(
         seed=seed,
@@ -120,8 +142,13 @@ def draw(seed: int) -> Schedule:
 
 
 def _act(chance: random.Random, number: int, *, quiet: bool = False) -> Act:
-    saves = tuple(accumulate(chance.randint(1, 2) for _ in range(1 if quiet else chance.randint(1, 4))))
-    way = "quiet" if quiet else chance.choice(WAYS)
+    saves = tuple(
+        accumulate(chance.randint(1, 2) for _ in range(1 if quiet else chance.randint(1, 4)))
+    )
+    if quiet:
+        way = "quiet"
+    else:
+        way = chance.choice(WAYS)
     kill = Kill(
         victim=chance.randrange(_RANKS),
         after_seconds=chance.uniform(0.05, 1.0),

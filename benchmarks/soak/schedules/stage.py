@@ -1,4 +1,6 @@
-"""Where a schedule is played: a bucket on the failing server, or a folder; and how victims die there."""
+"""Where a schedule is played: a bucket on the failing server, or a folder; and how victims die
+there.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ class Stage:
 
     def __init__(self, schedule: Schedule, folder: Path, server: FailingS3 | None) -> None:
         self._schedule = schedule
-        self._server = server if schedule.store == "s3" else None
+        if schedule.store == "s3":
+            self._server = server
+        else:
+            self._server = None
         self._bucket = f"seed-{schedule.seed}"
         self.folder = folder
         self.log = folder / "output.log"
-        self.environment = self._server.environment if self._server else {}
+        if self._server:
+            self.environment = self._server.environment
+        else:
+            self.environment = {}
         if self._server:
             self._server.forget(self._bucket)
             self._server.behave(self._bucket, **schedule.conduct)
@@ -43,12 +51,18 @@ class Stage:
 
     def told(self) -> dict[str, Any]:
         nothing = {"rotten": [], "met": {}, "requests": {}, "refused": {}, "uploads": []}
-        return self._server.told(self._bucket) if self._server else nothing
+        if self._server:
+            return self._server.told(self._bucket)
+        return nothing
 
     def calm(self) -> None:
         """The storm is over, there is room, and listings show what is there."""
         if self._server:
-            time.sleep(self._schedule.conduct["stale_up_to_seconds"] if self._schedule.conduct["stale"] else 0)
+            time.sleep(
+                self._schedule.conduct["stale_up_to_seconds"]
+                if self._schedule.conduct["stale"]
+                else 0
+            )
             self._server.behave(self._bucket, rates={}, stale=0.0)
 
     def close(self) -> None:
@@ -56,8 +70,12 @@ class Stage:
             self._server.forget(self._bucket)
 
     def take_down(self, cast: Cast, gang: Gang, count: Callable[[str], None]) -> None:
-        """Kill the act's victim at its moment; nothing for a quiet act. The others follow, as an agent sees to it."""
-        way, kill = gang.act.way, gang.act.kill
+        """Kill the act's victim at its moment; nothing for a quiet act.
+
+        The others follow, as an agent sees to it.
+        """
+        way = gang.act.way
+        kill = gang.act.kill
         if way == "quiet":
             return
         number = kill.victim % len(gang.ranks)
@@ -71,7 +89,10 @@ class Stage:
                 self.signal(pid, signal.SIGKILL)
             if pids:
                 at_put = hold is not None and came
-                count(f"kill of {way} {f'{kill.point} a put of {kill.request}' if at_put else 'by the clock'}")
+                count(
+                    f"kill of {way} "
+                    f"{f'{kill.point} a put of {kill.request}' if at_put else 'by the clock'}"
+                )
         if hold is not None and self._server is not None:
             self._server.release(self._bucket, hold)
         if way == "rank":  # the others live on until the agent has noticed
@@ -87,13 +108,20 @@ class Stage:
     def _hold(self, kill: Any, number: int) -> int | None:
         if self._server is None or kill.request is None:
             return None
-        match = "/commits/" if kill.request == "commits" else rf"/{kill.request}/.*/{number:05d}\."
-        return self._server.hold(self._bucket, operation=kill.operation, match=match, point=kill.point)
+        if kill.request == "commits":
+            match = "/commits/"
+        else:
+            match = rf"/{kill.request}/.*/{number:05d}\."
+        return self._server.hold(
+            self._bucket, operation=kill.operation, match=match, point=kill.point
+        )
 
     def _moment(self, gang: Gang, hold: int | None) -> bool:
         if hold is None or self._server is None:
             kill = gang.act.kill
-            return (time.monotonic() - gang.began if kill.early else gang.working_seconds) > kill.after_seconds
+            return (
+                time.monotonic() - gang.began if kill.early else gang.working_seconds
+            ) > kill.after_seconds
         return self._server.held(self._bucket, hold)
 
     def _victims(self, gang: Gang, number: int) -> list[int]:
@@ -101,6 +129,8 @@ class Stage:
         if gang.act.way == "all":
             return living
         if gang.act.way == "rank":
-            return [gang.ranks[number].pid] if gang.ranks[number].status is None else []
+            if gang.ranks[number].status is None:
+                return [gang.ranks[number].pid]
+            return []
         uploaders = gang.uploaders()
         return uploaders[number : number + 1] or uploaders[:1]

@@ -1,4 +1,6 @@
-"""A small state that is a pure function of (generation, step): what is restored is compared with it bit for bit."""
+"""A small state that is a pure function of (generation, step): what is restored is compared with it
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
-_SHAPES = {"wide": (7, 33), "single": (1, 5), "flat": (40,)}  # uneven at every world size; `single` leaves ranks empty
-_LARGE = {"vast": (1_500_007,)}  # 18 MB with its moments: of three ranks, each has more than one part of 5 MiB
+_SHAPES = {
+    "wide": (7, 33),
+    "single": (1, 5),
+    "flat": (40,),
+}  # uneven at every world size; `single` leaves ranks empty
+_LARGE = {
+    "vast": (1_500_007,)
+}  # 18 MB with its moments: of three ranks, each has more than one part of 5 MiB
 
 
 class Small(nn.Module):
@@ -21,10 +29,16 @@ class Small(nn.Module):
 
     def __init__(self, world_size: int, *, large: bool) -> None:
         super().__init__()
-        mesh = init_device_mesh("cpu", (world_size,)) if world_size > 1 else None
+        if world_size > 1:
+            mesh = init_device_mesh("cpu", (world_size,))
+        else:
+            mesh = None
         for name, shape in {**_SHAPES, **(_LARGE if large else {})}.items():
             whole = torch.zeros(shape)
-            sharded = whole if mesh is None else distribute_tensor(whole, mesh, [Shard(0)])
+            if mesh is None:
+                sharded = whole
+            else:
+                sharded = distribute_tensor(whole, mesh, [Shard(0)])
             self.register_parameter(name, nn.Parameter(sharded))
         self.replicated = nn.Parameter(torch.zeros(11))
         self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
@@ -49,7 +63,9 @@ def fill(model: Small, optimizer: Optimizer, generation: str, step: int) -> None
 
 
 def differing(model: Small, optimizer: Optimizer, generation: str, step: int) -> list[str]:
-    """Names of this rank's tensors that are not, bit for bit, the state after `step` of `generation`."""
+    """Names of this rank's tensors that are not, bit for bit, the state after `step` of
+    `generation`.
+    """
     wrong = []
     for name, parameter in model.named_parameters():
         if set(optimizer.state[parameter]) != {"step", "exp_avg", "exp_avg_sq"}:
@@ -69,16 +85,22 @@ def _tensors(model: Small, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.detach().to_local()
+    return tensor.detach()
 
 
 def _expected(name: str, tensor: Tensor, generation: str, step: int) -> Tensor:
     """This rank's part of what the tensor `name` is to be."""
-    number = int.from_bytes(hashlib.sha256(f"{name} {generation} {step}".encode()).digest()[:7], "big")
+    number = int.from_bytes(
+        hashlib.sha256(f"{name} {generation} {step}".encode()).digest()[:7], "big"
+    )
     if tensor.dtype == torch.int64:
         return torch.tensor(number)
     whole = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))
     if not isinstance(tensor, DTensor):
         return whole
     pieces = whole.chunk(dist.get_world_size())
-    return pieces[dist.get_rank()] if dist.get_rank() < len(pieces) else whole[:0]
+    if dist.get_rank() < len(pieces):
+        return pieces[dist.get_rank()]
+    return whole[:0]

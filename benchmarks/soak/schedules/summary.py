@@ -13,7 +13,9 @@ _KILL = "kill of "
 
 @dataclass
 class Outcome:
-    """Of one seed. problems: what did not hold. log: where its processes' output lies, when it failed."""
+    """Of one seed. problems: what did not hold. log: where its processes' output lies, when it
+    failed.
+    """
 
     seed: int
     storm: str
@@ -28,20 +30,27 @@ class Outcome:
 
 def added_up(counts: Iterable[dict[str, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
+    for count in counts:
+        total.update(count)
     return total
 
 
 def text(outcomes: list[Outcome], seconds: float) -> str:
     """Several lines."""
     tally = added_up(outcome.tally for outcome in outcomes)
-    kills = Counter({name.removeprefix(_KILL): count for name, count in tally.items() if name.startswith(_KILL)})
+    kills = Counter(
+        {name.removeprefix(_KILL): count for name, count in tally.items() if name.startswith(_KILL)}
+    )
     rest = Counter({name: count for name, count in tally.items() if not name.startswith(_KILL)})
-    places = Counter(outcome.storm if outcome.store == "s3" else "in a folder" for outcome in outcomes)
+    places = Counter(
+        outcome.storm if outcome.store == "s3" else "in a folder" for outcome in outcomes
+    )
     failed = sum(bool(outcome.problems) for outcome in outcomes)
     requests = sum(outcome.requests for outcome in outcomes)
-    head = f"{len(outcomes)} schedules in {seconds:.0f} s, {failed} failed; {requests:,} requests to the failing store"
+    head = (
+        f"{len(outcomes)} schedules in {seconds:.0f} s, {failed} failed; {requests:,} requests "
+        "to the failing store"
+    )
     return "\n".join(
         [
             head,

@@ -1,9 +1,11 @@
-"""One that is asked, as a process: `python -m benchmarks.training.mutations.asked NAME store|serve FOLDER PARENT_PID`.
+"""One that is asked, as a process: `python -m benchmarks.training.mutations.asked NAME store|serve
+FOLDER PARENT_PID`.
 
-store makes the checkpoints. serve answers each line of stdin by a line of JSON on what was stdout: a damaged
-`.metadata` is a pickle that can make its reader ask for any amount of memory, crash, or never end, so that whoever
-reads it must not be the one who counts. Memory is limited to what a sound load needs and a gibibyte; a load that this
-limit ends with an error which does not name it, as DCP's does not, has refused.
+store makes the checkpoints. serve answers each line of stdin by a line of JSON on what was stdout:
+a damaged `.metadata` is a pickle that can make its reader ask for any amount of memory, crash, or
+never end, so that whoever reads it must not be the one who counts. Memory is limited to what a
+sound load needs and a gibibyte; a load that this limit ends with an error which does not name it,
+as DCP's does not, has refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The process that is asked, seen from the one that counts: started, asked with a deadline, and started anew."""
+"""The process that is asked, seen from the one that counts: started, asked with a deadline, and
+started anew.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,29 @@ def store(name: str, folder: Path) -> None:
     """Have the checkpoints made. Raises CheckpointError with the end of what it said."""
     folder.mkdir(parents=True)
     done = subprocess.run(
-        _command(name, "store", folder), env=_environment(), capture_output=True, text=True, timeout=_START_SECONDS
+        _command(name, "store", folder),
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=_START_SECONDS,
     )
     if done.returncode:
-        raise CheckpointError(f"{name}: no checkpoints were made: exit code {done.returncode}\n{done.stderr[-2000:]}")
+        raise CheckpointError(
+            f"{name}: no checkpoints were made: exit code {done.returncode}\n{done.stderr[-2000:]}"
+        )
 
 
 class Asked:
-    """One process, below `folder`. A context manager; use it from one thread, which outlives the process.
+    """One process, below `folder`.
+
+    A context manager; use it from one thread, which outlives the process.
 
     starts: how often it was started: once, and once more for each time it died.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
-        self._name, self._folder = name, folder
+        self._name = name
+        self._folder = folder
         self._log = folder.with_name(folder.name + ".log")
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
@@ -47,12 +58,18 @@ class Asked:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop()
 
     def warm(self) -> None:
-        """Start it if it does not run. To be called while nothing is changed: it loads once by itself."""
+        """Start it if it does not run.
+
+        To be called while nothing is changed: it loads once by itself.
+        """
         if self._process is not None:
             return
         with open(self._log, "wb") as log:
@@ -64,11 +81,17 @@ class Asked:
                 stderr=log,
             )
         self.starts += 1
-        if (first := self._asked(_START_SECONDS))["outcome"] == "crashed":
-            raise CheckpointError(f"{self._name}: the process that is asked did not start: {first['told']}")
+        first = self._asked(_START_SECONDS)
+        if first["outcome"] == "crashed":
+            raise CheckpointError(
+                f"{self._name}: the process that is asked did not start: {first['told']}"
+            )
 
     def ask(self) -> dict[str, Any]:
-        """outcome, named, told, resident_bytes. One that dies, or is silent too long, has crashed."""
+        """outcome, named, told, resident_bytes.
+
+        One that dies, or is silent too long, has crashed.
+        """
         return self._asked(_ANSWER_SECONDS)
 
     def _asked(self, seconds: float) -> dict[str, Any]:
@@ -82,13 +105,19 @@ class Asked:
             line = b""
         if line is not None and line.endswith(b"\n"):
             return json.loads(line)
-        why = f"no answer within {seconds:g} s" if line is None else _ended(process)
+        if line is None:
+            why = f"no answer within {seconds:g} s"
+        else:
+            why = _ended(process)
         self._stop()
         log = self._log.read_text(errors="replace")[-2000:]
         return {"outcome": "crashed", "named": False, "told": f"{why}\n{log}", "resident_bytes": 0}
 
     def _line(self, seconds: float) -> bytes | None:
-        """None when none came in time. An answer is one write of one line, so whoever begins it ends it."""
+        """None when none came in time.
+
+        An answer is one write of one line, so whoever begins it ends it.
+        """
         assert self._process is not None and self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -115,7 +144,9 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
         code = process.wait(timeout=_END_SECONDS)
     except subprocess.TimeoutExpired:
         return f"closed its output and did not end within {_END_SECONDS:g} s"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _command(name: str, action: str, folder: Path) -> list[str]:
@@ -124,4 +155,9 @@ def _command(name: str, action: str, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": python_path(),
+    }

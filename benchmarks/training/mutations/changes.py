@@ -11,7 +11,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Part:
-    """Files of one kind of a checkpoint, in the order of ranks. earlier: their counterparts of the one before it."""
+    """Files of one kind of a checkpoint, in the order of ranks. earlier: their counterparts of the
+    one before it.
+    """
 
     files: list[Path]
     earlier: list[Path]
@@ -19,7 +21,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The files of a checkpoint below `root`, by kind. Where there is data, its ranks are at least two."""
+    """The files of a checkpoint below `root`, by kind.
+
+    Where there is data, its ranks are at least two.
+    """
 
     root: Path
     by_name: dict[str, Part]
@@ -38,7 +43,10 @@ def kinds(parts: Parts) -> list[str]:
 
 @contextmanager
 def changed(parts: Parts, kind: str, chance: random.Random) -> Iterator[str]:
-    """One change, for as long as the block lasts; then all files below the root are as before. Yields what was done."""
+    """One change, for as long as the block lasts; then all files below the root are as before.
+
+    Yields what was done.
+    """
     before = _snapshot(parts.root)
     written = _drawn(parts, kind, chance)
     if all(before.get(path) == data for path, data in written.items()):
@@ -46,7 +54,10 @@ def changed(parts: Parts, kind: str, chance: random.Random) -> Iterator[str]:
     try:
         for path, data in written.items():
             _write(path, data)
-        yield f"{kind}: {'; '.join(_told(parts, path, before.get(path), data) for path, data in written.items())}"
+        yield (
+            f"{kind}: "
+            f"{'; '.join(_told(parts, path, before.get(path), data) for path, data in written.items())}"
+        )
     finally:
         now = _snapshot(parts.root)
         for path in now.keys() | before.keys():
@@ -78,12 +89,18 @@ def _swapped(first: Path, second: Path) -> dict[Path, bytes | None]:
 
 
 def _neighbour(path: Path, chance: random.Random) -> Path:
-    """A name that is not taken and looks like its neighbour's: its last run of letters and digits drawn anew."""
+    """A name that is not taken and looks like its neighbour's: its last run of letters and digits
+    drawn anew.
+    """
     while True:
         stem = path.stem
         tail = stem[len(stem.rstrip("0123456789abcdef")) :]
-        drawn = "".join(chance.choice("0123456789" if tail.isdigit() else "0123456789abcdef") for _ in tail)
-        found = path.with_name(f"{stem[: len(stem) - len(tail)]}{drawn or chance.randrange(100)}{path.suffix}")
+        drawn = "".join(
+            chance.choice("0123456789" if tail.isdigit() else "0123456789abcdef") for _ in tail
+        )
+        found = path.with_name(
+            f"{stem[: len(stem) - len(tail)]}{drawn or chance.randrange(100)}{path.suffix}"
+        )
         if not found.exists():
             return found
 
@@ -105,7 +122,10 @@ def _told(parts: Parts, path: Path, before: bytes | None, after: bytes | None) -
         return f"{place} {'added' if before is None else 'removed'}"
     shorter = min(len(before), len(after))
     first = next((at for at in range(shorter) if before[at] != after[at]), shorter)
-    size = f"{len(before)} bytes" if len(before) == len(after) else f"{len(before)} to {len(after)} bytes"
+    if len(before) == len(after):
+        size = f"{len(before)} bytes"
+    else:
+        size = f"{len(before)} to {len(after)} bytes"
     return f"{place} ({size}) from byte {first}"
 
 

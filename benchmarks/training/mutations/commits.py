@@ -1,4 +1,6 @@
-"""Ours: a job of two generations, one commit of each, restored as a start does it and verified by the command."""
+"""Ours: a job of two generations, one commit of each, restored as a start does it and verified by
+the command.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class Commits:
     def store(folder: Path) -> None:
         store = Store.open(str(folder))
         for attempt, step in enumerate(STEPS):
-            gang = {"generation": open_generation(store, run="mutations", attempt=attempt), "world_size": _WORLD_SIZE}
+            gang = {
+                "generation": open_generation(store, run="mutations", attempt=attempt),
+                "world_size": _WORLD_SIZE,
+            }
             with (
                 Checkpointer(store.uri, rank=0, **gang) as first,
                 Checkpointer(store.uri, rank=1, **gang) as second,
@@ -54,7 +59,13 @@ class Commits:
         try:
             candidates = [commit.key for commit in reachable_commits(self._store)]
             restored = restore_newest(
-                self._store, candidates, fresh, None, 0, 1, read_again=partial(find_problem, self._store)
+                self._store,
+                candidates,
+                fresh,
+                None,
+                0,
+                1,
+                read_again=partial(find_problem, self._store),
             )
         except (TrainingError, InfraError) as error:
             said.write(f"{error}\n")
@@ -67,7 +78,9 @@ class Commits:
             return Outcome.WRONG
         if restored.step == STEPS[-1]:
             return Outcome.SAME
-        return Outcome.FELL_BACK if restored.rejected else Outcome.UNTOLD
+        if restored.rejected:
+            return Outcome.FELL_BACK
+        return Outcome.UNTOLD
 
     def _verify(self) -> bool:
         out = io.StringIO()

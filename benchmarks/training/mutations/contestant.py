@@ -17,8 +17,8 @@ STEPS = (1, 2)  # the second is changed; the first lends what belongs to another
 class Outcome(StrEnum):
     """What a start brings.
 
-    FELL_BACK: to the earlier one, and it said so; UNTOLD: and it did not. CRASHED, which the process that starts may
-    not live to say: it died, ran out of memory, or gave no answer in time.
+    FELL_BACK: to the earlier one, and it said so; UNTOLD: and it did not. CRASHED, which the
+    process that starts may not live to say: it died, ran out of memory, or gave no answer in time.
     """
 
     REFUSED = "refused"
@@ -31,7 +31,9 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """named: whether a command that verifies names what was changed. told: what a person would read."""
+    """named: whether a command that verifies names what was changed. told: what a person would
+    read.
+    """
 
     outcome: Outcome
     named: bool
@@ -72,5 +74,6 @@ def model(step: int) -> nn.Module:
 def same(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Bit for bit: NaN equals itself here, and zero is not minus zero."""
     return loaded.keys() == expected.keys() and all(
-        loaded[name].detach().numpy().tobytes() == tensor.numpy().tobytes() for name, tensor in expected.items()
+        loaded[name].detach().numpy().tobytes() == tensor.numpy().tobytes()
+        for name, tensor in expected.items()
     )

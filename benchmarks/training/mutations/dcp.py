@@ -38,7 +38,10 @@ class Dcp:
         try:
             with redirect_stderr(io.StringIO()):
                 dcp.load(loaded, checkpoint_id=str(self._path), no_dist=True)
-        except (Exception, dcp.api.CheckpointException) as error:  # whatever it is, the user is told
+        except (
+            Exception,
+            dcp.api.CheckpointException,
+        ) as error:  # whatever it is, the user is told
             told = "".join(traceback.format_exception(error))
             no_memory = any(mark in told for mark in _NO_MEMORY)
             return Answer(Outcome.CRASHED if no_memory else Outcome.REFUSED, False, told)
@@ -46,10 +49,15 @@ class Dcp:
 
 
 def _save(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=_WORLD_SIZE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=_WORLD_SIZE
+    )
     mesh = init_device_mesh("cpu", (_WORLD_SIZE,))
     for step in STEPS:
-        state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors(step).items()}
+        state = {
+            name: distribute_tensor(tensor, mesh, [Shard(0)])
+            for name, tensor in tensors(step).items()
+        }
         dcp.save(state, checkpoint_id=f"{folder}/step-{step}")
     dist.barrier()
     sys.stdout.flush()

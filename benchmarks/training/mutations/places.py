@@ -13,7 +13,9 @@ def parts_of(name: str, root: Path) -> Parts:
 
 
 def _commits(root: Path) -> Parts:
-    """Generation 1 has the earlier commit, generation 2 the newest; keys begin with the generation, or inverted."""
+    """Generation 1 has the earlier commit, generation 2 the newest; keys begin with the generation,
+    or inverted.
+    """
     data, index = (sorted((root / kind).glob("*/*/*")) for kind in ("data", "index"))
     newest, earlier = sorted((root / "commits").glob("*/*/*"))
     ranks = len(data) // 2
@@ -31,4 +33,6 @@ def _commits(root: Path) -> Parts:
 def _dcp(root: Path) -> Parts:
     earlier, newest = sorted(root.glob("step-*"))
     data = [Part(sorted(newest.glob("*.distcp")), sorted(earlier.glob("*.distcp")))]
-    return Parts(root, {"data": data[0], "manifest": Part([newest / ".metadata"], [earlier / ".metadata"])})
+    return Parts(
+        root, {"data": data[0], "manifest": Part([newest / ".metadata"], [earlier / ".metadata"])}
+    )

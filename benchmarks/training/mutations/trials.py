@@ -1,4 +1,7 @@
-"""Trials: each makes one change, asks, undoes it, and is counted. Any of them can be repeated alone by its number."""
+"""Trials: each makes one change, asks, undoes it, and is counted.
+
+Any of them can be repeated alone by its number.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ _KIB = 1024  # ru_maxrss
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """outcome: an `Outcome`, as text. named: the change was named by the command that verifies. told: what it said."""
+    """outcome: an `Outcome`, as text. named: the change was named by the command that verifies.
+    told: what it said.
+    """
 
     number: int
     kind: str
@@ -40,7 +45,9 @@ class Trial:
 
 @dataclass
 class Tally:
-    """Counts alone, however many trials. crashes: causes. examples: trials that nobody was told of, or that crashed."""
+    """Counts alone, however many trials. crashes: causes. examples: trials that nobody was told of,
+    or that crashed.
+    """
 
     by_kind: dict[str, Counter[str]]
     crashes: Counter[str] = field(default_factory=Counter)
@@ -65,11 +72,14 @@ class Tally:
 
 
 class Bench:
-    """One contestant: its checkpoints in `made`, unless they are there already, and copied to `work` for each process
-    that is asked."""
+    """One contestant: its checkpoints in `made`, unless they are there already, and copied to
+    `work` for each process that is asked."""
 
     def __init__(self, name: str, made: Path, work: Path, seed: int) -> None:
-        self._name, self._made, self._work_folder, self._seed = name, made, work, seed
+        self._name = name
+        self._made = made
+        self._work_folder = work
+        self._seed = seed
         if not made.exists():
             store(name, made)
         self._kinds = kinds(parts_of(name, made))
@@ -79,15 +89,20 @@ class Bench:
             return self._trial(number, asked, parts)
 
     def all(self, count: int, processes: int, *, every_seconds: float) -> Tally:
-        """Trials 0 to `count` - 1, by so many processes at once; a line of progress each `every_seconds`.
+        """Trials 0 to `count` - 1, by so many processes at once; a line of progress each
+        `every_seconds`.
 
-        Raises CheckpointError when what is not changed is not sound, before or after: the figures are void.
+        Raises CheckpointError when what is not changed is not sound, before or after: the figures
+        are void.
         """
         tally = Tally({kind: Counter() for kind in self._kinds})
         done: SimpleQueue[Trial] = SimpleQueue()
         began = told = time.monotonic()
         with ThreadPoolExecutor(processes, thread_name_prefix=self._name) as pool:
-            workers = [pool.submit(self._work, range(w, count, processes), w, done) for w in range(processes)]
+            workers = [
+                pool.submit(self._work, range(w, count, processes), w, done)
+                for w in range(processes)
+            ]
             while tally.trials < count:
                 try:
                     tally.add(done.get(timeout=1.0))
@@ -130,25 +145,32 @@ def _expect_sound(asked: Asked, name: str) -> None:
     asked.warm()
     answer = asked.ask()
     if answer["outcome"] != "same bits" or answer["named"]:
-        raise CheckpointError(f"{name}: what is not changed is {answer['outcome']}: void\n{answer['told']}")
+        raise CheckpointError(
+            f"{name}: what is not changed is {answer['outcome']}: void\n{answer['told']}"
+        )
 
 
 def _cause(told: str) -> str:
     first = told.partition("\n")[0]
-    return first if first.startswith(("killed", "no answer", "ended", "closed")) else "out of memory"
+    if first.startswith(("killed", "no answer", "ended", "closed")):
+        return first
+    return "out of memory"
 
 
 def _progress(name: str, tally: Tally, count: int, seconds: float) -> str:
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
     return (
-        f"{name}: {tally.trials:,} of {count:,} in {seconds:.0f} s, {tally.count('wrong'):,} wrong, "
-        f"{tally.count('crashed'):,} crashed, memory {tally.resident_bytes / 1e6:.0f} MB asked, {own / 1e6:.0f} MB here"
+        f"{name}: {tally.trials:,} of {count:,} in {seconds:.0f} s, {tally.count('wrong'):,} "
+        f"wrong, {tally.count('crashed'):,} crashed, memory {tally.resident_bytes / 1e6:.0f} MB "
+        f"asked, {own / 1e6:.0f} MB here"
     )
 
 
 def as_json(tally: Tally) -> dict[str, Any]:
     """Everything that was counted."""
-    examples = [{"number": t.number, "change": t.change, "outcome": t.outcome} for t in tally.examples]
+    examples = [
+        {"number": t.number, "change": t.change, "outcome": t.outcome} for t in tally.examples
+    ]
     return {
         "by_kind": {kind: dict(counts) for kind, counts in tally.by_kind.items()},
         "crashes": dict(tally.crashes),

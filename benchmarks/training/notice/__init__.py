@@ -1,4 +1,6 @@
-"""`ebbflow bench notice`: from a notice to a durable commit, and the steps that are taken twice for it."""
+"""`ebbflow bench notice`: from a notice to a durable commit, and the steps that are taken twice for
+it.
+"""
 
 from __future__ import annotations
 

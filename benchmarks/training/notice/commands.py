@@ -36,27 +36,44 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="ebbflow bench notice", description="Measure what becomes of notices of spot interruptions."
+        prog="ebbflow bench notice",
+        description="Measure what becomes of notices of spot interruptions.",
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: both)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: both)"
+    )
     parser.add_argument("--notices", type=int, default=100, help="of the scaled part (default 100)")
-    parser.add_argument("--notice-seconds", type=float, default=12.0, help="given by each notice (default 12)")
-    parser.add_argument("--margin-seconds", type=float, default=1.0, help="kept back of it (default 1)")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of the shape: {', '.join(ARMS)} (default: both)")
-    parser.add_argument("--seed", type=int, default=0, help="of the steps at which notices come (default 0)")
+    parser.add_argument(
+        "--notice-seconds", type=float, default=12.0, help="given by each notice (default 12)"
+    )
+    parser.add_argument(
+        "--margin-seconds", type=float, default=1.0, help="kept back of it (default 1)"
+    )
+    parser.add_argument(
+        "--arms", default=",".join(ARMS), help=f"of the shape: {', '.join(ARMS)} (default: both)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the steps at which notices come (default 0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the store is made (default: the temporary folder)"
+    )
     given = parser.parse_args(arguments)
     for option, allowed in (("parts", PARTS), ("arms", ARMS)):
         if unknown := set(getattr(given, option).split(",")) - set(allowed):
-            parser.error(f"--{option}: {', '.join(sorted(unknown))} is none of {', '.join(allowed)}")
+            parser.error(
+                f"--{option}: {', '.join(sorted(unknown))} is none of {', '.join(allowed)}"
+            )
     return given
 
 
 def _measure(given: argparse.Namespace, folder: Path, figures: dict[str, Any]) -> None:
     seconds = {"notice_seconds": given.notice_seconds, "margin_seconds": given.margin_seconds}
     if "scaled" in given.parts.split(","):
-        figures["scaled"] = measure_scaled(folder, notices=given.notices, seed=given.seed, tell=_say, **seconds)
+        figures["scaled"] = measure_scaled(
+            folder, notices=given.notices, seed=given.seed, tell=_say, **seconds
+        )
         print(f"\n{_scaled_text(figures['scaled'])}", flush=True)
     if "shape" in given.parts.split(","):
         figures["shape"] = measure_shape(folder, arms=given.arms.split(","), tell=_say, **seconds)
@@ -65,13 +82,17 @@ def _measure(given: argparse.Namespace, folder: Path, figures: dict[str, Any]) -
 
 def _scaled_text(found: dict[str, Any]) -> str:
     lines = [
-        f"{found['notices']} notices of {found['notice_seconds']:g} s to 2 ranks: {found['durable']} with the last "
-        f"step durable in time, {found['interrupted']} left as interrupted, {found['steps_redone']} steps redone",
+        f"{found['notices']} notices of {found['notice_seconds']:g} s to 2 ranks: "
+        f"{found['durable']} with the last step durable in time, {found['interrupted']} left as "
+        f"interrupted, {found['steps_redone']} steps redone",
         f"{'from the notice, in seconds':28}{'median':>9}{'p95':>9}{'worst':>9}",
         _line("heard by an agent", found["heard_seconds"]),
         _line("durable commit", found["durable_seconds"]),
     ]
-    lines += [_line(f"  by {source}", values) for source, values in found["durable_seconds_by_source"].items()]
+    lines += [
+        _line(f"  by {source}", values)
+        for source, values in found["durable_seconds_by_source"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -88,7 +109,9 @@ def _shape_text(found: dict[str, Any]) -> str:
     for arm in ARMS:
         if arm in found:
             one = found[arm]
-            lines.append(f"{arm:10}{one['wasted_steps']:8}{one['num_attempts']:8}{one['e2e_time']:10.1f}")
+            lines.append(
+                f"{arm:10}{one['wasted_steps']:8}{one['num_attempts']:8}{one['e2e_time']:10.1f}"
+            )
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""A small job on this machine that is given notices, taken away when their time is up, and started again."""
+"""A small job on this machine that is given notices, taken away when their time is up, and started
+again.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,12 @@ _START_SECONDS = 180.0
 
 
 class NoticeJob:
-    """nodes × ranks_per_node ranks of a tiny language model on this project's own sources. Needs no network.
+    """nodes × ranks_per_node ranks of a tiny language model on this project's own sources.
 
-    notice_seconds: from a notice until the machine is gone. margin_seconds: kept back of it for the save.
+    Needs no network.
+
+    notice_seconds: from a notice until the machine is gone. margin_seconds: kept back of it for the
+        save.
     """
 
     def __init__(
@@ -46,7 +51,8 @@ class NoticeJob:
         margin_seconds: float,
     ) -> None:
         folder.mkdir(parents=True)
-        self._folder, self.notice_seconds = folder, notice_seconds
+        self._folder = folder
+        self.notice_seconds = notice_seconds
         self._file = folder / "spot_termination_notice"
         config = RunConfig(
             store=str(folder / "store"),
@@ -56,10 +62,16 @@ class NoticeJob:
                 "max_steps": max_steps,
                 "evaluation_interval_steps": max_steps,
             },
-            data={"path": str(PROJECT_ROOT / "ebbflow/training"), "held_out_samples": 2 * nodes * ranks_per_node},
+            data={
+                "path": str(PROJECT_ROOT / "ebbflow/training"),
+                "held_out_samples": 2 * nodes * ranks_per_node,
+            },
             parallel={"mode": "ddp"},
             cluster={"nodes": nodes, "processes_per_node": ranks_per_node},
-            checkpoint={"interval_steps": interval_steps, "stop_seconds": notice_seconds - margin_seconds},
+            checkpoint={
+                "interval_steps": interval_steps,
+                "stop_seconds": notice_seconds - margin_seconds,
+            },
             survival={"notice_margin_seconds": margin_seconds, "notice_file": str(self._file)},
         )
         tokens = prepare_tokens(config.data, Store.open(config.store), project_root=PROJECT_ROOT)
@@ -93,7 +105,8 @@ class NoticeJob:
         self.gang = LocalGang(self._spec, self._folder / "gang", self._folder / "output.log")
 
     def await_step(self, wanted: Callable[[int, int], bool]) -> int:
-        """Until wanted(step of the last commit when this start began, step under way), or the gang ends; that step.
+        """Until wanted(step of the last commit when this start began, step under way), or the gang
+        ends; that step.
 
         Raises TrainingError when it does not come in time.
         """
@@ -107,7 +120,10 @@ class NoticeJob:
             if first is not None and wanted(first, step):
                 return step
             if time.monotonic() > limit:
-                raise TrainingError(f"no progress to the wanted step within {_START_SECONDS:g} s: {self._log_tail()}")
+                raise TrainingError(
+                    f"no progress to the wanted step within {_START_SECONDS:g} s: "
+                    f"{self._log_tail()}"
+                )
             time.sleep(_POLL_SECONDS)
         return self._step()
 
@@ -128,9 +144,13 @@ class NoticeJob:
         return given
 
     def await_end(self, gone_at: float) -> GangOutcome | None:
-        """How the gang ended; None when it was still there at `gone_at` (time.monotonic()), and was killed."""
+        """How the gang ended; None when it was still there at `gone_at` (time.monotonic()), and was
+        killed.
+        """
         assert self.gang is not None
-        while any(agent.poll() is None for agent in self.gang.agents) and time.monotonic() < gone_at:
+        while (
+            any(agent.poll() is None for agent in self.gang.agents) and time.monotonic() < gone_at
+        ):
             time.sleep(_POLL_SECONDS)
         with contextlib.suppress(GangError):
             return self.gang.wait(0.0)

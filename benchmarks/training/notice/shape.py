@@ -1,9 +1,10 @@
-"""The shape of Ray Train's benchmark of preemptions (github.com/ray-project/ray, pull request 65047), with its fields.
+"""The shape of Ray Train's benchmark of preemptions (github.com/ray-project/ray, pull request
+65047), with its fields.
 
-Eight workers, 1,600 steps, a commit each 400, and four notices at the steps that its run was resumed from. `baseline`:
-nobody heeds them, and the machine is gone 40 steps later. `jit`: the gang saves, leaves, and goes on elsewhere.
-There each worker is a GPU and the model is vit_b_16; here all share this machine's cores, so that steps redone compare
-and seconds do not.
+Eight workers, 1,600 steps, a commit each 400, and four notices at the steps that its run was
+resumed from. `baseline`: nobody heeds them, and the machine is gone 40 steps later. `jit`: the gang
+saves, leaves, and goes on elsewhere. There each worker is a GPU and the model is vit_b_16; here all
+share this machine's cores, so that steps redone compare and seconds do not.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ from benchmarks.training.notice.figures import generation_of_attempt, steps_redo
 from benchmarks.training.notice.job import NoticeJob
 from ebbflow.infra.events import STEP, Event
 
-WORKERS, NODES = 8, 2
-TARGET_STEPS, INTERVAL_STEPS = 1600, 400
+WORKERS = 8
+NODES = 2
+TARGET_STEPS = 1600
+INTERVAL_STEPS = 400
 NOTICES_AT = (695, 866, 1395, 1547)
 ARMS = ("baseline", "jit")
-_UNHEEDED_STEPS = 40  # from a notice that nobody heeds until the machine is gone; fewer than are left after the last
+# from a notice that nobody heeds until the machine is gone; fewer than are left after the last
+_UNHEEDED_STEPS = 40
 
 
 def measure_shape(
-    folder: Path, *, arms: Sequence[str], notice_seconds: float, margin_seconds: float, tell: Callable[[str], None]
+    folder: Path,
+    *,
+    arms: Sequence[str],
+    notice_seconds: float,
+    margin_seconds: float,
+    tell: Callable[[str], None],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for arm in arms:
@@ -57,7 +66,8 @@ def _arm(folder: Path, arm: str, notice_seconds: float, margin_seconds: float) -
         notice_seconds=notice_seconds,
         margin_seconds=margin_seconds,
     )
-    began, error = time.monotonic(), None
+    began = time.monotonic()
+    error = None
     try:
         with FakeMetadata() as metadata:
             for at in NOTICES_AT:
@@ -71,14 +81,19 @@ def _arm(folder: Path, arm: str, notice_seconds: float, margin_seconds: float) -
         job.start()
         outcome = job.finish(600.0)
         completed = outcome is not None and outcome.outcome == "completed"
-        error = None if completed else f"ended as {outcome.outcome if outcome else 'killed'}"
+        if completed:
+            error = None
+        else:
+            error = f"ended as {outcome.outcome if outcome else 'killed'}"
     finally:
         job.close()
     seconds = time.monotonic() - began
     return _arm_figures(job.events(), arm, job.attempts, seconds, error)
 
 
-def _arm_figures(events: Sequence[Event], arm: str, attempts: int, seconds: float, error: str | None) -> dict[str, Any]:
+def _arm_figures(
+    events: Sequence[Event], arm: str, attempts: int, seconds: float, error: str | None
+) -> dict[str, Any]:
     step_seconds = statistics.fmean(
         sum(event.data["seconds"].get(name, 0.0) for name in ("useful_step", "data_wait"))
         for event in events
@@ -87,7 +102,12 @@ def _arm_figures(events: Sequence[Event], arm: str, attempts: int, seconds: floa
     resumed = []
     for attempt in range(attempts):
         generation = generation_of_attempt(events, attempt)
-        resumed.append(min(steps_taken([event for event in events if event.generation == generation]), default=0))
+        resumed.append(
+            min(
+                steps_taken([event for event in events if event.generation == generation]),
+                default=0,
+            )
+        )
     wasted = steps_redone(events)
     return {
         "arm": arm,

@@ -1,7 +1,8 @@
-"""The same faults for bare torchrun: its own watching, restarting and blaming, with a patience that is capped.
+"""The same faults for bare torchrun: its own watching, restarting and blaming, with a patience that
+is capped.
 
-One case for each kind that a rank or its launch can have. `torchrun --max-restarts 3`, all else as torch has it; the
-rank script (`bare_rank`) saves and loads a snapshot.
+One case for each kind that a rank or its launch can have. `torchrun --max-restarts 3`, all else as
+torch has it; the rank script (`bare_rank`) saves and loads a snapshot.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class BareCase:
-    """What came of one fault. ended_seconds: until torchrun ended; back_seconds: until new workers had taken a step;
-    both None: neither within the cap. blamed: the rank that it names first, None where it names none. not_done: why the
-    fault could not be done, "" where it was."""
+    """What came of one fault. ended_seconds: until torchrun ended; back_seconds: until new workers
+    had taken a step; both None: neither within the cap. blamed: the rank that it names first, None
+    where it names none. not_done: why the fault could not be done, "" where it was."""
 
     kind: str
     ended_seconds: float | None
@@ -56,7 +57,9 @@ def bare_figures(faults: Sequence[Fault], folder: Path, *, cap_seconds: float) -
 
 def bare_text(figures: dict[str, Any]) -> str:
     cap = figures["cap_seconds"]
-    return "\n".join(["bare torchrun:", *(f"  {_told(BareCase(**case), cap)}" for case in figures["cases"])])
+    return "\n".join(
+        ["bare torchrun:", *(f"  {_told(BareCase(**case), cap)}" for case in figures["cases"])]
+    )
 
 
 def _case(fault: Fault, folder: Path, cap_seconds: float) -> BareCase:
@@ -64,7 +67,12 @@ def _case(fault: Fault, folder: Path, cap_seconds: float) -> BareCase:
     try:
         return _run(fault, folder, cap_seconds)
     except (GangError, OSError) as error:
-        nothing: dict[str, Any] = {"ended_seconds": None, "back_seconds": None, "exit_codes": [], "blamed": None}
+        nothing: dict[str, Any] = {
+            "ended_seconds": None,
+            "back_seconds": None,
+            "exit_codes": [],
+            "blamed": None,
+        }
         return BareCase(kind=fault.kind, guilty=_GUILTY, not_done=str(error), **nothing)
 
 
@@ -77,7 +85,9 @@ def _run(fault: Fault, folder: Path, cap_seconds: float) -> BareCase:
         if not launched:
             scene.await_steps(_STEPS_BEFORE, _START_SECONDS)
             before = {shown.pid for shown in scene.beats().values()}
-            strike = fault.inject(cast(Scene, scene), Aim(node=0, rank=_GUILTY, number=0)) or _await_strike(scene)
+            strike = fault.inject(
+                cast(Scene, scene), Aim(node=0, rank=_GUILTY, number=0)
+            ) or _await_strike(scene)
         ended, back = _await_effect(scene, before, strike.t_mono, cap_seconds)
         codes = [process.poll() for process in scene.processes]
     finally:
@@ -95,7 +105,8 @@ def _run(fault: Fault, folder: Path, cap_seconds: float) -> BareCase:
 def _await_strike(scene: BareScene) -> Strike:
     limit = time.monotonic() + _STRIKE_SECONDS
     while time.monotonic() < limit:
-        if (strike := scene.orders.struck(0)) is not None:
+        strike = scene.orders.struck(0)
+        if strike is not None:
             return strike
         time.sleep(_LOOK_SECONDS)
     return Strike.now()
@@ -117,7 +128,9 @@ def _await_effect(
 
 def _blamed(output: str) -> int | None:
     found = _ROOT_CAUSE.search(output) or _FAILED.search(output)
-    return int(found[1]) if found else None
+    if found:
+        return int(found[1])
+    return None
 
 
 def _told(case: BareCase, cap_seconds: float) -> str:
@@ -129,5 +142,8 @@ def _told(case: BareCase, cap_seconds: float) -> str:
         effect = f"ended after {case.ended_seconds:.1f} s with {case.exit_codes}"
     else:
         effect = f"nothing within {cap_seconds:g} s"
-    blamed = "nobody" if case.blamed is None else f"rank {case.blamed}"
+    if case.blamed is None:
+        blamed = "nobody"
+    else:
+        blamed = f"rank {case.blamed}"
     return f"{case.kind:18} {effect}; blames {blamed}, rank {case.guilty} is guilty"

@@ -1,8 +1,10 @@
-"""A rank of bare torchrun: DDP by torch alone, with a checkpoint to restart from, under the same faults.
+"""A rank of bare torchrun: DDP by torch alone, with a checkpoint to restart from, under the same
+faults.
 
     torchrun … -m benchmarks.training.survival.bare_rank FOLDER
 
-What torch's own elastic tutorials write: the newest snapshot is loaded at the start, rank 0 saves one each ten steps.
+What torch's own elastic tutorials write: the newest snapshot is loaded at the start, rank 0 saves
+one each ten steps.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
-    orders, snapshot, step = Orders(folder / "orders"), folder / "snapshot.pt", 0
+    orders = Orders(folder / "orders")
+    snapshot = folder / "snapshot.pt"
+    step = 0
     if snapshot.exists():
         saved = torch.load(snapshot)
         model.load_state_dict(saved["model"])
@@ -45,7 +51,10 @@ def main(folder: Path) -> None:
         poisoned = _carry_out(orders, rank, step + 1)
         torch.manual_seed(step * 1000 + rank)
         loss = model(torch.randn(16, 64)).square().mean()
-        loss = loss * float("nan") if poisoned else loss
+        if poisoned:
+            loss = loss * float("nan")
+        else:
+            loss = loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Bare torchrun as what faults are done to: the doors of `benchmarks.chaos.scene.Scene`, as far as they are needed."""
+"""Bare torchrun as what faults are done to: the doors of `benchmarks.chaos.scene.Scene`, as far as
+they are needed.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +36,55 @@ class BareScene:
 
     def __init__(self, folder: Path, launch: str = "") -> None:
         folder.mkdir(parents=True)
-        self.folder, self.orders = folder, Orders(folder / "orders")
+        self.folder = folder
+        self.orders = Orders(folder / "orders")
         self.output = folder / "output.log"
         port = _free_port()
         commands = [self._command(f"--standalone --nproc-per-node 2 --max-restarts {_RESTARTS}")]
         if launch:
-            other_port = _free_port() if launch == "wrong-port" else port
-            other_host = _NO_HOST if launch == "bad-name" else "127.0.0.1"
-            places = [("127.0.0.1", port), (other_host, other_port)][: 1 if launch == "missing-peer" else 2]
+            if launch == "wrong-port":
+                other_port = _free_port()
+            else:
+                other_port = port
+            if launch == "bad-name":
+                other_host = _NO_HOST
+            else:
+                other_host = "127.0.0.1"
+            places = [("127.0.0.1", port), (other_host, other_port)][
+                : 1 if launch == "missing-peer" else 2
+            ]
             commands = [
                 self._command(
-                    f"--nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr {host} --master-port {port} "
-                    f"--max-restarts {_RESTARTS}"
+                    f"--nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr {host} "
+                    f"--master-port {port} --max-restarts {_RESTARTS}"
                 )
                 for node, (host, port) in enumerate(places)
             ]
-        environment = dict(os.environ, PYTHONPATH=str(PROJECT_ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        environment = dict(
+            os.environ, PYTHONPATH=str(PROJECT_ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
+        )
         with self.output.open("ab") as log:
             self.processes = [
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
                 for command in commands
             ]
 
     def _command(self, options: str) -> list[str]:
-        return [sys.executable, "-m", "torch.distributed.run", *options.split(), "-m", _RANK_SCRIPT, str(self.folder)]
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options.split(),
+            "-m",
+            _RANK_SCRIPT,
+            str(self.folder),
+        ]
 
     def beats(self) -> dict[int, Shown]:
         """Where each rank stands; empty before the first step."""
@@ -82,10 +109,14 @@ class BareScene:
             if len(shown) == 2 and all(one.step >= steps for one in shown.values()):
                 return
             time.sleep(0.05)
-        raise GangError(f"bare torchrun took no {steps} steps within {timeout_seconds:g} s; see {self.output}")
+        raise GangError(
+            f"bare torchrun took no {steps} steps within {timeout_seconds:g} s; see {self.output}"
+        )
 
     def close(self) -> None:
-        """torchrun starts its ranks in sessions of their own, so that they have to be found before it is killed."""
+        """torchrun starts its ranks in sessions of their own, so that they have to be found before
+        it is killed.
+        """
         for pid in {shown.pid for shown in self.beats().values()}:
             _kill(pid, signal.SIGKILL)
         for process in self.processes:

@@ -1,7 +1,8 @@
-"""All injections of one bench: job after job in the place that its faults need, each judged and then thrown away.
+"""All injections of one bench: job after job in the place that its faults need, each judged and
+then thrown away.
 
-It is made to go on: a fault that a job could not take is tried in the next one, a job that fails is told and not
-repeated for ever, and what was found so far is handed out after each job.
+It is made to go on: a fault that a job could not take is tried in the next one, a job that fails is
+told and not repeated for ever, and what was found so far is handed out after each job.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _TAIL_LINES = 20
 
 @dataclass
 class Campaign:
-    """config: of every job. folder: for all that they leave behind. per_job: the most faults of one job.
+    """config: of every job. folder: for all that they leave behind. per_job: the most faults of one
+    job.
 
-    tell: takes lines. keep: is called after each job. job: runs one, by name; without faults it is the quiet one.
+    tell: takes lines. keep: is called after each job. job: runs one, by name; without faults it is
+        the quiet one.
     wrong: jobs that did not end as the quiet one, and faults that were not done.
     """
 
@@ -50,18 +53,28 @@ class Campaign:
     def run(self, plan: Planned) -> None:
         """Raises TrainingError where not even a quiet job comes to its end."""
         quiet = self._quiet()
-        left, tried, barren = list(plan), 0, 0
+        left = list(plan)
+        tried = 0
+        barren = 0
         while left:
             batch, left = next_batch(left, self.per_job)
             trial = self._job(batch, quiet)
             left = trial.left + left
-            tried, barren = (0, 0) if trial.injections else (tried + 1, barren + 1)
+            if trial.injections:
+                tried, barren = (0, 0)
+            else:
+                tried, barren = (tried + 1, barren + 1)
             if barren >= _BARREN_JOBS:
-                self.wrong.append(f"{len(left)} faults were not done, since {barren} jobs in a row took none")
+                self.wrong.append(
+                    f"{len(left)} faults were not done, since {barren} jobs in a row took none"
+                )
                 left = []
             elif tried >= _TRIES and left:
-                (fault, _), tried = left.pop(0), 0
-                self.wrong.append(f"{fault.kind} was not done in {_TRIES} jobs: {trial.errors[-1:]}")
+                (fault, _) = left.pop(0)
+                tried = 0
+                self.wrong.append(
+                    f"{fault.kind} was not done in {_TRIES} jobs: {trial.errors[-1:]}"
+                )
             self.keep(self)
 
     def _quiet(self) -> GangOutcome:
@@ -77,7 +90,8 @@ class Campaign:
         try:
             trial, found = self.job(self, name, batch)
         except (InfraError, TrainingError, OSError) as error:
-            trial, found = Trial(left=list(batch), errors=[f"{type(error).__name__}: {error}"]), []
+            trial = Trial(left=list(batch), errors=[f"{type(error).__name__}: {error}"])
+            found = []
         for finding in found:
             times = f"{_short(finding.verdict_seconds)} {_short(finding.back_seconds)}"
             self.tell(f"  {finding.kind:18} {times} {finding.said}")
@@ -89,20 +103,31 @@ class Campaign:
 
     def _compare(self, job: str, trial: Trial, quiet: GangOutcome) -> None:
         """A job that took no fault and has no outcome is no evidence of anything."""
-        ended, before = trial.outcome, len(self.wrong)
-        if ended is not None and (ended.step, ended.weights_sha256) != (quiet.step, quiet.weights_sha256):
+        ended = trial.outcome
+        before = len(self.wrong)
+        if ended is not None and (ended.step, ended.weights_sha256) != (
+            quiet.step,
+            quiet.weights_sha256,
+        ):
             self.wrong.append(f"{job} ended with {ended}")
         elif ended is None and trial.injections:
             self.wrong.append(f"{job} did not come to its end: {trial.errors[-1:]}")
         if len(self.wrong) > before:
             self.tell(_tail(self.folder / job / "output.log"))
-        for rest in (self.folder / job, self.folder / f"{job}-place", Path(self.config.store) / "jobs" / job):
+        for rest in (
+            self.folder / job,
+            self.folder / f"{job}-place",
+            Path(self.config.store) / "jobs" / job,
+        ):
             shutil.rmtree(rest, ignore_errors=True)
 
 
 def run_job(campaign: Campaign, name: str, batch: Planned) -> Judged:
     """One job under the faults of its batch, in their place, and what its events say of each."""
-    place_of = batch[0][0].place if batch else Place
+    if batch:
+        place_of = batch[0][0].place
+    else:
+        place_of = Place
     with place_of(campaign.folder / f"{name}-place") as place:
         scene = make_scene(campaign.config, campaign.folder, name, place)
         trial = run_trial(scene, batch, campaign.tell)
@@ -118,13 +143,18 @@ def next_batch(left: Planned, most: int) -> tuple[Planned, Planned]:
 
 def available(faults: list[Fault], refused_mounts: str) -> tuple[list[Fault], dict[str, str]]:
     """(what can be done here, the reason by the kind of what cannot)."""
-    reasons = {fault.kind: fault.refused() or (refused_mounts if fault.place.own_mounts else "") for fault in faults}
+    reasons = {
+        fault.kind: fault.refused() or (refused_mounts if fault.place.own_mounts else "")
+        for fault in faults
+    }
     reasons = {kind: reason for kind, reason in reasons.items() if reason}
     return [fault for fault in faults if fault.kind not in reasons], reasons
 
 
 def _short(seconds: float | None) -> str:
-    return "    –" if seconds is None else f"{seconds:5.1f}"
+    if seconds is None:
+        return "    –"
+    return f"{seconds:5.1f}"
 
 
 def _tail(path: Path) -> str:

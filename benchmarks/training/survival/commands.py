@@ -24,7 +24,9 @@ from ebbflow.training.errors import TrainingError
 
 
 def main(arguments: list[str]) -> int:
-    """0, 1 when weights differ or something waited beyond its limit, or the exit code of what ended the bench."""
+    """0, 1 when weights differ or something waited beyond its limit, or the exit code of what ended
+    the bench.
+    """
     given = _parse(arguments)
     try:
         return _bench(given)
@@ -35,18 +37,38 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="ebbflow bench survival", description="Inject faults into small gangs and judge what is said."
+        prog="ebbflow bench survival",
+        description="Inject faults into small gangs and judge what is said.",
     )
     parser.add_argument("--injections", type=int, default=60, help="how many in all (default 60)")
-    parser.add_argument("--kinds", default=",".join(FAULTS), metavar="LIST", help=f"of {', '.join(FAULTS)}")
-    parser.add_argument("--floor", type=float, default=3.0, help="survival.hang_floor_seconds (default 3)")
-    parser.add_argument("--step-seconds", type=float, default=0.05, help="the least that a step takes (default 0.05)")
-    parser.add_argument("--per-job", type=int, default=10, help="injections into one job (default 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order and the targets (default 0)")
-    parser.add_argument("--torchrun", action="store_true", help="bare torchrun under the same faults as well")
-    parser.add_argument("--torchrun-cap", type=float, default=120.0, help="seconds for each case (default 120)")
+    parser.add_argument(
+        "--kinds", default=",".join(FAULTS), metavar="LIST", help=f"of {', '.join(FAULTS)}"
+    )
+    parser.add_argument(
+        "--floor", type=float, default=3.0, help="survival.hang_floor_seconds (default 3)"
+    )
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=0.05,
+        help="the least that a step takes (default 0.05)",
+    )
+    parser.add_argument(
+        "--per-job", type=int, default=10, help="injections into one job (default 10)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order and the targets (default 0)"
+    )
+    parser.add_argument(
+        "--torchrun", action="store_true", help="bare torchrun under the same faults as well"
+    )
+    parser.add_argument(
+        "--torchrun-cap", type=float, default=120.0, help="seconds for each case (default 120)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--folder", type=Path, help="where stores are made (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where stores are made (default: the temporary folder)"
+    )
     given = parser.parse_args(arguments)
     given.kinds = [kind for kind in given.kinds.split(",") if kind]
     if unknown := [kind for kind in given.kinds if kind not in FAULTS]:
@@ -60,7 +82,12 @@ def _bench(given: argparse.Namespace) -> int:
     faults, skipped = available([FAULTS[kind] for kind in given.kinds], own_mounts())
     for kind, reason in skipped.items():
         print(f"{kind}: skipped, because {reason}", flush=True)
-    figures |= {"skipped": skipped, "floor_seconds": given.floor, "seed": given.seed, "planned": given.injections}
+    figures |= {
+        "skipped": skipped,
+        "floor_seconds": given.floor,
+        "seed": given.seed,
+        "planned": given.injections,
+    }
     plan = _plan(faults, given.injections, random.Random(given.seed))
     with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as name:
         campaign = _campaign(given, Path(name), figures)
@@ -80,10 +107,14 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _campaign(given: argparse.Namespace, folder: Path, figures: dict[str, Any]) -> Campaign:
-    """What was found stands in --json after each job: hours of injections are not lost with the last one."""
+    """What was found stands in --json after each job: hours of injections are not lost with the
+    last one.
+    """
     per_job = min(given.per_job, given.injections)
     return Campaign(
-        config=survival_config(folder, injections=per_job, floor_seconds=given.floor, step_seconds=given.step_seconds),
+        config=survival_config(
+            folder, injections=per_job, floor_seconds=given.floor, step_seconds=given.step_seconds
+        ),
         folder=folder,
         per_job=per_job,
         tell=lambda line: print(line, flush=True),
@@ -92,7 +123,10 @@ def _campaign(given: argparse.Namespace, folder: Path, figures: dict[str, Any]) 
 
 
 def _so_far(campaign: Campaign) -> dict[str, Any]:
-    return survival_figures(campaign.findings) | {"jobs": campaign.jobs, "different_weights": list(campaign.wrong)}
+    return survival_figures(campaign.findings) | {
+        "jobs": campaign.jobs,
+        "different_weights": list(campaign.wrong),
+    }
 
 
 def _write(given: argparse.Namespace, figures: dict[str, Any]) -> None:
@@ -104,7 +138,10 @@ def _write(given: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 def _plan(faults: list[Fault], injections: int, chance: random.Random) -> Planned:
     """Every kind as often as every other, in random order, on random targets."""
-    kinds = [faults[i % len(faults)] for i in range(injections)] if faults else []
+    if faults:
+        kinds = [faults[i % len(faults)] for i in range(injections)]
+    else:
+        kinds = []
     chance.shuffle(kinds)
     plan = []
     for number, fault in enumerate(kinds):

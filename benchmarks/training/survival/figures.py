@@ -11,7 +11,9 @@ from benchmarks.training.survival.judge import Finding
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median, p95 (the smallest value that 95 % do not exceed) and worst; None where there is no value."""
+    """Median, p95 (the smallest value that 95 % do not exceed) and worst; None where there is no
+    value.
+    """
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
@@ -21,7 +23,9 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 def share(values: Iterable[bool | None]) -> dict[str, int] | None:
     known = [value for value in values if value is not None]
-    return {"right": sum(known), "of": len(known)} if known else None
+    if known:
+        return {"right": sum(known), "of": len(known)}
+    return None
 
 
 def survival_figures(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -40,7 +44,9 @@ def survival_figures(findings: Sequence[Finding]) -> dict[str, Any]:
 def _summary(findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "injections": len(findings),
-        "verdict_seconds": spread(finding.verdict_seconds for finding in findings if finding.guilty is not None),
+        "verdict_seconds": spread(
+            finding.verdict_seconds for finding in findings if finding.guilty is not None
+        ),
         "back_seconds": spread(finding.back_seconds for finding in findings),
         "caught_up_seconds": spread(finding.caught_up_seconds for finding in findings),
         "guilty": share(finding.guilty for finding in findings),
@@ -54,8 +60,22 @@ def _summary(findings: Sequence[Finding]) -> dict[str, Any]:
 
 def survival_text(figures: dict[str, Any]) -> str:
     """The table, at most 100 columns wide."""
-    head = ("kind", "n", "verdict s", "p95", "worst", "guilty", "place", "reason", "back s", "worst", "false")
-    rows = [_row(kind, found) for kind, found in figures["kinds"].items()] + [_row("all", figures["all"])]
+    head = (
+        "kind",
+        "n",
+        "verdict s",
+        "p95",
+        "worst",
+        "guilty",
+        "place",
+        "reason",
+        "back s",
+        "worst",
+        "false",
+    )
+    rows = [_row(kind, found) for kind, found in figures["kinds"].items()] + [
+        _row("all", figures["all"])
+    ]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     rule = tuple("-" * width for width in widths)
     return "\n".join(_line(row, widths) for row in (head, rule, *rows))
@@ -67,7 +87,8 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _row(kind: str, found: dict[str, Any]) -> tuple[str, ...]:
-    verdict, back = found["verdict_seconds"], found["back_seconds"]
+    verdict = found["verdict_seconds"]
+    back = found["back_seconds"]
     return (
         kind,
         str(found["injections"]),
@@ -79,8 +100,12 @@ def _row(kind: str, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _seconds(found: dict[str, float] | None, key: str) -> str:
-    return "" if found is None else f"{found[key]:.1f}"
+    if found is None:
+        return ""
+    return f"{found[key]:.1f}"
 
 
 def _right(found: dict[str, int] | None) -> str:
-    return "" if found is None else f"{found['right']}/{found['of']}"
+    if found is None:
+        return ""
+    return f"{found['right']}/{found['of']}"

@@ -1,4 +1,6 @@
-"""The job that is tormented: two nodes of one rank, a tiny model, small steps, a commit every half second or so."""
+"""The job that is tormented: two nodes of one rank, a tiny model, small steps, a commit every half
+second or so.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _SPARE_STEPS = 60
 _COMMIT_STEPS = 10
 
 
-def survival_config(folder: Path, *, injections: int, floor_seconds: float, step_seconds: float) -> RunConfig:
+def survival_config(
+    folder: Path, *, injections: int, floor_seconds: float, step_seconds: float
+) -> RunConfig:
     """injections: that its steps are to outlast. step_seconds: the least that a step takes."""
     return RunConfig(
         store=str(folder / "store"),
@@ -36,7 +40,12 @@ def survival_config(folder: Path, *, injections: int, floor_seconds: float, step
             "scheduler": {"type": "constant", "warmup_steps": 0},
         },
         data={"held_out_samples": 8},
-        cluster={"nodes": 2, "processes_per_node": 1, "start_deadline_seconds": 60.0, "step_deadline_seconds": 60.0},
+        cluster={
+            "nodes": 2,
+            "processes_per_node": 1,
+            "start_deadline_seconds": 60.0,
+            "step_deadline_seconds": 60.0,
+        },
         checkpoint={"interval_steps": _COMMIT_STEPS},
         survival={"hang_floor_seconds": floor_seconds},
     )
@@ -49,7 +58,8 @@ def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
     options = {**config.workload_options, "orders": str(folder / job / "orders")}
     return GangSpec(
         job=job,
-        run=f"{job}-{os.getpid()}",  # ports follow from it: two benches on one machine must not share them
+        # ports follow from it: two benches on one machine must not share them
+        run=f"{job}-{os.getpid()}",
         attempt=0,
         node=0,
         nodes=2,

@@ -1,4 +1,6 @@
-"""What the events of a tormented job say of each injection: noticed when, who was blamed, back when."""
+"""What the events of a tormented job say of each injection: noticed when, who was blamed, back
+when.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ _NODE = re.compile(r"\bnode (\d+)\b")
 class Finding:
     """One injection. Seconds are counted from the moment of the fault, None where it never came.
 
-    verdict_seconds: until the culprit was named. back_seconds: until the next generation's first step was done;
-    caught_up_seconds: until a step was done that had not been done before. guilty, place, reason: whether rightly
-    named; None where there is nothing to be named. false_kill: the gang was ended for a fault that it ought to bear.
+    verdict_seconds: until the culprit was named. back_seconds: until the next generation's first
+        step was done;
+    caught_up_seconds: until a step was done that had not been done before. guilty, place, reason:
+    whether rightly named; None where there is nothing to be named. false_kill: the gang was ended
+    for a fault that it ought to bear.
     """
 
     kind: str
@@ -52,17 +56,42 @@ def judge(trial: Trial, events: Sequence[Event]) -> list[Finding]:
 
 
 def _find(injection: Injection, since: list[Event], events: list[Event]) -> Finding:
-    fault, aim, began = injection.fault, injection.aim, injection.strike.t_mono
+    fault = injection.fault
+    aim = injection.aim
+    began = injection.strike.t_mono
     verdict = _verdict(injection, since)
-    taken = max((event.step or 0 for event in events if event.name == STEP and event.t_mono < began), default=0)
-    old = max((event.generation for event in events if event.name == STEP and event.t_mono < began), default=0)
+    taken = max(
+        (event.step or 0 for event in events if event.name == STEP and event.t_mono < began),
+        default=0,
+    )
+    old = max(
+        (event.generation for event in events if event.name == STEP and event.t_mono < began),
+        default=0,
+    )
     steps = [event for event in since if event.name == STEP and event.generation > old]
-    back = steps[0].t_mono - began if steps and old else None
-    caught_up = next((event.t_mono - began for event in steps if (event.step or 0) > taken), None) if old else None
+    if steps and old:
+        back = steps[0].t_mono - began
+    else:
+        back = None
+    if old:
+        caught_up = next(
+            (event.t_mono - began for event in steps if (event.step or 0) > taken), None
+        )
+    else:
+        caught_up = None
     expected = fault.symptom in (Symptom.VERDICT, Symptom.OUTCOME)
-    seconds = verdict.t_mono - began if verdict else None
-    said = _said(verdict) if verdict else ""
-    named = str(verdict.data.get("where") or "") if verdict else ""
+    if verdict:
+        seconds = verdict.t_mono - began
+    else:
+        seconds = None
+    if verdict:
+        said = _said(verdict)
+    else:
+        said = ""
+    if verdict:
+        named = str(verdict.data.get("where") or "")
+    else:
+        named = ""
     where = f"{named} {said}"
     wants_place = expected and fault.where is not None
     return Finding(
@@ -90,7 +119,11 @@ def _verdict(injection: Injection, since: list[Event]) -> Event | None:
 
 def _is_reason(injection: Injection, verdict: Event | None, since: list[Event]) -> bool:
     fault = injection.fault
-    return verdict is not None and _reason(verdict, since) in fault.reasons and fault.says in _said(verdict)
+    return (
+        verdict is not None
+        and _reason(verdict, since) in fault.reasons
+        and fault.says in _said(verdict)
+    )
 
 
 def _said(verdict: Event) -> str:
@@ -102,15 +135,23 @@ def _reason(verdict: Event, since: list[Event]) -> str:
         return str(verdict.data.get("outcome"))
     if "reason" in verdict.data:
         return str(verdict.data["reason"])
-    ended = (event for event in since if event.name == GENERATION_ENDED and event.generation == verdict.generation)
+    ended = (
+        event
+        for event in since
+        if event.name == GENERATION_ENDED and event.generation == verdict.generation
+    )
     return str(next((event.data.get("reason") for event in ended), ""))
 
 
 def _is_guilty(injection: Injection, verdict: Event | None) -> bool:
-    """Whether the rank (or node) that was struck is the first that is named; a launch fault names it as missing."""
+    """Whether the rank (or node) that was struck is the first that is named; a launch fault names
+    it as missing.
+    """
     if verdict is None:
         return False
-    fault, aim, said = injection.fault, injection.aim, _said(verdict)
+    fault = injection.fault
+    aim = injection.aim
+    said = _said(verdict)
     if fault.means is Means.LAUNCH:
         return f"missing: node {aim.node}" in said
     if fault.node_is_guilty:

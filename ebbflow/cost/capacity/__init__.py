@@ -1,6 +1,8 @@
-"""Choice of the queue and machines for each attempt of a job on AWS Batch, from current prices and earlier attempts.
+"""Choice of the queue and machines for each attempt of a job on AWS Batch, from current prices and
+earlier attempts.
 
-`choose_placement` returns a `Placement`; `read_attempts` reads from a job's events how earlier attempts ended.
+`choose_placement` returns a `Placement`; `read_attempts` reads from a job's events how earlier
+attempts ended.
 """
 
 from ebbflow.cost.capacity.decision import choose_placement

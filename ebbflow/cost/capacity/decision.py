@@ -1,22 +1,25 @@
 """Choose the queue and the machines of a job's next attempt on AWS Batch: `choose_placement`.
 
-The rule has no parameters: use Spot as long as a start on Spot is safe, then use on-demand until the job ends. A start
-on Spot is safe if the job can still finish on demand within deadline and budget after a failure of Spot
-(`cost.plan.guarantee`).
+The rule has no parameters: use Spot as long as a start on Spot is safe, then use on-demand until
+the job ends. A start on Spot is safe if the job can still finish on demand within deadline and
+budget after a failure of Spot (`cost.plan.guarantee`).
 
-AWS Batch starts a job in state RUNNABLE as soon as there is capacity, and waiting is free. An attempt therefore waits
-in the queue of a Spot pool for as long as that is safe, at most `batch.runnable_minutes`. If it has not started by
-then, the next attempt uses the cheapest Spot pool that is not known to lack capacity. If all Spot pools lack capacity,
-it uses the pool whose refusal is the oldest.
+AWS Batch starts a job in state RUNNABLE as soon as there is capacity, and waiting is free. An
+attempt therefore waits in the queue of a Spot pool for as long as that is safe, at most
+`batch.runnable_minutes`. If it has not started by then, the next attempt uses the cheapest Spot
+pool that is not known to lack capacity. If all Spot pools lack capacity, it uses the pool whose
+refusal is the oldest.
 
-The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs nothing until then.
+The job changes to on-demand at the last safe moment, not earlier, because waiting for Spot costs
+nothing until then.
 
-A capacity reservation or Capacity Block is preferred to both markets if the rest of the job costs no more in it and
-waiting for its start is safe. AWS does not take its machines away before it ends, so it needs no fallback. Without
-on-demand queues, a reservation is the last resort.
+A capacity reservation or Capacity Block is preferred to both markets if the rest of the job costs
+no more in it and waiting for its start is safe. AWS does not take its machines away before it ends,
+so it needs no fallback. Without on-demand queues, a reservation is the last resort.
 
-The current time is the caller's clock, or the latest time that AWS Batch reported for an earlier attempt if that is
-later. Otherwise a clock that was set back would make the deadline look farther away.
+The current time is the caller's clock, or the latest time that AWS Batch reported for an earlier
+attempt if that is later. Otherwise a clock that was set back would make the deadline look farther
+away.
 """
 
 from __future__ import annotations
@@ -53,13 +56,17 @@ if TYPE_CHECKING:
 
 
 HOUR = 3600.0
-# A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start safe.
+# A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start
+# safe.
 _DEARER = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """The chosen pool and the limits of the attempt. `wait_hours` None means the limit `batch.runnable_minutes`."""
+    """The chosen pool and the limits of the attempt.
+
+    `wait_hours` None means the limit `batch.runnable_minutes`.
+    """
 
     offer: placement.QueueOffer
     reason: str
@@ -88,26 +95,35 @@ def choose_placement(
         catalogue: None means the shipped tables.
         held: The account's reservations in their current state. None means as configured.
 
-    Raises:
-        PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run any of its pools.
+    Raises: PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run
+        any of its pools.
     """
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     now = history.latest_utc(now_utc)
-    kinds = load_catalogue() if catalogue is None else catalogue
+    if catalogue is None:
+        kinds = load_catalogue()
+    else:
+        kinds = catalogue
     region = config.batch.region
     found = placement.find_offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
         why = placement.explain_no_offer(plan.ranked, queues, region=region, catalogue=kinds)
         raise PlacementError(
             Outcome.NO_CAPACITY,
-            f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: {why}; fix: "
-            "batch.queues, or cluster.instance_types, cluster.nodes and cluster.market",
+            f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: "
+            f"{why}; fix: batch.queues, or cluster.instance_types, cluster.nodes and "
+            "cluster.market",
         )
     choice = _after_a_bug(found, history)
     if choice is None:
-        known = tuple(map(Reservation.of, config.cost.reservations)) if held is None else held
-        choice = _with_move(config, plan, _apply_rule(config, plan, found, history, now), known, queues, now)
+        if held is None:
+            known = tuple(map(Reservation.of, config.cost.reservations))
+        else:
+            known = held
+        choice = _with_move(
+            config, plan, _apply_rule(config, plan, found, history, now), known, queues, now
+        )
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now)
     return _placement(config, choice, kind, wall, now)
@@ -120,26 +136,43 @@ def _apply_rule(
     history: placement.AttemptHistory,
     now_utc: float,
 ) -> _Choice:
-    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`; else make that choice."""
+    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`; else make
+    that choice.
+    """
     choice = _spot_or_on_demand(config, plan, found, history, now_utc)
-    last = next((one for one in found if not one.is_spot and one.candidate.reservation is None), None)
-    refused = _refused_lately(history) if last else _refused_last(history)
-    for one in found:
-        if one.candidate.reservation is None or one.id in refused:
+    last = next(
+        (offer for offer in found if not offer.is_spot and offer.candidate.reservation is None),
+        None,
+    )
+    if last:
+        refused = _refused_lately(history)
+    else:
+        refused = _refused_last(history)
+    for offer in found:
+        if offer.candidate.reservation is None or offer.id in refused:
             continue
-        begins = one.candidate.case.wait_hours
+        begins = offer.candidate.case.wait_hours
         wait = begins + delay_hours(config)
         if plan.deadline_hours is not None:
             left = plan.deadline_hours - (now_utc - plan.started_utc) / HOUR
             # After a wait in vain, another attempt must be placed, on demand if possible.
-            needed = finish_hours(config, last.candidate) if last else finish_hours(config, one.candidate) - wait
+            if last:
+                needed = finish_hours(config, last.candidate)
+            else:
+                needed = finish_hours(config, offer.candidate) - wait
             wait = min(wait, left - needed - DECIDE_HOURS)
         # A start at the end of the wait must leave time to finish before the reservation's end.
-        busy = finish_hours(config, one.candidate) - begins - delay_hours(config)
-        wait = min(wait, hours_until_end(one.candidate, now_utc) - busy)
-        if one.candidate.expected_usd <= choice.offer.candidate.expected_usd and wait >= begins + DECIDE_HOURS:
-            reason = f"{_last_end(history)}reservation {one.candidate.reservation}, where the rest costs no more"
-            return _Choice(offer=one, reason=reason, rule=RULE, wait_hours=wait)
+        busy = finish_hours(config, offer.candidate) - begins - delay_hours(config)
+        wait = min(wait, hours_until_end(offer.candidate, now_utc) - busy)
+        if (
+            offer.candidate.expected_usd <= choice.offer.candidate.expected_usd
+            and wait >= begins + DECIDE_HOURS
+        ):
+            reason = (
+                f"{_last_end(history)}reservation {offer.candidate.reservation}, where the rest "
+                "costs no more"
+            )
+            return _Choice(offer=offer, reason=reason, rule=RULE, wait_hours=wait)
     return choice
 
 
@@ -151,19 +184,31 @@ def _with_move(
     queues: Mapping[str, QueueState],
     now_utc: float,
 ) -> _Choice:
-    """Let an attempt on Spot leave when a reservation of the same machines begins, if the rest costs less there."""
-    spot, queued = choice.offer.candidate, {one.reservation for one in queues.values() if one.usable}
-    best, most = None, 0.0
+    """Let an attempt on Spot leave when a reservation of the same machines begins, if the rest
+    costs less there.
+    """
+    spot = choice.offer.candidate
+    queued = {queue_state.reservation for queue_state in queues.values() if queue_state.usable}
+    best = None
+    most = 0.0
     for one in held if choice.offer.is_spot and config.cluster.market == "auto" else ():
         same = (one.instance_type, one.region) == (spot.instance_type, spot.region)
         if same and one.id in queued and not one.why_unusable(spot.nodes, now_utc):
             saved = usd_saved_by_moving(config, spot, one, now_utc)
-            best, most = (one, saved) if saved > most else (best, most)
+            if saved > most:
+                best, most = (one, saved)
+            else:
+                best, most = (best, most)
     if best is None:
         return choice
-    kept = choice.fallback or replace(make_fallback(config, spot, spot, steps=plan.steps), guards=False)
+    kept = choice.fallback or replace(
+        make_fallback(config, spot, spot, steps=plan.steps), guards=False
+    )
     kept = replace(kept, move_utc=best.start_utc, move_to=best.id, move_end_utc=best.end_utc)
-    reason = f"{choice.reason}; moves to reservation {best.id} at its begin, which saves about ${most:.2f}"
+    reason = (
+        f"{choice.reason}; moves to reservation {best.id} at its begin, which saves about "
+        f"${most:.2f}"
+    )
     return replace(choice, reason=reason, fallback=kept)
 
 
@@ -174,20 +219,30 @@ def _spot_or_on_demand(
     history: placement.AttemptHistory,
     now_utc: float,
 ) -> _Choice:
-    """Choose Spot if on-demand capacity could still finish the job in time and budget afterwards, else on-demand.
+    """Choose Spot if on-demand capacity could still finish the job in time and budget afterwards,
+    else on-demand.
 
-    If there is no on-demand pool or no deadline, always choose Spot, provided that there is a Spot pool.
+    If there is no on-demand pool or no deadline, always choose Spot, provided that there is a Spot
+    pool.
     """
-    spots, last_end = [one for one in found if one.is_spot], _last_end(history)
+    spots = [one for one in found if one.is_spot]
+    last_end = _last_end(history)
     on_demand = _fallback_offers(found, history)
     if spots and (not on_demand or plan.deadline_hours is None):
-        why = (
-            "no on-demand pool within queues, deadline and budget: Spot only" if not on_demand else "no deadline: Spot"
-        )
+        if not on_demand:
+            why = "no on-demand pool within queues, deadline and budget: Spot only"
+        else:
+            why = "no deadline: Spot"
         return _Choice(offer=_in_order(spots, history)[0], reason=last_end + why, rule=RULE)
-    deadline = math.inf if plan.deadline_hours is None else plan.deadline_hours
+    if plan.deadline_hours is None:
+        deadline = math.inf
+    else:
+        deadline = plan.deadline_hours
     hours_left = deadline - (now_utc - plan.started_utc) / HOUR
-    usd_left = math.inf if plan.budget_usd is None else plan.budget_usd - plan.spent_usd
+    if plan.budget_usd is None:
+        usd_left = math.inf
+    else:
+        usd_left = plan.budget_usd - plan.spent_usd
 
     def spare(spot: placement.QueueOffer, last: placement.QueueOffer) -> tuple[float, float]:
         pair = spot.candidate, last.candidate
@@ -200,35 +255,59 @@ def _spot_or_on_demand(
 
     limit = _DEARER * on_demand[0].candidate.expected_usd
     bearable = [one for one in on_demand if one.candidate.expected_usd <= limit]
-    last = next((one for one in bearable if any(is_safe(spot, one) for spot in spots)), on_demand[0])
+    last = next(
+        (one for one in bearable if any(is_safe(spot, one) for spot in spots)), on_demand[0]
+    )
     safe = [spot for spot in spots if is_safe(spot, last)]
     if not safe:
-        return _Choice(offer=last, reason=last_end + _why_no_spot([spare(spot, last) for spot in spots]), rule=RULE)
+        return _Choice(
+            offer=last,
+            reason=last_end + _why_no_spot([spare(spot, last) for spot in spots]),
+            rule=RULE,
+        )
     offer = _in_order(safe, history)[0]
-    hours, waits = spare(offer, last)[0], last.candidate.case.wait_hours
-    begin_utc = now_utc + waits * HOUR if waits else 0.0
+    hours = spare(offer, last)[0]
+    waits = last.candidate.case.wait_hours
+    if waits:
+        begin_utc = now_utc + waits * HOUR
+    else:
+        begin_utc = 0.0
     return _Choice(
         offer=offer,
         reason=f"{last_end}Spot while a start is safe ({hours:.2f} h more than the reserve)",
         rule=RULE,
         wait_hours=min(delay_hours(config), hours),
         start_within_hours=hours + start_hours(offer.candidate),
-        fallback=make_fallback(config, offer.candidate, last.candidate, steps=plan.steps, begin_utc=begin_utc),
+        fallback=make_fallback(
+            config, offer.candidate, last.candidate, steps=plan.steps, begin_utc=begin_utc
+        ),
     )
 
 
 RULE = "spot_first"
 
 
-def _in_order(spots: Sequence[placement.QueueOffer], history: placement.AttemptHistory) -> list[placement.QueueOffer]:
+def _in_order(
+    spots: Sequence[placement.QueueOffer], history: placement.AttemptHistory
+) -> list[placement.QueueOffer]:
     """Sort Spot offers. Pools that are not known to lack capacity come first, in the plan's order.
 
-    The other pools follow: those whose last attempt got no capacity or was reclaimed, the oldest attempt first.
+    The other pools follow: those whose last attempt got no capacity or was reclaimed, the oldest
+    attempt first.
     """
 
     def gone(offer: placement.QueueOffer) -> float:
-        last = next((one for one in reversed(history.attempts) if one.placement.pool == offer.id), None)
-        return last.ended_utc if last is not None and (last.refused or last.cause == placement.RECLAIMED) else -math.inf
+        last = next(
+            (
+                attempt
+                for attempt in reversed(history.attempts)
+                if attempt.placement.pool == offer.id
+            ),
+            None,
+        )
+        if last is not None and (last.refused or last.cause == placement.RECLAIMED):
+            return last.ended_utc
+        return -math.inf
 
     return sorted(spots, key=gone)
 
@@ -236,16 +315,21 @@ def _in_order(spots: Sequence[placement.QueueOffer], history: placement.AttemptH
 def _fallback_offers(
     found: Sequence[placement.QueueOffer], history: placement.AttemptHistory
 ) -> list[placement.QueueOffer]:
-    """Return the on-demand offers in the plan's order, without pools that lacked capacity in the latest attempts.
+    """Return the on-demand offers in the plan's order, without pools that lacked capacity in the
+    latest attempts.
 
-    If every on-demand pool lacked capacity, return all on-demand offers. Reservations are returned only if there are no
-    other on-demand offers, and not the one that was full at the last attempt if there is Spot to try instead.
+    If every on-demand pool lacked capacity, return all on-demand offers. Reservations are returned
+    only if there are no other on-demand offers, and not the one that was full at the last attempt
+    if there is Spot to try instead.
     """
-    refused, all_of_them = _refused_lately(history), [offer for offer in found if not offer.is_spot]
+    refused = _refused_lately(history)
+    all_of_them = [offer for offer in found if not offer.is_spot]
     if plain := [offer for offer in all_of_them if offer.candidate.reservation is None]:
         return [offer for offer in plain if offer.id not in refused] or plain
     full = _refused_last(history)
-    return [one for one in all_of_them if one.id not in full] or ([] if len(all_of_them) < len(found) else all_of_them)
+    return [one for one in all_of_them if one.id not in full] or (
+        [] if len(all_of_them) < len(found) else all_of_them
+    )
 
 
 def _refused_lately(history: placement.AttemptHistory) -> set[str]:
@@ -255,7 +339,9 @@ def _refused_lately(history: placement.AttemptHistory) -> set[str]:
 
 
 def _refused_last(history: placement.AttemptHistory) -> set[str]:
-    return {history.last.placement.pool} if history.last is not None and history.last.refused else set()
+    if history.last is not None and history.last.refused:
+        return {history.last.placement.pool}
+    return set()
 
 
 def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
@@ -264,7 +350,10 @@ def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
     hours, usd = max(spares)
     if hours >= DECIDE_HOURS:
         return f"on-demand: a start of Spot needs ${-usd:.4f} more than the budget has left"
-    return f"on-demand at the last safe moment: a start of Spot needs {DECIDE_HOURS - hours:.2f} h more slack"
+    return (
+        f"on-demand at the last safe moment: a start of Spot needs {DECIDE_HOURS - hours:.2f} h "
+        "more slack"
+    )
 
 
 _FORECAST = ("usd_per_hour", "quoted_usd_per_hour", "price_kind", "expected_hours", "expected_usd")
@@ -274,7 +363,10 @@ def _placement(
     config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float
 ) -> placement.Placement:
     one = choice.offer.candidate
-    wait = one.case.wait_hours + delay_hours(config) if choice.wait_hours is None else choice.wait_hours
+    if choice.wait_hours is None:
+        wait = one.case.wait_hours + delay_hours(config)
+    else:
+        wait = choice.wait_hours
     start_by = now_utc + choice.start_within_hours * HOUR
     return placement.Placement(
         **{name: getattr(one, name) for name in (*Pool.__dataclass_fields__, *_FORECAST)},
@@ -291,18 +383,24 @@ def _placement(
     )
 
 
-LEAST_WALL_SECONDS, _MOST_WALL_SECONDS = 60, 2**31 - 1  # the latter is the most that AWS Batch takes
-# Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's own limit.
-_WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
+# the latter is the most that AWS Batch takes
+LEAST_WALL_SECONDS = 60
+_MOST_WALL_SECONDS = 2**31 - 1
+# Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's
+# own limit.
+_WALL_TIMES = 4
+_WALL_AT_LEAST_SECONDS = 5 * 24 * 3600
 
 
 def wall_seconds(config: RunConfig, plan: Plan, offer: placement.QueueOffer, now_utc: float) -> int:
-    """Return the time limit of an attempt in seconds, given by budget, deadline and the end of a reservation.
+    """Return the time limit of an attempt in seconds, given by budget, deadline and the end of a
+    reservation.
 
-    If none of these is set, the limit is a multiple of the expected duration. The job itself normally stops before the
-    limit, because it keeps a reserve for its last checkpoint.
+    If none of these is set, the limit is a multiple of the expected duration. The job itself
+    normally stops before the limit, because it keeps a reserve for its last checkpoint.
     """
-    one, limits = offer.candidate, []
+    one = offer.candidate
+    limits = []
     if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
         limits.append((plan.budget_usd - plan.spent_usd) / one.gang_usd_per_hour * HOUR)
     if plan.deadline_hours is not None:
@@ -315,8 +413,11 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: placement.QueueOffer, now
     return max(LEAST_WALL_SECONDS, math.floor(min(*limits, _MOST_WALL_SECONDS)))
 
 
-def _after_a_bug(found: tuple[placement.QueueOffer, ...], history: placement.AttemptHistory) -> _Choice | None:
-    """If the user's code ended the last attempt, choose the same pool again, or a pool that costs no more.
+def _after_a_bug(
+    found: tuple[placement.QueueOffer, ...], history: placement.AttemptHistory
+) -> _Choice | None:
+    """If the user's code ended the last attempt, choose the same pool again, or a pool that costs
+    no more.
 
     Returns:
         None if the last attempt ended for another reason.
@@ -328,29 +429,34 @@ def _after_a_bug(found: tuple[placement.QueueOffer, ...], history: placement.Att
     if last is None or last.cause != placement.USER_CODE:
         return None
     before = last.placement
-    how = (
-        "was ended by the user's program" if last.started_utc is not None else "got no container: is its image missing?"
-    )
-    same = next((one for one in found if one.id == before.pool), None)
+    if last.started_utc is not None:
+        how = "was ended by the user's program"
+    else:
+        how = "got no container: is its image missing?"
+    same = next((offer for offer in found if offer.id == before.pool), None)
     if same is not None:
         reason = f"stays on {before}: the previous attempt {how}; other capacity would not help"
         return _Choice(offer=same, reason=reason)
     limit = before.gang_usd_per_hour
-    cheaper = [one for one in found if one.candidate.gang_usd_per_hour <= limit]
+    cheaper = [offer for offer in found if offer.candidate.gang_usd_per_hour <= limit]
     if not cheaper:
         raise PlacementError(
             Outcome.NO_CAPACITY,
-            f"the previous attempt, on {before}, {how}; this pool is no longer available, and all other pools "
-            f"cost more than its ${limit:.4f}/h: fix the failure first",
+            f"the previous attempt, on {before}, {how}; this pool is no longer available, and "
+            f"all other pools cost more than its ${limit:.4f}/h: fix the failure first",
         )
     reason = (
-        f"{before} is no longer available; {cheaper[0].id} costs no more, as required after a failure of the program"
+        f"{before} is no longer available; {cheaper[0].id} costs no more, as required after a "
+        "failure of the program"
     )
     return _Choice(offer=cheaper[0], reason=reason)
 
 
 def _last_end(history: placement.AttemptHistory) -> str:
-    """Describe how the last attempt ended. The result is placed before the reason for the next placement."""
+    """Describe how the last attempt ended.
+
+    The result is placed before the reason for the next placement.
+    """
     last = history.last
     if last is None:
         return ""

@@ -1,4 +1,6 @@
-"""Placements of a job's attempts on AWS Batch, the queues that can run each pool, and how earlier attempts ended."""
+"""Placements of a job's attempts on AWS Batch, the queues that can run each pool, and how earlier
+attempts ended.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
 from ebbflow.infra.batch.queues import accepts_type
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
+from ebbflow.infra.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    GENERATION_ENDED,
+    NODE_STARTED,
+    NOTICE,
+    PLACED,
+    Event,
+)
 from ebbflow.infra.notices import RECLAIMS
 
 if TYPE_CHECKING:
@@ -19,10 +29,13 @@ if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
 
 
-# Memory that a job cannot have: 2.5 % for kernel and platform (8,192 MiB register as 7,985), 32 MiB for the ECS agent,
-# and 5 % recommended for system processes. Source: AWS Batch user guide, "Compute resource memory management" and
-# "Reserve system memory", read 2026-11. Processors are not reserved.
-_KERNEL_SHARE, _RESERVED_SHARE, _AGENT_MIB = 0.025, 0.05, 32
+# Memory that a job cannot have: 2.5 % for kernel and platform (8,192 MiB register as 7,985), 32 MiB
+# for the ECS agent, and 5 % recommended for system processes. Source: AWS Batch user guide,
+# "Compute resource memory management" and "Reserve system memory", read 2026-11. Processors are not
+# reserved.
+_KERNEL_SHARE = 0.025
+_RESERVED_SHARE = 0.05
+_AGENT_MIB = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,30 +54,35 @@ class Placement:
     cpu: int
     gpu: int
     memory_mib: int
-    # time limit after which AWS Batch ends the attempt: the paid seconds that budget and deadline allow, but at least
-    # 60
+    # time limit after which AWS Batch ends the attempt: the paid seconds that budget and deadline
+    # allow, but at least 60
     wall_seconds: int
-    runnable_seconds: int  # longest wait for capacity. After it, the next attempt gets a new placement.
+    runnable_seconds: (
+        int  # longest wait for capacity. After it, the next attempt gets a new placement.
+    )
     usd_per_hour: float  # the plan's price of one node per hour
     quoted_usd_per_hour: str  # the same price as exact decimal text, from which bills are computed
     price_kind: str
-    # expected_hours, expected_usd: the plan's forecast for the rest of the job if it stays in this pool
+    # expected_hours, expected_usd: the plan's forecast for the rest of the job if it stays in this
+    # pool
     expected_hours: float
     expected_usd: float
     reason: str  # reason for this choice, as one line of text
     policy: str = ""  # name of the rule that chose the pool; "" after a failure of the user's code
-    # Unix time by which the attempt must start. A later start would leave too little time to finish on demand if the
-    # attempt fails. None means no limit.
+    # Unix time by which the attempt must start. A later start would leave too little time to finish
+    # on demand if the attempt fails. None means no limit.
     start_by_utc: float | None = None
     # id of the capacity reservation or Capacity Block that runs the attempt; None for other pools
     reservation: str | None = None
-    # time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to which it moves
-    # (`ebbflow.infra.terms.Fallback` as JSON). None if there is neither.
+    # time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to
+    # which it moves (`ebbflow.infra.terms.Fallback` as JSON). None if there is neither.
     fallback: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def pool(self) -> str:
-        """Id that `AttemptHistory` uses for the combination of queue, instance type and number of nodes."""
+        """Id that `AttemptHistory` uses for the combination of queue, instance type and number of
+        nodes.
+        """
         return pool_id(self.queue, self.instance_type, self.nodes)
 
     @property
@@ -80,7 +98,10 @@ class Placement:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Placement:
-        """Build a placement from the result of `to_json`. Ignores unknown keys. Raises TypeError for a missing key."""
+        """Build a placement from the result of `to_json`.
+
+        Ignores unknown keys. Raises TypeError for a missing key.
+        """
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
 
@@ -95,24 +116,32 @@ def memory_mib(kind: InstanceType) -> int:
 
 
 def with_placement(plan: Plan, placement: Placement) -> Plan:
-    """Return the plan with the placement's pool as the chosen pool, so that ledger and report use the pool's price.
+    """Return the plan with the placement's pool as the chosen pool, so that ledger and report use
+    the pool's price.
 
     Raises KeyError if the pool is not among the plan's ranked pools.
     """
     names = tuple(Pool.__dataclass_fields__)
     wanted = [getattr(placement, name) for name in names]
-    ours = next((one for one in plan.ranked if [getattr(one, name) for name in names] == wanted), None)
+    ours = next(
+        (one for one in plan.ranked if [getattr(one, name) for name in names] == wanted), None
+    )
     if ours is None:
         raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
     others = tuple(one for one in plan.ranked if one is not ours)
-    return replace(plan, ranked=(ours, *others), reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600)
+    return replace(
+        plan,
+        ranked=(ours, *others),
+        reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOffer:
     """A pool, and an AWS Batch queue that can run it.
 
-    AWS Batch chooses the zone. The offer therefore has the pool of the cheapest zone, which represents all zones.
+    AWS Batch chooses the zone. The offer therefore has the pool of the cheapest zone, which
+    represents all zones.
     """
 
     candidate: Candidate
@@ -134,18 +163,25 @@ def find_offers(
     region: str | None = None,
     catalogue: Catalogue | None = None,
 ) -> tuple[QueueOffer, ...]:
-    """Return one offer for each usable combination of queue, instance type and number of nodes, in the plan's order.
+    """Return one offer for each usable combination of queue, instance type and number of nodes, in
+    the plan's order.
 
     Args:
         region: Region assumed for queues without a region. A queue runs only pools of its region; if the region is
             unknown (None), the queue runs pools of any region.
     """
-    kinds = load_catalogue() if catalogue is None else catalogue
+    if catalogue is None:
+        kinds = load_catalogue()
+    else:
+        kinds = catalogue
     found: dict[str, QueueOffer] = {}
-    for one in ranked:
+    for candidate in ranked:
         for name, queue in queues.items():
-            if _is_there(one, queue.region or region) and why_unusable(queue, one, kinds) is None:
-                offer = QueueOffer(candidate=one, queue=name)
+            if (
+                _is_there(candidate, queue.region or region)
+                and why_unusable(queue, candidate, kinds) is None
+            ):
+                offer = QueueOffer(candidate=candidate, queue=name)
                 found.setdefault(offer.id, offer)
     return tuple(found.values())
 
@@ -163,27 +199,42 @@ def explain_no_offer(
 ) -> str:
     """Explain for each queue why it cannot run any pool of the plan.
 
-    Each explanation uses one pool as an example. This is the cheapest pool with the queue's market and instance types.
-    If the plan has no such pool, it is the cheapest pool with the queue's market, else the cheapest pool of the plan.
+    Each explanation uses one pool as an example. This is the cheapest pool with the queue's market
+    and instance types. If the plan has no such pool, it is the cheapest pool with the queue's
+    market, else the cheapest pool of the plan.
     """
     if not queues:
         return "the account has no queue that training may go to"
     where = {queue.region or region for queue in queues.values()}
-    here = [one for one in ranked if any(_is_there(one, place) for place in where)]
+    here = [
+        candidate for candidate in ranked if any(_is_there(candidate, place) for place in where)
+    ]
     if not here:
         places = ", ".join(sorted(map(str, where)))
-        return f"the plan has no pool in {places}, where the queues are; fix: name it in cost.regions"
-    kinds = load_catalogue() if catalogue is None else catalogue
+        return (
+            f"the plan has no pool in {places}, where the queues are; fix: name it in cost.regions"
+        )
+    if catalogue is None:
+        kinds = load_catalogue()
+    else:
+        kinds = catalogue
     lines = []
     for name, queue in queues.items():
         near = [one for one in here if one.market == queue.market] or here
-        wanted = next((one for one in near if accepts_type(queue.instance_types, one.instance_type)), near[0])
+        wanted = next(
+            (one for one in near if accepts_type(queue.instance_types, one.instance_type)), near[0]
+        )
         lines.append(f"{short_queue_name(name)}: {why_unusable(queue, wanted, kinds)}")
     return "; ".join(lines)
 
 
-RECLAIMED, USER_CODE, NEVER_STARTED = "reclaimed", "user_code", "never_started"
-NOT_MADE, TERMINATED, ENDED, UNKNOWN = "not_made", "terminated", "ended", "unknown"
+RECLAIMED = "reclaimed"
+USER_CODE = "user_code"
+NEVER_STARTED = "never_started"
+NOT_MADE = "not_made"
+TERMINATED = "terminated"
+ENDED = "ended"
+UNKNOWN = "unknown"
 _CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 
 
@@ -191,33 +242,42 @@ _CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 class PastAttempt:
     """An earlier attempt: its placement, and how it ended.
 
-    `created_utc`, `started_utc` and `stopped_utc` are Unix times from AWS Batch; None if not reached or unknown.
+    `created_utc`, `started_utc` and `stopped_utc` are Unix times from AWS Batch; None if not
+    reached or unknown.
     """
 
     placement: Placement
     placed_utc: float
     job_id: str = ""
-    # why the attempt ended according to AWS Batch, corrected by the agents' events. An attempt that ended after a
-    # reclaim notice counts as reclaimed. A failure is attributed to the user's code only if no agent reports another
-    # cause.
+    # why the attempt ended according to AWS Batch, corrected by the agents' events. An attempt that
+    # ended after a reclaim notice counts as reclaimed. A failure is attributed to the user's code
+    # only if no agent reports another cause.
     cause: str = UNKNOWN
     reason: str = ""  # AWS Batch's text about the end, or ""
     created_utc: float | None = None
     started_utc: float | None = None
     stopped_utc: float | None = None
     run: str = ""  # Metaflow run that placed the attempt
-    # newest generation (start of the ranks) that was recorded when the attempt was placed. Newer generations belong to
-    # this or to later attempts. Times cannot show this order, because clocks may differ by minutes.
+    # newest generation (start of the ranks) that was recorded when the attempt was placed. Newer
+    # generations belong to this or to later attempts. Times cannot show this order, because clocks
+    # may differ by minutes.
     after_generation: int = 0
 
     @property
     def refused(self) -> bool:
-        """Whether the attempt never started because its pool had no capacity within the allowed time."""
-        return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
+        """Whether the attempt never started because its pool had no capacity within the allowed
+        time.
+        """
+        return self.cause == NEVER_STARTED or (
+            self.cause == TERMINATED and self.started_utc is None
+        )
 
     @property
     def ended_utc(self) -> float:
-        """Unix time of the attempt's end. If the end is unknown, this is the latest known time of the attempt."""
+        """Unix time of the attempt's end.
+
+        If the end is unknown, this is the latest known time of the attempt.
+        """
         known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
         return max(moment for moment in known if moment is not None)
 
@@ -230,45 +290,75 @@ class AttemptHistory:
 
     @property
     def last(self) -> PastAttempt | None:
-        return self.attempts[-1] if self.attempts else None
+        if self.attempts:
+            return self.attempts[-1]
+        return None
 
     def latest_utc(self, now_utc: float) -> float:
-        """Return `now_utc`, or the latest Unix time that AWS Batch reported for an attempt if that is later."""
-        times = [one.stopped_utc or one.started_utc or one.created_utc for one in self.attempts]
+        """Return `now_utc`, or the latest Unix time that AWS Batch reported for an attempt if that
+        is later.
+        """
+        times = [
+            attempt.stopped_utc or attempt.started_utc or attempt.created_utc
+            for attempt in self.attempts
+        ]
         return max([now_utc, *(moment for moment in times if moment is not None)])
 
 
 def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
-    """Return the data of a `batch_attempt` event: AWS Batch's description of a job, and the job's machines and price.
+    """Return the data of a `batch_attempt` event: AWS Batch's description of a job, and the job's
+    machines and price.
 
     Args:
         placement: Placement of the job; None if unknown.
     """
-    names = ("instance_type", "market", "region", "zone", "processes_per_node", "usd_per_hour", "quoted_usd_per_hour")
-    return {**asdict(attempt), **{name: getattr(placement, name, None) for name in (*names, "price_kind")}}
+    names = (
+        "instance_type",
+        "market",
+        "region",
+        "zone",
+        "processes_per_node",
+        "usd_per_hour",
+        "quoted_usd_per_hour",
+    )
+    return {
+        **asdict(attempt),
+        **{name: getattr(placement, name, None) for name in (*names, "price_kind")},
+    }
 
 
 def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     """Read a job's attempts from its events, in any order.
 
-    The end of an attempt is read from the newest `batch_attempt` event of its AWS Batch job. If no event records which
-    job was submitted, it is the job of the first `batch_attempt` event before the next placement. Unreadable placements
-    are skipped.
+    The end of an attempt is read from the newest `batch_attempt` event of its AWS Batch job. If no
+    event records which job was submitted, it is the job of the first `batch_attempt` event before
+    the next placement. Unreadable placements are skipped.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     agents = _causes_from_agents(ordered)
-    newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
+    newest = {
+        str(event.data.get("job_id")): event.data
+        for event in ordered
+        if event.name == BATCH_ATTEMPT
+    }
     attempts: list[PastAttempt] = []
     jobs = _jobs_of_placements(ordered)
     reached = 0
     for event in ordered:
         if event.name != PLACED or (placement := _placement(event.data)) is None:
             continue
-        # A placement made without the job's events records no generation: use that of the placement before it.
+        # A placement made without the job's events records no generation: use that of the placement
+        # before it.
         reached = max(reached, int(event.data.get("after_generation") or 0))
-        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached)
+        attempt = PastAttempt(
+            placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached
+        )
         job_id = jobs.get(id(event), "")
-        attempts.append(_with_end(attempt, job_id, newest[job_id], agents.get(job_id)) if job_id in newest else attempt)
+        attempts.append(
+            _with_end(attempt, job_id, newest[job_id], agents.get(job_id))
+            if job_id in newest
+            else attempt
+        )
     return AttemptHistory(attempts=tuple(attempts))
 
 
@@ -288,8 +378,15 @@ def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
     open_one: Event | None = None
     for event in ordered:
         if event.name == PLACED:
-            open_one = None if id(event) in found else event
-        elif event.name == BATCH_ATTEMPT and open_one is not None and str(event.data.get("job_id")) not in taken:
+            if id(event) in found:
+                open_one = None
+            else:
+                open_one = event
+        elif (
+            event.name == BATCH_ATTEMPT
+            and open_one is not None
+            and str(event.data.get("job_id")) not in taken
+        ):
             found[id(open_one)] = str(event.data.get("job_id"))
             taken.add(found[id(open_one)])
             open_one = None
@@ -300,18 +397,28 @@ def _try(event: Event) -> tuple[Any, ...]:
     return event.run, event.attempt, event.data.get("step"), event.data.get("task")
 
 
-def _with_end(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
+def _with_end(
+    attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None
+) -> PastAttempt:
     cause = str(data.get("cause") or UNKNOWN)
-    if better is not None and cause in (_CORRECTABLE if better == RECLAIMED else (USER_CODE, UNKNOWN)):
+    if better is not None and cause in (
+        _CORRECTABLE if better == RECLAIMED else (USER_CODE, UNKNOWN)
+    ):
         cause = better
-    times = {name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")}
-    return replace(attempt, job_id=job_id, cause=cause, reason=str(data.get("reason") or ""), **times)
+    times = {
+        name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")
+    }
+    return replace(
+        attempt, job_id=job_id, cause=cause, reason=str(data.get("reason") or ""), **times
+    )
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return why AWS Batch jobs ended, as {job id: cause}, if only the agents' events show the cause.
+    """Return why AWS Batch jobs ended, as {job id: cause}, if only the agents' events show the
+    cause.
 
-    Such a cause is a reclaim notice, or an error of the user's code that ended the job's last generation.
+    Such a cause is a reclaim notice, or an error of the user's code that ended the job's last
+    generation.
     """
     jobs: dict[int, set[str]] = {}
     for event in events:
@@ -321,7 +428,11 @@ def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
     found: dict[str, str] = {}
     for event in events:
         if event.name == GENERATION_ENDED and "user_code" in event.data:
-            ended = [job_id for job_id in jobs.get(event.generation, ()) if newest[job_id] == event.generation]
+            ended = [
+                job_id
+                for job_id in jobs.get(event.generation, ())
+                if newest[job_id] == event.generation
+            ]
             found |= dict.fromkeys(ended, USER_CODE if event.data["user_code"] else UNKNOWN)
     for event in events:
         if event.name == NOTICE and event.data.get("action") in RECLAIMS:
@@ -337,4 +448,6 @@ def _placement(data: Mapping[str, Any]) -> Placement | None:
 
 
 def _moment(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None

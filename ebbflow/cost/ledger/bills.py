@@ -1,8 +1,8 @@
 """Compute the cost of each node: its price per hour, integrated over its paid time.
 
-Nodes of one gang may share an instance, such as pods that Kubernetes packs onto one machine. At each moment the price
-is then divided by the number of this job's nodes on the instance. The event log does not show other jobs on the same
-instance, so these do not reduce the job's share.
+Nodes of one gang may share an instance, such as pods that Kubernetes packs onto one machine. At
+each moment the price is then divided by the number of this job's nodes on the instance. The event
+log does not show other jobs on the same instance, so these do not reduce the job's share.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,11 +32,10 @@ SharerCounts = tuple[tuple[int, int], ...]
 class NodeBill:
     """Cost of one node of one generation.
 
-    Attributes:
-        sharers: Number of the job's nodes on the instance over time; empty if this node was always the only one.
-        extras: Paid time of the instance that this node's agent did not record (`cost.ledger.instances`).
-        usd: Exact dollars, including the extras.
-        job: The Batch job that the node was part of, if Batch reported it.
+    Attributes: sharers: Number of the job's nodes on the instance over time; empty if this node was
+        always the only one. extras: Paid time of the instance that this node's agent did not record
+        (`cost.ledger.instances`). usd: Exact dollars, including the extras. job: The Batch job that
+        the node was part of, if Batch reported it.
     """
 
     node: NodeTime
@@ -60,11 +59,15 @@ class NodeBill:
     def on_demand_curve(self) -> PriceCurve | None:
         """The node's share of the on-demand price of its instance; None if that price is unknown."""
         usd = self.price.on_demand_usd_per_hour
-        return None if usd is None else divide_price(PriceCurve(usd), self.sharers)
+        if usd is None:
+            return None
+        return divide_price(PriceCurve(usd), self.sharers)
 
     @property
     def rank_microseconds(self) -> int:
-        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
+        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(
+            self.node.ranks
+        )
 
     def extra_usd(self, extra: ExtraTime) -> Decimal:
         start = round(extra.start * MICRO)
@@ -73,7 +76,10 @@ class NodeBill:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreportedBill:
-    """Cost of a Batch job's node that recorded no event. All of the node's time counts as start-up."""
+    """Cost of a Batch job's node that recorded no event.
+
+    All of the node's time counts as start-up.
+    """
 
     job: BatchJob
     node: int
@@ -92,7 +98,10 @@ class UnreportedBill:
 
 @dataclass(frozen=True, kw_only=True)
 class Bills:
-    """Costs of a job: `nodes` for nodes with events, `unreported` for nodes of Batch jobs without events."""
+    """Costs of a job:
+
+    `nodes` for nodes with events, `unreported` for nodes of Batch jobs without events.
+    """
 
     nodes: tuple[NodeBill, ...]
     unreported: tuple[UnreportedBill, ...]
@@ -104,9 +113,11 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
     jobs = read_batch_jobs(events)
     reported = group_nodes_by_job(nodes, jobs)
     job_of = {id(node): jobs[job_id] for job_id, mine in reported.items() for node in mine}
-    # "Multi-node parallel job nodes are single-tenant", whatever instance id their metadata service reports:
-    # https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
-    sharers = count_sharers([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
+    # "Multi-node parallel job nodes are single-tenant", whatever instance id their metadata service
+    # reports: https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
+    sharers = count_sharers(
+        [node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1]
+    )
     pricing = Pricing.of(events)
     stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
     extras = [*find_batch_extras(reported, jobs, generations), *find_instance_extras(nodes, stays)]
@@ -118,7 +129,9 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
         if price.kind == SIMULATED:
             return NodeBill(node=node, price=price, sharers=(), extras=(), job=job)
         mine = tuple(extra for extra in extras if extra.node is node)
-        return NodeBill(node=node, price=price, sharers=sharers.get(id(node), ()), extras=mine, job=job)
+        return NodeBill(
+            node=node, price=price, sharers=sharers.get(id(node), ()), extras=mine, job=job
+        )
 
     return Bills(
         nodes=tuple(make_bill(node) for node in nodes),
@@ -132,7 +145,9 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Return the generations. If no event records why a generation ended, use the reason that AWS Batch reports.
+    """Return the generations.
+
+    If no event records why a generation ended, use the reason that AWS Batch reports.
 
     AWS Batch's reason is used only if it is "reclaimed" or "terminated".
     """
@@ -146,17 +161,23 @@ def merge_batch_status(
 
 
 def count_machines(bills: Sequence[NodeBill]) -> int:
-    """Count the machines paid for the nodes of one generation. Nodes that share an instance count once."""
+    """Count the machines paid for the nodes of one generation.
+
+    Nodes that share an instance count once.
+    """
     return len({bill.node.instance_id if bill.sharers else id(bill) for bill in bills})
 
 
-def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
+def compute_rank_charges(
+    node: NodeTime, rank: RankTime, curve: PriceCurve
+) -> dict[LedgerClass, Decimal]:
     """Divide a rank's cost among the classes of its time (`LedgerClass`). Return dollars by class.
 
-    All ranks of a node have the same share of the node's cost. With a constant price, a rank's dollars are proportional
-    to its seconds. If the price changed, each recorded span of the rank's time is charged at its own mean price. Time
-    between the recorded spans is charged at the mean price of these gaps. If only time of a class without seconds has a
-    price above zero, the dollars are divided by seconds as well.
+    All ranks of a node have the same share of the node's cost. With a constant price, a rank's
+    dollars are proportional to its seconds. If the price changed, each recorded span of the rank's
+    time is charged at its own mean price. Time between the recorded spans is charged at the mean
+    price of these gaps. If only time of a class without seconds has a price above zero, the dollars
+    are divided by seconds as well.
     """
     start = start_micros(node)
     share = curve.cost(start, start + rank.paid) / len(node.ranks)
@@ -176,7 +197,9 @@ def start_micros(node: NodeTime) -> int:
 
 
 def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
-    """Return the weight of each class in a rank's cost: its seconds at the mean price of the spans that contain it."""
+    """Return the weight of each class in a rank's cost: its seconds at the mean price of the spans
+    that contain it.
+    """
     spent: dict[LedgerClass, Decimal] = {}
     micros: dict[LedgerClass, int] = {}
     lasting = [span for span in (*rank.spans, *_find_gaps(rank)) if span.start < span.end]
@@ -187,7 +210,9 @@ def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[Ledger
             micros[kind] = micros.get(kind, 0) + duration
     whole = curve.cost(start, start + rank.paid)
     return {
-        kind: spent[kind] * duration / micros[kind] if micros.get(kind) else whole * duration / rank.paid
+        kind: spent[kind] * duration / micros[kind]
+        if micros.get(kind)
+        else whole * duration / rank.paid
         for kind, duration in rank.classes.items()
     }
 
@@ -209,15 +234,18 @@ def _make_gap(start: int, end: int) -> Span:
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """Count the job's nodes on each instance over time.
 
-    Returns:
-        A dictionary from the `id()` of a `NodeTime` to the counts. Nodes that were always alone on their instance are
-        left out.
+    Returns: A dictionary from the `id()` of a `NodeTime` to the counts. Nodes that were always
+        alone on their instance are left out.
     """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():
-        intervals = {id(node): (start_micros(node), start_micros(node) + node.paid_micros) for node in mine}
+        intervals = {
+            id(node): (start_micros(node), start_micros(node) + node.paid_micros) for node in mine
+        }
         moments = sorted({moment for interval in intervals.values() for moment in interval})
-        alive = [(at, sum(start <= at < end for start, end in intervals.values())) for at in moments]
+        alive = [
+            (at, sum(start <= at < end for start, end in intervals.values())) for at in moments
+        ]
         for node_id, (start, end) in intervals.items():
             counts = tuple((at, number) for at, number in alive if start <= at < end)
             if any(number > 1 for _, number in counts):
@@ -226,15 +254,21 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
 
 
 def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
-    """Divide the price at each moment by the number of nodes that share the instance at that moment.
+    """Divide the price at each moment by the number of nodes that share the instance at that
+    moment.
 
     Before the first time in `sharers` the price is not divided.
     """
     if not sharers:
         return curve
     moments = sorted({at for at, _ in curve.changes} | {at for at, _ in sharers})
-    changes, price, number, numbers, prices = [], curve.first, 1, dict(sharers), dict(curve.changes)
+    changes = []
+    price = curve.first
+    number = 1
+    numbers = dict(sharers)
+    prices = dict(curve.changes)
     for at in moments:
-        price, number = prices.get(at, price), numbers.get(at, number)
+        price = prices.get(at, price)
+        number = numbers.get(at, number)
         changes.append((at, price / number))
     return PriceCurve(curve.first, tuple(changes))

@@ -1,7 +1,8 @@
-"""Read the generations of a job from its events: how each ended, and which of its steps are part of the final weights.
+"""Read the generations of a job from its events: how each ended, and which of its steps are part of
+the final weights.
 
-A generation is one start of the gang, which is all ranks of the job. It continues from a parent commit and ends when
-the ranks end.
+A generation is one start of the gang, which is all ranks of the job. It continues from a parent
+commit and ends when the ranks end.
 """
 
 import math
@@ -16,7 +17,9 @@ from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.layout import parse_commit_key
 
 # The job was done or stopped itself. Any other end is an interruption.
-PLANNED_ENDS = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY})
+PLANNED_ENDS = frozenset(
+    {Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY}
+)
 # Outcomes of runs that were refused before they changed the job.
 _REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
@@ -34,8 +37,8 @@ class RecordedGeneration:
     user_code: bool  # whether an error in the user's program ended it
     planned: bool  # whether it ended as intended (completed, budget, deadline, …)
     running: bool  # whether it is still running
-    # pair (after, last) of step numbers. The steps after the first number, up to and including the second, are part of
-    # the final weights. All other steps of the generation were discarded.
+    # pair (after, last) of step numbers. The steps after the first number, up to and including the
+    # second, are part of the final weights. All other steps of the generation were discarded.
     kept: tuple[float, float]
 
     @property
@@ -47,18 +50,27 @@ class RecordedGeneration:
         return self.kept[0] < step <= self.kept[1]
 
 
-def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, RecordedGeneration]:
+def read_generations(
+    events: Sequence[Event], *, running: bool = False
+) -> dict[int, RecordedGeneration]:
     """Return all generations by number, oldest first.
 
     Args:
         running: Whether the job is still running. If so, the newest generation does not count as interrupted if its end
             is not recorded, and its steps after the last commit do not count as discarded.
     """
-    by_number = group_by_key((event.generation, event) for event in events if proves_generation(event))
+    by_number = group_by_key(
+        (event.generation, event) for event in events if proves_generation(event)
+    )
     numbers = sorted(by_number)
     kept = _find_kept_steps(by_number, running)
     return {
-        number: _generation(number, by_number[number], running and number == numbers[-1], kept.get(number, (0.0, 0.0)))
+        number: _generation(
+            number,
+            by_number[number],
+            running and number == numbers[-1],
+            kept.get(number, (0.0, 0.0)),
+        )
         for number in numbers
     }
 
@@ -66,42 +78,64 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
     """Find the `outcome` event that applies to the job; None if there is none.
 
-    This is the last `outcome` event of the newest generation, or a later `outcome` event from a step of the flow. A
-    completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
+    This is the last `outcome` event of the newest generation, or a later `outcome` event from a
+    step of the flow. A completed job stays completed if preflight refuses a later run of it
+    (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
     acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
     if acted and acted[-1].data.get("outcome") == Outcome.COMPLETED:
         return acted[-1]
-    return outcomes[-1] if outcomes else None
+    if outcomes:
+        return outcomes[-1]
+    return None
 
 
 def find_later_refusal(events: Sequence[Event]) -> Event | None:
-    """Return the `outcome` event of the last run if preflight refused it after the job had completed, else None."""
+    """Return the `outcome` event of the last run if preflight refused it after the job had
+    completed, else None.
+    """
     last = (_final_outcomes(events) or [None])[-1]
-    return last if last is not find_final_outcome(events) else None
+    if last is not find_final_outcome(events):
+        return last
+    return None
 
 
 def _final_outcomes(events: Sequence[Event]) -> list[Event]:
-    """Return the newest generation's `outcome` events, and any later `outcome` events that steps of the flow wrote."""
+    """Return the newest generation's `outcome` events, and any later `outcome` events that steps of
+    the flow wrote.
+    """
     started = [event for event in events if event.name == ev.GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
-    since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)
+    since = max(
+        (event.t_wall for event in started if event.generation == newest), default=-math.inf
+    )
     return [
         event
         for event in events
         if event.name == ev.OUTCOME
-        and (newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since))
+        and (
+            newest is None
+            or event.generation == newest
+            or (event.rank < 0 and event.t_wall >= since)
+        )
     ]
 
 
-def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> RecordedGeneration:
+def _generation(
+    number: int, events: list[Event], running: bool, kept: tuple[float, float]
+) -> RecordedGeneration:
     ended = find_last(events, ev.GENERATION_ENDED)
     outcome = find_last(events, ev.OUTCOME)
-    data: dict[str, Any] = {} if ended is None else ended.data
+    if ended is None:
+        data: dict[str, Any] = {}
+    else:
+        data = ended.data
     reason = data.get("reason")
     if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
-        reason = outcome.data["outcome"]  # the gang had finished; its agent died before it recorded the end
+        reason = outcome.data[
+            "outcome"
+        ]  # the gang had finished; its agent died before it recorded the end
     return RecordedGeneration(
         number=number,
         parent_step=_find_parent_step(events),
@@ -109,19 +143,24 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
         ended_wall=max(event.t_wall for event in events),
         reason=reason,
         culprit=str(data.get("culprit") or ""),
-        # Other reasons are never the program's fault, such as a gang that a newer launcher superseded.
-        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and bool(data.get("user_code")),
+        # Other reasons are never the program's fault, such as a gang that a newer launcher
+        # superseded.
+        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED)
+        and bool(data.get("user_code")),
         planned=reason in PLANNED_ENDS,
         running=running and reason is None,
         kept=kept,
     )
 
 
-def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
-    """Return the steps that are part of the final weights, as {generation: (after, last)}; see `kept`.
+def _find_kept_steps(
+    by_number: dict[int, list[Event]], running: bool
+) -> dict[int, tuple[float, float]]:
+    """Return the steps that are part of the final weights, as {generation: (after, last)}; see
+    `kept`.
 
-    These steps belong to the newest generation, to the generation that wrote its parent commit, and so on back to the
-    job's first start. The steps of all other generations were discarded.
+    These steps belong to the newest generation, to the generation that wrote its parent commit, and
+    so on back to the job's first start. The steps of all other generations were discarded.
     """
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
@@ -139,7 +178,8 @@ def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[i
 def _find_last_kept_step(events: list[Event], running: bool) -> float:
     """Return the last step of the newest generation that is part of the final weights.
 
-    This is the step of the generation's last commit; infinity if the generation completed or is running.
+    This is the step of the generation's last commit; infinity if the generation completed or is
+    running.
     """
     outcome = find_last(events, ev.OUTCOME)
     ended = find_last(events, ev.GENERATION_ENDED)
@@ -152,7 +192,10 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
 
 def _find_parent_step(events: list[Event]) -> int:
-    """Return the step that the generation restored. If newer commits were corrupt, this step is older than planned."""
+    """Return the step that the generation restored.
+
+    If newer commits were corrupt, this step is older than planned.
+    """
     restored = find_last(events, ev.RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
@@ -160,18 +203,24 @@ def _find_parent_step(events: list[Event]) -> int:
     if started is not None:
         return int(started.data.get("parent_step") or 0)
     steps = [event.step for event in events if event.name == ev.STEP and event.step is not None]
-    return min(steps, default=1) - 1  # no start was recorded: assume that it began before its first step
+    return (
+        min(steps, default=1) - 1
+    )  # no start was recorded: assume that it began before its first step
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """Return the number of the generation that wrote the parent commit; None if there is none or it is unknown.
+    """Return the number of the generation that wrote the parent commit; None if there is none or it
+    is unknown.
 
-    The commit's key contains the number. If no key is recorded, use the newest earlier generation that executed the
-    commit's step.
+    The commit's key contains the number. If no key is recorded, use the newest earlier generation
+    that executed the commit's step.
     """
     events = by_number[number]
     source = find_last(events, ev.RESTORE) or find_last(events, ev.GENERATION_STARTED)
-    key = None if source is None else source.data.get("key" if source.name == ev.RESTORE else "parent")
+    if source is None:
+        key = None
+    else:
+        key = source.data.get("key" if source.name == ev.RESTORE else "parent")
     older = [other for other in by_number if other < number]
     if key:
         try:
@@ -181,7 +230,11 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
         if parent in older:
             return parent
     step = _find_parent_step(events)
-    reached = [other for other in older if any(e.name == ev.STEP and e.step == step for e in by_number[other])]
+    reached = [
+        other
+        for other in older
+        if any(e.name == ev.STEP and e.step == step for e in by_number[other])
+    ]
     return max(reached, default=None)
 
 
@@ -194,9 +247,15 @@ def proves_generation(event: Event) -> bool:
 
     A node's heartbeats and its `node_ended` event are no proof.
     """
-    return event.rank >= 0 or event.name in (ev.GENERATION_STARTED, ev.GENERATION_ENDED, ev.NODE_STARTED)
+    return event.rank >= 0 or event.name in (
+        ev.GENERATION_STARTED,
+        ev.GENERATION_ENDED,
+        ev.NODE_STARTED,
+    )
 
 
 def accounts_for_time(event: Event) -> bool:
-    """Return whether the event records how a rank spent an interval of its time, as `phase` and `step` events do."""
+    """Return whether the event records how a rank spent an interval of its time, as `phase` and
+    `step` events do.
+    """
     return event.rank >= 0 and event.name in (ev.PHASE, ev.STEP)

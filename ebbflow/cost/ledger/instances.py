@@ -1,19 +1,22 @@
-"""Paid time of instances that no agent recorded: idle pauses, minimum charges, and parts of AWS Batch jobs.
+"""Paid time of instances that no agent recorded: idle pauses, minimum charges, and parts of AWS
+Batch jobs.
 
-Instances are identified by their ids. EC2 bills Linux by the second from the start of an instance to its end, and at
-least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on which no node started is not counted.
+Instances are identified by their ids. EC2 bills Linux by the second from the start of an instance
+to its end, and at least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on
+which no node started is not counted.
 
-A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch reports no times for a
-node, the times of the main node apply. The agents record a part of this time, by the monotonic clock of their machine.
-The unrecorded part of a node's time consists of
+A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch
+reports no times for a node, the times of the main node apply. The agents record a part of this
+time, by the monotonic clock of their machine. The unrecorded part of a node's time consists of
 
     lead    from Batch's start to the agent's first event      start-up
     pauses  between two generations of the node                idle
     tail    from the last event to Batch's stop                interruption if the node was cut off, else idle
 
-The length of this part is computed from durations. Each duration is measured by a single clock, so no time is counted
-twice even if clocks differ. The division into lead and tail compares the wall clocks of two machines, which may be
-minutes apart; lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
+The length of this part is computed from durations. Each duration is measured by a single clock, so
+no time is counted twice even if clocks differ. The division into lead and tail compares the wall
+clocks of two machines, which may be minutes apart; lead and tail are therefore estimated. If a node
+has no event, all of its time counts as start-up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +31,21 @@ from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerCl
 from ebbflow.infra.grouping import group_by_key
 
 MINIMUM_SECONDS = 60.0
-# A longer pause is not counted, because the instance may have run another job. `cost.reconcile` shows it if billed.
+# A longer pause is not counted, because the instance may have run another job. `cost.reconcile`
+# shows it if billed.
 LONGEST_IDLE_SECONDS = 600.0
-# A node without a job id is assigned to a job at most this far apart in time, because their clocks may differ.
+# A node without a job id is assigned to a job at most this far apart in time, because their clocks
+# may differ.
 CLOCKS_APART_SECONDS = 300.0
-_CANDIDATE_KEYS = ("instance_type", "market", "region", "zone", "usd_per_hour", "quoted_usd_per_hour", "price_kind")
+_CANDIDATE_KEYS = (
+    "instance_type",
+    "market",
+    "region",
+    "zone",
+    "usd_per_hour",
+    "quoted_usd_per_hour",
+    "price_kind",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +86,11 @@ class BatchJob:
     # started, stopped: Unix seconds at which the main node started and stopped, by Batch's clock
     started: float
     stopped: float
-    cause: str  # why the job ended, such as "reclaimed"; "ended" if nothing outside the job ended it
-    placed_wall: float  # Unix time of the job's submission; if that is not recorded, of its creation or start
+    cause: (
+        str  # why the job ended, such as "reclaimed"; "ended" if nothing outside the job ended it
+    )
+    # Unix time of the job's submission; if that is not recorded, of its creation or start
+    placed_wall: float
     # the pool in which the job was placed, in the JSON form of a plan's candidate; empty if unknown
     candidate: Mapping[str, Any]
     # (started, stopped) by node, for the nodes whose times Batch reported
@@ -89,19 +105,28 @@ class BatchJob:
     def quote(self) -> Decimal | None:
         """Dollars per hour of one node; None if no valid price was recorded."""
         try:
-            usd = Decimal(str(self.candidate.get("quoted_usd_per_hour") or self.candidate["usd_per_hour"]))
+            usd = Decimal(
+                str(self.candidate.get("quoted_usd_per_hour") or self.candidate["usd_per_hour"])
+            )
         except (KeyError, InvalidOperation):
             return None
-        return usd if usd.is_finite() and usd >= 0 else None
+        if usd.is_finite() and usd >= 0:
+            return usd
+        return None
 
 
 def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
-    """Group nodes by instance id, ordered by their start. Nodes without a known instance are left out."""
+    """Group nodes by instance id, ordered by their start.
+
+    Nodes without a known instance are left out.
+    """
     ordered = sorted(nodes, key=lambda node: node.started_wall)
     return group_by_key((node.instance_id, node) for node in ordered if node.instance_id)
 
 
-def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list[ExtraTime]:
+def find_instance_extras(
+    nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]
+) -> list[ExtraTime]:
     """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
 
     Args:
@@ -112,38 +137,57 @@ def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay
 
     def interval(node: NodeTime) -> tuple[float, float]:
         stay = stays.get(id(node))
-        return (node.started_wall, node.ended_wall) if stay is None else (stay.started, stay.stopped)
+        if stay is None:
+            return (node.started_wall, node.ended_wall)
+        return (stay.started, stay.stopped)
 
     for mine in group_by_instance(nodes).values():
         mine.sort(key=lambda node: interval(node)[0])
-        (reached, _), paid = interval(mine[0]), 0.0
+        (reached, _) = interval(mine[0])
+        paid = 0.0
         previous = mine[0]
         for node in mine:
             start, end = interval(node)
-            pause, stay = start - reached, stays.get(id(previous))
-            reclaimed = stay is not None and stay.cause == "reclaimed"  # a reclaimed instance is not billed afterwards
+            pause = start - reached
+            stay = stays.get(id(previous))
+            reclaimed = (
+                stay is not None and stay.cause == "reclaimed"
+            )  # a reclaimed instance is not billed afterwards
             if 0 < pause <= LONGEST_IDLE_SECONDS and not reclaimed:
-                found.append(ExtraTime(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
+                found.append(
+                    ExtraTime(
+                        node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause
+                    )
+                )
                 paid += pause
             paid += max(0.0, end - max(start, reached))  # overlapping nodes count once
             if end >= reached:
-                reached, previous = end, node
+                reached = end
+                previous = node
         before = max(0.0, mine[0].started_wall - interval(mine[0])[0])
         booted = max(0.0, float(mine[0].machine.get("uptime_seconds") or 0.0) - before)
         missing = MINIMUM_SECONDS - booted - paid
         if missing > 0:
             charge = LedgerClass.MINIMUM_CHARGE
-            found.append(ExtraTime(node=previous, ledger_class=charge, start=reached, seconds=missing))
+            found.append(
+                ExtraTime(node=previous, ledger_class=charge, start=reached, seconds=missing)
+            )
     return found
 
 
 def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
-    """Read the Batch jobs by id, each from its newest event. Jobs that never started or still run are left out.
+    """Read the Batch jobs by id, each from its newest event.
+
+    Jobs that never started or still run are left out.
 
     Args:
         events: The events of the job, ordered by time.
     """
-    submitted = {str(event.data.get("job_id")): event.t_wall for event in events if event.name == BATCH_SUBMITTED}
+    submitted = {
+        str(event.data.get("job_id")): event.t_wall
+        for event in events
+        if event.name == BATCH_SUBMITTED
+    }
     found = {}
     for event in events:
         if event.name == BATCH_ATTEMPT and (job := _batch_job(event.data, submitted)) is not None:
@@ -151,11 +195,13 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     return found
 
 
-def group_nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dict[str, list[NodeTime]]:
+def group_nodes_by_job(
+    nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]
+) -> dict[str, list[NodeTime]]:
     """Group nodes by the id of the Batch job in which they ran.
 
-    A node that did not record the id is assigned to the Batch job whose running time overlaps most with that of the
-    node.
+    A node that did not record the id is assigned to the Batch job whose running time overlaps most
+    with that of the node.
     """
     found: dict[str, list[NodeTime]] = {job_id: [] for job_id in jobs}
     for node in nodes:
@@ -192,11 +238,16 @@ def find_unreported_nodes(
     """Find the nodes of Batch jobs that were paid for but recorded no event, as pairs (job, node)."""
     known = {(job_id, node.node) for job_id, nodes in reported.items() for node in nodes}
     paid = [(job, node) for job in jobs.values() for node in range(job.nodes)]
-    return [(job, node) for job, node in paid if (job.job_id, node) not in known and job.stay(node).micros]
+    return [
+        (job, node)
+        for job, node in paid
+        if (job.job_id, node) not in known and job.stay(node).micros
+    ]
 
 
 def _batch_job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> BatchJob | None:
-    started, stopped = _unix_time(data.get("started_utc")), _unix_time(data.get("stopped_utc"))
+    started = _unix_time(data.get("started_utc"))
+    stopped = _unix_time(data.get("stopped_utc"))
     job_id = str(data.get("job_id") or "")
     if not job_id or started is None or stopped is None:
         return None
@@ -216,13 +267,17 @@ def _batch_job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> Batch
         stopped=stopped,
         cause=str(data.get("cause") or "unknown"),
         placed_wall=submitted.get(job_id, started if created is None else created),
-        candidate={key: data[key] for key in _CANDIDATE_KEYS if data.get("instance_type") and key in data},
+        candidate={
+            key: data[key] for key in _CANDIDATE_KEYS if data.get("instance_type") and key in data
+        },
         node_times=node_times,
     )
 
 
 def _unix_time(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None
 
 
 def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | None:
@@ -230,14 +285,20 @@ def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | Non
         stay = job.stay(node.node)
         return min(node.ended_wall, stay.stopped) - max(node.started_wall, stay.started)
 
-    nearest = max((job for job in jobs.values() if node.node < job.nodes), key=overlap_seconds, default=None)
-    return nearest.job_id if nearest is not None and overlap_seconds(nearest) > -CLOCKS_APART_SECONDS else None
+    nearest = max(
+        (job for job in jobs.values() if node.node < job.nodes), key=overlap_seconds, default=None
+    )
+    if nearest is not None and overlap_seconds(nearest) > -CLOCKS_APART_SECONDS:
+        return nearest.job_id
+    return None
 
 
 def _find_node_extras(
     job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, RecordedGeneration]
 ) -> list[ExtraTime]:
-    """Divide the unrecorded part of a node's paid time into lead, pauses and tail (see the module), exact to 1 µs."""
+    """Divide the unrecorded part of a node's paid time into lead, pauses and tail (see the module),
+    exact to 1 µs.
+    """
 
     def extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> ExtraTime:
         return ExtraTime(node=node, ledger_class=kind, start=start, seconds=micros / MICRO)
@@ -250,12 +311,16 @@ def _find_node_extras(
         if pause > 0:
             found.append(extra(before, LedgerClass.IDLE, before.ended_wall, pause))
             left -= pause
-    first, last = mine[0], mine[-1]
+    first = mine[0]
+    last = mine[-1]
     lead = min(left, max(0, round((first.started_wall - stay.started) * MICRO)))
     if lead:
         found.append(extra(first, LedgerClass.STARTUP, stay.started, lead))
     if left > lead:
         cut_off = generations[last.generation].unplanned
-        kind = LedgerClass.INTERRUPTION if cut_off else LedgerClass.IDLE
+        if cut_off:
+            kind = LedgerClass.INTERRUPTION
+        else:
+            kind = LedgerClass.IDLE
         found.append(extra(last, kind, stay.stopped - (left - lead) / MICRO, left - lead))
     return found

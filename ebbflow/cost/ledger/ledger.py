@@ -1,15 +1,17 @@
 """Ledger of a job: the use of every paid rank-second, and its cost.
 
-Paid time is the time that agents recorded for their nodes, plus the time that only AWS Batch reports, times the ranks
-of each node. The intervals that ranks recorded divide it into classes. Time before a rank's process started is
-start-up. Time after its last event is an interruption, or shutdown if the generation ended as planned. Time in no
-interval is `unattributed`. The price of the node at each moment (`cost.ledger.pricing`), divided by its ranks, gives
-the dollars. The dollars are exact at those prices, but AWS may invoice a different amount.
+Paid time is the time that agents recorded for their nodes, plus the time that only AWS Batch
+reports, times the ranks of each node. The intervals that ranks recorded divide it into classes.
+Time before a rank's process started is start-up. Time after its last event is an interruption, or
+shutdown if the generation ended as planned. Time in no interval is `unattributed`. The price of the
+node at each moment (`cost.ledger.pricing`), divided by its ranks, gives the dollars. The dollars
+are exact at those prices, but AWS may invoice a different amount.
 
-The same seconds and dollars are also summed by cause. In that sum, an interruption includes the start-up and the redone
-steps that it made necessary.
+The same seconds and dollars are also summed by cause. In that sum, an interruption includes the
+start-up and the redone steps that it made necessary.
 
-Like the events, the ledger is append-only: later events add to it, and can only turn completed steps into redone ones.
+Like the events, the ledger is append-only: later events add to it, and can only turn completed
+steps into redone ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,13 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from ebbflow.cost.amounts import apportion, round_amount
-from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, compute_rank_charges, merge_batch_status
+from ebbflow.cost.ledger.bills import (
+    NodeBill,
+    UnreportedBill,
+    compute_bills,
+    compute_rank_charges,
+    merge_batch_status,
+)
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
@@ -41,7 +49,10 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine:
-    """Paid time and dollars of one `LedgerClass`. `kind` is "estimated" if some time was inferred, else "measured"."""
+    """Paid time and dollars of one `LedgerClass`.
+
+    `kind` is "estimated" if some time was inferred, else "measured".
+    """
 
     ledger_class: LedgerClass
     rank_microseconds: int
@@ -64,7 +75,9 @@ class CauseLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Paid time and dollars of a job. The seconds and dollars of the lines sum to the totals exactly.
+    """Paid time and dollars of a job.
+
+    The seconds and dollars of the lines sum to the totals exactly.
 
     Attributes:
         lines: One line for each class that has any time, in the order of `LedgerClass`.
@@ -85,7 +98,9 @@ class Ledger:
     useful_on_demand_usd: Decimal | None
     redone_steps: int
     causes: tuple[CauseLine, ...] = ()
-    cells: tuple[tuple[str, LedgerClass, int, Decimal], ...] = ()  # cause, class, rank-microseconds, exact dollars
+    cells: tuple[
+        tuple[str, LedgerClass, int, Decimal], ...
+    ] = ()  # cause, class, rank-microseconds, exact dollars
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
     unreported: tuple[UnreportedBill, ...] = field(default=(), compare=False)
     owner: str = ""
@@ -97,21 +112,29 @@ class Ledger:
 
     @property
     def unattributed_share(self) -> float:
-        found = sum(line.rank_microseconds for line in self.lines if line.ledger_class == LedgerClass.UNATTRIBUTED)
-        return found / self.paid_microseconds if self.paid_microseconds else 0.0
+        found = sum(
+            line.rank_microseconds
+            for line in self.lines
+            if line.ledger_class == LedgerClass.UNATTRIBUTED
+        )
+        if self.paid_microseconds:
+            return found / self.paid_microseconds
+        return 0.0
 
 
 def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
-    """Compute the ledger of a job from its events, in any order. The events may be any prefix of the event log.
+    """Compute the ledger of a job from its events, in any order.
 
-    `useful_on_demand_usd` leaves out start-up, saves, evaluation and waiting for data, so that savings are never
-    overstated.
+    The events may be any prefix of the event log.
+
+    `useful_on_demand_usd` leaves out start-up, saves, evaluation and waiting for data, so that
+    savings are never overstated.
 
     Args:
         running: Whether the job is still running (see `read_generations`).
 
-    Raises:
-        LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more than 50 ms.
+    Raises: LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more
+        than 50 ms.
     """
     ordered = _order_by_time(events)
     generations = read_generations(ordered, running=running)
@@ -131,7 +154,11 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         useful_on_demand_usd=None if sums.useful is None else round_amount(sums.useful),
         redone_steps=_count_redone_steps(ordered, generations),
         causes=_make_cause_lines(sums, total_usd),
-        cells=tuple((*key, sums.cell_micros[key], usd) for key, usd in sums.cell_usd.items() if sums.cell_micros[key]),
+        cells=tuple(
+            (*key, sums.cell_micros[key], usd)
+            for key, usd in sums.cell_usd.items()
+            if sums.cell_micros[key]
+        ),
         nodes=bills.nodes,
         unreported=bills.unreported,
         owner=_read_setting(ordered, "cost.owner"),
@@ -140,23 +167,31 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
 
 
 def compute_spent_usd(events: Sequence[Event]) -> float:
-    """Compute the dollars that the job has cost so far, so that its next attempt spends only the rest of the budget.
+    """Compute the dollars that the job has cost so far, so that its next attempt spends only the
+    rest of the budget.
 
-    The result depends only on the paid time of nodes. Therefore overlapping intervals of a rank, which `fold` rejects,
-    do not matter here.
+    The result depends only on the paid time of nodes. Therefore overlapping intervals of a rank,
+    which `fold` rejects, do not matter here.
     """
     ordered = _order_by_time(events)
     bills = compute_bills(ordered, read_generations(ordered))
-    return float(round_amount(sum((bill.usd for bill in (*bills.nodes, *bills.unreported)), Decimal(0))))
+    return float(
+        round_amount(sum((bill.usd for bill in (*bills.nodes, *bills.unreported)), Decimal(0)))
+    )
 
 
 def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
-    """Return the highest share of the budget (0 to 1) for which the job sent a notification; 0 if it sent none.
+    """Return the highest share of the budget (0 to 1) for which the job sent a notification; 0 if
+    it sent none.
 
-    Only `budget` events with the current budget count, so notifications start anew after a change of the budget.
+    Only `budget` events with the current budget count, so notifications start anew after a change
+    of the budget.
     """
     reported = [event.data for event in events if event.name == BUDGET]
-    return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
+    return max(
+        (data["threshold"] for data in reported if data.get("budget_usd") == budget_usd),
+        default=0.0,
+    )
 
 
 def _order_by_time(events: Sequence[Event]) -> list[Event]:
@@ -176,10 +211,14 @@ class _Sums:
         self.micros: dict[LedgerClass, int] = {}
         self.usd: dict[LedgerClass, Decimal] = {}
         self.estimated: set[LedgerClass] = set()
-        self.useful: Decimal | None = Decimal(0)  # useful steps at the on-demand price; None once a price is unknown
+        self.useful: Decimal | None = Decimal(
+            0
+        )  # useful steps at the on-demand price; None once a price is unknown
 
     def add(self, bill: NodeBill) -> None:
-        node, curve, on_demand = bill.node, bill.curve, bill.on_demand_curve
+        node = bill.node
+        curve = bill.curve
+        on_demand = bill.on_demand_curve
         generation = self._generations[node.generation]
         start_cause = self._start_causes[generation.number]
         for rank in compute_rank_times(node, generation):
@@ -199,7 +238,10 @@ class _Sums:
 
     def add_unreported(self, bill: UnreportedBill) -> None:
         ended = bill.job.cause.replace("_", " ")
-        cause = "start and end" if ended == "ended" else f"interruption: {ended} before the first event"
+        if ended == "ended":
+            cause = "start and end"
+        else:
+            cause = f"interruption: {ended} before the first event"
         self._add(LedgerClass.STARTUP, cause, bill.rank_microseconds, bill.usd)
 
     def _add(self, kind: LedgerClass, cause: str, micros: int, usd: Decimal) -> None:
@@ -213,14 +255,19 @@ class _Sums:
 
 
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
-    """Return one text per generation, which names the interruption that made the generation's start necessary.
+    """Return one text per generation, which names the interruption that made the generation's start
+    necessary.
 
     The text is empty for the first generation, and after a generation that ended as planned.
     """
-    found, before = {}, ""
+    found = {}
+    before = ""
     for number in sorted(generations):
         found[number] = before
-        before = _describe_interruption(generations[number]) if generations[number].unplanned else ""
+        if generations[number].unplanned:
+            before = _describe_interruption(generations[number])
+        else:
+            before = ""
     return found
 
 
@@ -231,13 +278,15 @@ def _describe_interruption(generation: RecordedGeneration) -> str:
 def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: str) -> str:
     """Return the cause to which a generation's time of the class `kind` is charged.
 
-    Redone steps and cut-off time are charged to the interruption that ended the generation. Start-up and restore are
-    charged to the interruption before the generation (`start_cause`).
+    Redone steps and cut-off time are charged to the interruption that ended the generation.
+    Start-up and restore are charged to the interruption before the generation (`start_cause`).
     """
     if kind in (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION):
         return _describe_interruption(generation)
     if kind is LedgerClass.IDLE:
-        return _describe_interruption(generation) if generation.unplanned else "idle"
+        if generation.unplanned:
+            return _describe_interruption(generation)
+        return "idle"
     if kind in (LedgerClass.STARTUP, LedgerClass.RESTORE):
         return start_cause or "start and end"
     return _CAUSES[kind]
@@ -258,7 +307,8 @@ def _make_lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
 
 
 def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
-    """Make a line for each cause: useful work first, then the other causes by dollars, highest first.
+    """Make a line for each cause: useful work first, then the other causes by dollars, highest
+    first.
 
     The dollars of the lines sum to the rounded total.
     """
@@ -272,22 +322,40 @@ def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
 
 
 def _count_redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
-    """Count the discarded step executions. A step counts once per generation, because all ranks execute it together.
+    """Count the discarded step executions.
 
-    A killed rank has not recorded its last steps, but its agent knows which was the last one. All steps up to it were
-    executed.
+    A step counts once per generation, because all ranks execute it together.
+
+    A killed rank has not recorded its last steps, but its agent knows which was the last one. All
+    steps up to it were executed.
     """
-    executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
+    executed = {
+        (event.generation, event.step)
+        for event in events
+        if event.name == STEP and event.step is not None
+    }
     for event in events:
-        last = event.data.get("trained") if event.name == NODE_HEARTBEAT else None
+        if event.name == NODE_HEARTBEAT:
+            last = event.data.get("trained")
+        else:
+            last = None
         generation = generations.get(event.generation)
         if last is not None and generation is not None:
-            executed |= {(generation.number, step) for step in range(generation.parent_step + 1, last + 1)}
+            executed |= {
+                (generation.number, step) for step in range(generation.parent_step + 1, last + 1)
+            }
     return sum(not generations[number].keeps(step) for number, step in executed)
 
 
 def _read_setting(events: Sequence[Event], key: str) -> str:
-    """Return a value of the newest recorded configuration as text; empty if it was not set or not recorded."""
+    """Return a value of the newest recorded configuration as text; empty if it was not set or not
+    recorded.
+    """
     configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
-    rows = [] if configured is None else configured.data.get("settings", [])
-    return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")
+    if configured is None:
+        rows = []
+    else:
+        rows = configured.data.get("settings", [])
+    return next(
+        (str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), ""
+    )

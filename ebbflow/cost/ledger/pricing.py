@@ -1,4 +1,6 @@
-"""Price of each node at each moment, from a job's events: first the plan's quote, then the recorded price changes."""
+"""Price of each node at each moment, from a job's events: first the plan's quote, then the recorded
+price changes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class PriceCurve:
     """Dollars per hour of one node over time."""
 
     first: Decimal  # the price before the first change
-    changes: tuple[tuple[int, Decimal], ...] = ()  # (Unix microseconds, dollars per hour from then on), ordered by time
+    changes: tuple[
+        tuple[int, Decimal], ...
+    ] = ()  # (Unix microseconds, dollars per hour from then on), ordered by time
 
     @classmethod
     def of(cls, first: Decimal, changes: Iterable[tuple[float, Decimal]] = ()) -> PriceCurve:
@@ -36,11 +40,15 @@ class PriceCurve:
         return cls(first, tuple(sorted(by_time.items())))
 
     def price_at(self, unix_time: float) -> Decimal:
-        """Return the dollars per hour at a Unix time in seconds. A change applies from its own time on."""
+        """Return the dollars per hour at a Unix time in seconds.
+
+        A change applies from its own time on.
+        """
         return self._price_at(round(unix_time * MICRO))
 
     def cost(self, start: int, end: int) -> Decimal:
-        """Return the dollars for one node from `start` to `end` (Unix microseconds): the price integrated over time.
+        """Return the dollars for one node from `start` to `end` (Unix microseconds): the price
+        integrated over time.
 
         Zero if `end` is before `start`.
         """
@@ -60,13 +68,17 @@ class PriceCurve:
         return min(prices), max(prices)
 
     def is_constant(self, start: int, end: int) -> bool:
-        """Return whether the price is the same at all times from `start` to `end` (Unix microseconds)."""
+        """Return whether the price is the same at all times from `start` to `end` (Unix
+        microseconds).
+        """
         price = self._price_at(start)
         return all(usd == price for _, usd in self._changes_within(start, end))
 
     def _price_at(self, micros: int) -> Decimal:
         index = bisect_right(self.changes, micros, key=_time_of_change)
-        return self.changes[index - 1][1] if index else self.first
+        if index:
+            return self.changes[index - 1][1]
+        return self.first
 
     def _changes_within(self, start: int, end: int) -> tuple[tuple[int, Decimal], ...]:
         """Return the changes after `start` and before `end` (Unix microseconds)."""
@@ -77,14 +89,20 @@ class PriceCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolName:
-    """Capacity pool to which a price applies. `place` is a zone id, a zone name or a region; empty means any place."""
+    """Capacity pool to which a price applies.
+
+    `place` is a zone id, a zone name or a region; empty means any place.
+    """
 
     instance_type: str
     market: str
     place: str
 
     def __str__(self) -> str:
-        return f"{self.instance_type} {self.market.replace('_', '-')}{f' in {self.place}' if self.place else ''}"
+        return (
+            f"{self.instance_type} "
+            f"{self.market.replace('_', '-')}{f' in {self.place}' if self.place else ''}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +111,9 @@ class NodePrice:
 
     curve: PriceCurve
     on_demand_usd_per_hour: Decimal | None  # on-demand price of the instance type; None if unknown
-    kind: str  # source of the price: "recorded …", "live …", "estimated …", "simulated" or "unpriced"
+    kind: (
+        str  # source of the price: "recorded …", "live …", "estimated …", "simulated" or "unpriced"
+    )
     pool: PoolName | None  # the pool whose price applies; None without a plan
 
 
@@ -102,7 +122,9 @@ class Pricing:
     """All prices in a job's events."""
 
     plans: tuple[Event, ...]  # the `plan` events that chose a pool, ordered by time
-    history: dict[PoolName, tuple[tuple[float, Decimal], ...]]  # price changes (Unix seconds, dollars per hour) by pool
+    history: dict[
+        PoolName, tuple[tuple[float, Decimal], ...]
+    ]  # price changes (Unix seconds, dollars per hour) by pool
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
@@ -111,18 +133,22 @@ class Pricing:
         Raises:
             LedgerError: An event has an invalid price.
         """
-        recorded = (pair for event in events if event.name == PRICES for pair in _read_price_changes(event))
+        recorded = (
+            pair for event in events if event.name == PRICES for pair in _read_price_changes(event)
+        )
         history = group_by_key((pool, change) for pool, changes in recorded for change in changes)
         plans = tuple(event for event in events if event.name == PLAN and event.data.get("chosen"))
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
-        """Return the price of a node from the last plan before its start. If all plans are later, use the first plan.
+        """Return the price of a node from the last plan before its start.
 
-        If the machine reports a zone, type or market that differs from the plan, the node gets the price of the
-        reported pool. This price comes from recorded price changes, else from the plan's quotes for other pools. If
-        neither exists, the node gets the planned price, and `NodePrice.kind` says so. A simulated run always has the
-        planned price.
+        If all plans are later, use the first plan.
+
+        If the machine reports a zone, type or market that differs from the plan, the node gets the
+        price of the reported pool. This price comes from recorded price changes, else from the
+        plan's quotes for other pools. If neither exists, the node gets the planned price, and
+        `NodePrice.kind` says so. A simulated run always has the planned price.
 
         Args:
             job: The node's Batch job; None if unknown. If it is given, the pool in which the job was placed counts as
@@ -132,17 +158,26 @@ class Pricing:
         return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
 
     def price_job(self, job: BatchJob) -> NodePrice:
-        """Return the price of a node without events, from the pool in which its Batch job was placed."""
+        """Return the price of a node without events, from the pool in which its Batch job was
+        placed.
+        """
         return self._price(job.placed_wall, {}, job)
 
     def _price(self, at: float, machine: Mapping[str, Any], job: BatchJob | None) -> NodePrice:
         plan = self._find_plan(at, job)
         if plan is None:
-            return NodePrice(curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None)
+            return NodePrice(
+                curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
+            )
         chosen: dict[str, Any] = plan["chosen"]
-        planned, simulated = parse_pool(chosen), bool(plan.get("simulated"))
-        kind = SIMULATED if simulated else str(chosen.get("price_kind", "recorded"))
-        first, pool = parse_quote(chosen), planned
+        planned = parse_pool(chosen)
+        simulated = bool(plan.get("simulated"))
+        if simulated:
+            kind = SIMULATED
+        else:
+            kind = str(chosen.get("price_kind", "recorded"))
+        first = parse_quote(chosen)
+        pool = planned
         if not simulated:
             pool = self._find_recorded_pool(machine, planned)
             if pool != planned:
@@ -157,9 +192,14 @@ class Pricing:
         )
 
     def _find_plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
-        """Return the plan that prices a node: the last plan made at or before `at`, else the first plan."""
+        """Return the plan that prices a node: the last plan made at or before `at`, else the first
+        plan.
+        """
         before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
-        plan = before[-1].data if before else None
+        if before:
+            plan = before[-1].data
+        else:
+            plan = None
         if job is None or job.quote is None:
             return plan
         if plan is None:
@@ -168,12 +208,17 @@ class Pricing:
         if parse_pool(chosen) == parse_pool(job.candidate) and parse_quote(chosen) == job.quote:
             return plan
         instance_type = job.candidate["instance_type"]
-        usual = chosen.get("on_demand_usd_per_hour") if chosen["instance_type"] == instance_type else None
+        if chosen["instance_type"] == instance_type:
+            usual = chosen.get("on_demand_usd_per_hour")
+        else:
+            usual = None
         usual = usual or (plan.get("on_demand") or {}).get(instance_type)
         return {**plan, "chosen": {**chosen, **job.candidate, "on_demand_usd_per_hour": usual}}
 
     def _find_recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
-        """Return the pool that the machine reported if its price changes were recorded, else the planned pool."""
+        """Return the pool that the machine reported if its price changes were recorded, else the
+        planned pool.
+        """
         reported = [place for place in (machine.get("zone_id"), machine.get("zone")) if place]
         for place in [*reported, planned.place]:
             actual = _find_actual_pool(machine, planned, place)
@@ -188,7 +233,9 @@ def _time_of_change(change: tuple[int, Decimal]) -> int:
 
 def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str) -> PoolName:
     instance_type = machine.get("instance_type") or planned.instance_type
-    return PoolName(instance_type=instance_type, market=machine.get("market") or planned.market, place=place)
+    return PoolName(
+        instance_type=instance_type, market=machine.get("market") or planned.market, place=place
+    )
 
 
 def _price_without_changes(
@@ -196,29 +243,49 @@ def _price_without_changes(
 ) -> tuple[Decimal, PoolName, str]:
     """Return (price, pool, price kind) of a machine whose pool has no recorded price changes.
 
-    The price is one of the plan's quotes. An on-demand machine never gets a spot price, nor a spot machine an on-demand
-    price.
+    The price is one of the plan's quotes. An on-demand machine never gets a spot price, nor a spot
+    machine an on-demand price.
     """
     planned = parse_pool(plan["chosen"])
-    actual, quoted = _find_actual_pool(machine, planned, planned.place), parse_quote(plan["chosen"])
-    alike = [candidate for candidate in plan.get("ranked") or [] if _is_alike(candidate, actual, plan)]
+    actual = _find_actual_pool(machine, planned, planned.place)
+    quoted = parse_quote(plan["chosen"])
+    alike = [
+        candidate for candidate in plan.get("ranked") or [] if _is_alike(candidate, actual, plan)
+    ]
     if (actual.instance_type, actual.market) == (planned.instance_type, planned.market):
         zone = _find_other_zone(machine, plan["chosen"])
         if zone is None:
             return quoted, planned, kind
-        there = next((candidate for candidate in alike if parse_pool(candidate).place == zone), None)
+        there = next(
+            (candidate for candidate in alike if parse_pool(candidate).place == zone), None
+        )
         if there is None:
-            return quoted, planned, f"{kind}, of the planned {planned}: the machine is in {zone}, no price is on record"
+            return (
+                quoted,
+                planned,
+                f"{kind}, of the planned {planned}: the machine is in {zone}, no price is on "
+                "record",
+            )
         return parse_quote(there), parse_pool(there), _describe_quote(there)
     if actual.market == "on_demand":
         usd = _find_on_demand_usd(plan, actual.instance_type)
         if usd is not None:
-            return usd, actual, f"recorded: on-demand, of {actual.instance_type}, as reported by the machine"
+            return (
+                usd,
+                actual,
+                f"recorded: on-demand, of {actual.instance_type}, as reported by the machine",
+            )
     places = {machine.get("zone_id"), machine.get("zone")} - {None} or {planned.place}
     for candidate in sorted(alike, key=lambda one: parse_pool(one).place not in places):
         return parse_quote(candidate), parse_pool(candidate), _describe_quote(candidate)
-    usual = _find_on_demand_usd(plan, planned.instance_type) if actual.market == "on_demand" else None
-    applied = replace(planned, market=actual.market) if usual is not None else planned
+    if actual.market == "on_demand":
+        usual = _find_on_demand_usd(plan, planned.instance_type)
+    else:
+        usual = None
+    if usual is not None:
+        applied = replace(planned, market=actual.market)
+    else:
+        applied = planned
     market = actual.market.replace("_", "-")
     why = f"the machine is {actual.instance_type} {market}, of which no price is on record"
     return quoted if usual is None else usual, actual, f"{kind}, of the planned {applied}: {why}"
@@ -229,39 +296,58 @@ def _describe_quote(candidate: Mapping[str, Any]) -> str:
 
 
 def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | None:
-    """Return the machine's zone if it differs from the planned zone; None if it is the same or unknown.
+    """Return the machine's zone if it differs from the planned zone; None if it is the same or
+    unknown.
 
     A zone id is compared with a zone id, and a zone name with a zone name.
     """
     planned = chosen.get("zone") or ""
     actual = machine.get("zone_id" if re.search(r"-az\d+$", planned) else "zone")
-    return actual if planned and actual != planned else None
+    if planned and actual != planned:
+        return actual
+    return None
 
 
 def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, Any]) -> bool:
-    """Return whether a candidate has the type and market of `pool`, and is in the region of the plan's chosen pool."""
+    """Return whether a candidate has the type and market of `pool`, and is in the region of the
+    plan's chosen pool.
+    """
     other = parse_pool(candidate)
     same = (other.instance_type, other.market) == (pool.instance_type, pool.market)
     return same and candidate.get("region") == plan["chosen"].get("region")
 
 
 def parse_quote(candidate: Mapping[str, Any]) -> Decimal:
-    """Read a candidate's dollars per hour of one node, exactly as quoted. Older plans only have a float."""
+    """Read a candidate's dollars per hour of one node, exactly as quoted.
+
+    Older plans only have a float.
+    """
     return Decimal(candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"]))
 
 
 def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
-    """Return the on-demand dollars per hour of a type in the region of the plan's pool; None if not recorded."""
+    """Return the on-demand dollars per hour of a type in the region of the plan's pool; None if not
+    recorded.
+    """
     chosen = plan["chosen"]
     same = instance_type == chosen["instance_type"]
-    known = chosen.get("on_demand_usd_per_hour") if same else (plan.get("on_demand") or {}).get(instance_type)
-    return None if known is None else Decimal(str(known))
+    if same:
+        known = chosen.get("on_demand_usd_per_hour")
+    else:
+        known = (plan.get("on_demand") or {}).get(instance_type)
+    if known is None:
+        return None
+    return Decimal(str(known))
 
 
 def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
-    """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON values)."""
+    """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON
+    values).
+    """
     place = candidate.get("zone") or candidate.get("region") or ""
-    return PoolName(instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place)
+    return PoolName(
+        instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place
+    )
 
 
 def _read_price_changes(event: Event) -> Iterator[tuple[PoolName, list[tuple[float, Decimal]]]]:

@@ -1,7 +1,9 @@
-"""Compute paid time from events: how long each node was paid for, and what each of its ranks did with that time.
+"""Compute paid time from events: how long each node was paid for, and what each of its ranks did
+with that time.
 
-All times within a node come from its monotonic clock, so that corrections of the wall clock do not matter. Seconds are
-converted to whole microseconds before any calculation, so that every sum is exact.
+All times within a node come from its monotonic clock, so that corrections of the wall clock do not
+matter. Seconds are converted to whole microseconds before any calculation, so that every sum is
+exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,26 +13,47 @@ from typing import Any
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event, LedgerClass
+from ebbflow.infra.events import (
+    NODE_ENDED,
+    NODE_HEARTBEAT,
+    NODE_STARTED,
+    PHASE,
+    EndReason,
+    Event,
+    LedgerClass,
+)
 from ebbflow.infra.grouping import group_by_key, sum_by_key
 
 MICRO = 1_000_000
 MACHINE_KEYS = (
-    "instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds", "host", "batch_job_id",
-)  # fmt: skip
-# A rank's intervals may exceed its paid time by this much: clocks are read one after the other, and the start of a
-# process is known to a hundredth of a second. Beyond it the events contradict each other.
+    "instance_id",
+    "instance_type",
+    "zone",
+    "zone_id",
+    "region",
+    "market",
+    "uptime_seconds",
+    "host",
+    "batch_job_id",
+)
+# A rank's intervals may exceed its paid time by this much: clocks are read one after the other, and
+# the start of a process is known to a hundredth of a second. Beyond it the events contradict each
+# other.
 TOLERANCE_SHARE = 0.005
 TOLERANCE_SECONDS = 0.05
-_SAME_MOMENT_SECONDS = 0.5  # longest gap between phases that a rank emits together, on a loaded machine
+# Longest gap between phases that a rank emits together, on a loaded machine
+_SAME_MOMENT_SECONDS = 0.5
 
-# If a step was discarded, skipped or never completed, these classes of its time are waste. Checkpoint stall is not.
+# If a step was discarded, skipped or never completed, these classes of its time are waste.
+# Checkpoint stall is not.
 _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Interval of a rank's time, in microseconds since the start of its node, divided into ledger classes."""
+    """Interval of a rank's time, in microseconds since the start of its node, divided into ledger
+    classes.
+    """
 
     start: int
     end: int
@@ -44,7 +67,9 @@ class RankTime:
     rank: int
     paid: int  # all paid microseconds of the rank
     classes: dict[LedgerClass, int]  # microseconds by class; they sum to `paid`
-    estimated: frozenset[LedgerClass] = frozenset()  # the classes whose time was inferred, not measured
+    estimated: frozenset[LedgerClass] = (
+        frozenset()
+    )  # the classes whose time was inferred, not measured
     # the same time as a list of intervals, so that it can be priced if the price changes over time
     spans: tuple[Span, ...] = ()
 
@@ -64,7 +89,9 @@ class NodeTime:
     events: dict[int, list[Event]]  # the events of each rank
     # facts about the machine such as instance_id and zone (`infra.instance`), as far as known
     machine: dict[str, Any]
-    rank_times: dict[RecordedGeneration, list[RankTime]] = field(default_factory=dict, repr=False, compare=False)
+    rank_times: dict[RecordedGeneration, list[RankTime]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def paid_seconds(self) -> float:
@@ -76,7 +103,9 @@ class NodeTime:
 
     @property
     def ended_wall(self) -> float:
-        """Unix time of the end: the start by the wall clock, plus the paid seconds by the monotonic clock."""
+        """Unix time of the end: the start by the wall clock, plus the paid seconds by the monotonic
+        clock.
+        """
         return self.started_wall + self.paid_seconds
 
     @property
@@ -87,10 +116,10 @@ class NodeTime:
 def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     """Read every node that was paid for, with the events of its ranks.
 
-    A node ends with its `node_ended` event. If that event is missing, the node is billed to its last heartbeat or the
-    last event of its ranks, whichever is later. Ranks without an agent are billed from the start of their process to
-    their last event. If `node_started` is missing, the start follows from the agent's other events, else from the first
-    rank.
+    A node ends with its `node_ended` event. If that event is missing, the node is billed to its
+    last heartbeat or the last event of its ranks, whichever is later. Ranks without an agent are
+    billed from the start of their process to their last event. If `node_started` is missing, the
+    start follows from the agent's other events, else from the first rank.
     """
     numbers = {event.generation for event in events if proves_generation(event)}
     grouped = group_by_key(
@@ -122,7 +151,10 @@ def _node(events: list[Event]) -> NodeTime | None:
     by_rank = group_by_key((event.rank, event) for event in events if event.rank >= 0)
     started = next((event for event in events if event.name == NODE_STARTED), None)
     ended = next((event for event in reversed(events) if event.name == NODE_ENDED), None)
-    start_times = _infer_start(events, by_rank) if started is None else (started.t_mono, started.t_wall)
+    if started is None:
+        start_times = _infer_start(events, by_rank)
+    else:
+        start_times = (started.t_mono, started.t_wall)
     if start_times is None:
         return None
     start, started_wall = start_times
@@ -130,9 +162,16 @@ def _node(events: list[Event]) -> NodeTime | None:
         end = start + float(ended.data.get("seconds", ended.t_mono - start))
     else:
         rank_events = [event.t_mono for group in by_rank.values() for event in group]
-        heartbeats = [start + float(event.data.get("seconds", 0.0)) for event in events if event.name == NODE_HEARTBEAT]
+        heartbeats = [
+            start + float(event.data.get("seconds", 0.0))
+            for event in events
+            if event.name == NODE_HEARTBEAT
+        ]
         end = max([start, *rank_events, *heartbeats])
-    listed = [int(rank) for rank in (started.data.get("ranks") or [])] if started is not None else []
+    if started is not None:
+        listed = [int(rank) for rank in (started.data.get("ranks") or [])]
+    else:
+        listed = []
     return NodeTime(
         generation=events[0].generation,
         node=events[0].node,
@@ -142,20 +181,31 @@ def _node(events: list[Event]) -> NodeTime | None:
         measured=ended is not None,
         ranks=sorted(set(listed) | set(by_rank)),
         events=by_rank,
-        machine={} if started is None else {key: started.data[key] for key in MACHINE_KEYS if started.data.get(key)},
+        machine={}
+        if started is None
+        else {key: started.data[key] for key in MACHINE_KEYS if started.data.get(key)},
     )
 
 
-def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
+def _infer_start(
+    events: Sequence[Event], by_rank: Mapping[int, list[Event]]
+) -> tuple[float, float] | None:
     """Infer the start of a node without a `node_started` event, as monotonic and Unix seconds.
 
-    Heartbeats and `node_ended` events contain the seconds since the start. If there are none, the node is assumed to
-    have started with its first rank. Return None if no rank recorded an interval.
+    Heartbeats and `node_ended` events contain the seconds since the start. If there are none, the
+    node is assumed to have started with its first rank. Return None if no rank recorded an
+    interval.
     """
-    counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
+    counting = [
+        event
+        for event in events
+        if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data
+    ]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
     if not starts:
-        clocks = ([event for event in group if accounts_for_time(event)] for group in by_rank.values())
+        clocks = (
+            [event for event in group if accounts_for_time(event)] for group in by_rank.values()
+        )
         starts = [(_find_first_start(mine), mine[0]) for mine in clocks if mine]
     if not starts:
         return None
@@ -166,17 +216,26 @@ def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) ->
 def _find_first_start(clocks: Sequence[Event]) -> float:
     """Return the start of a rank's first recorded interval, in monotonic seconds.
 
-    At the end of an interval a rank emits one event for each phase in it, all at nearly the same time. The interval
-    therefore started at the time of these events minus the seconds of all the phases.
+    At the end of an interval a rank emits one event for each phase in it, all at nearly the same
+    time. The interval therefore started at the time of these events minus the seconds of all the
+    phases.
     """
-    start, before = clocks[0].t_mono - sum(_seconds(clocks[0]).values()), clocks[0]
+    start = clocks[0].t_mono - sum(_seconds(clocks[0]).values())
+    before = clocks[0]
     phases = set(_seconds(before))
     for event in clocks[1:]:
-        if before.name != PHASE or event.name != PHASE or event.t_mono - before.t_mono > _SAME_MOMENT_SECONDS:
+        if (
+            before.name != PHASE
+            or event.name != PHASE
+            or event.t_mono - before.t_mono > _SAME_MOMENT_SECONDS
+        ):
             break
-        if phases & set(_seconds(event)):  # an interval has each phase once, so this is already the next interval
+        if phases & set(
+            _seconds(event)
+        ):  # an interval has each phase once, so this is already the next interval
             break
-        start, before = start - sum(_seconds(event).values()), event
+        start = start - sum(_seconds(event).values())
+        before = event
         phases |= set(_seconds(event))
     return start
 
@@ -185,24 +244,40 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
     clocks = [event for event in node.events.get(rank, []) if accounts_for_time(event)]
     paid = _micros(node.paid_seconds)
     leaving = any(event.data.get("class") == LedgerClass.SHUTDOWN for event in clocks[-1:])
-    tail_class = _classify_end(generation, LedgerClass.SHUTDOWN if leaving else LedgerClass.UNATTRIBUTED)
-    if not any(node.events.values()) and (generation.running or generation.reason == Outcome.BUDGET):
-        tail_class = LedgerClass.STARTUP  # the ranks are about to start, or the budget did not allow them to
+    tail_class = _classify_end(
+        generation, LedgerClass.SHUTDOWN if leaving else LedgerClass.UNATTRIBUTED
+    )
+    if not any(node.events.values()) and (
+        generation.running or generation.reason == Outcome.BUDGET
+    ):
+        tail_class = (
+            LedgerClass.STARTUP
+        )  # the ranks are about to start, or the budget did not allow them to
     if not clocks:
-        estimated = frozenset() if node.measured else frozenset({tail_class})
+        if node.measured:
+            estimated = frozenset()
+        else:
+            estimated = frozenset({tail_class})
         whole = {tail_class: paid}
-        return RankTime(rank=rank, paid=paid, classes=whole, estimated=estimated, spans=(Span(0, paid, whole),))
+        return RankTime(
+            rank=rank, paid=paid, classes=whole, estimated=estimated, spans=(Span(0, paid, whole),)
+        )
     started = _paid_micros_at(_find_first_start(clocks), node)
     reached = _paid_micros_at(clocks[-1].t_mono, node)
     spans = [Span(0, started, {LedgerClass.STARTUP: started})]
     for event in clocks:
-        seconds = {kind: _micros(value) for kind, value in _clip_seconds(event, node, generation).items()}
+        seconds = {
+            kind: _micros(value) for kind, value in _clip_seconds(event, node, generation).items()
+        }
         end = _paid_micros_at(event.t_mono, node)
         spans.append(Span(max(0, end - sum(seconds.values())), end, seconds))
     spans.append(Span(reached, paid, {tail_class: paid - reached}))
     classes = sum_by_key(pair for span in spans for pair in span.classes.items())
     _balance(classes, paid, f"generation {node.generation}, node {node.node}, rank {rank}")
-    estimated = frozenset() if node.measured or reached == paid else frozenset({tail_class})
+    if node.measured or reached == paid:
+        estimated = frozenset()
+    else:
+        estimated = frozenset({tail_class})
     return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))
 
 
@@ -212,46 +287,68 @@ def _paid_micros_at(t_mono: float, node: NodeTime) -> int:
 
 
 def _classify_end(generation: RecordedGeneration, planned: LedgerClass) -> LedgerClass:
-    """Return the class of time that the generation's end wasted: `planned` if the end was planned."""
+    """Return the class of time that the generation's end wasted:
+
+    `planned` if the end was planned.
+    """
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
-    return LedgerClass.INTERRUPTION if generation.unplanned else planned
+    if generation.unplanned:
+        return LedgerClass.INTERRUPTION
+    return planned
 
 
 def _seconds(event: Event) -> dict[LedgerClass, float]:
     """Return the seconds by class that an event records."""
     data = event.data
     try:
-        seconds = {data["class"]: data["seconds"]} if event.name == PHASE else data["seconds"]
+        if event.name == PHASE:
+            seconds = {data["class"]: data["seconds"]}
+        else:
+            seconds = data["seconds"]
         return {LedgerClass(kind): max(0.0, float(value)) for kind, value in seconds.items()}
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         where = f"generation {event.generation}, node {event.node}, rank {event.rank}"
-        raise LedgerError(f"{where}: a {event.name} event without classes and seconds: {data}") from error
+        raise LedgerError(
+            f"{where}: a {event.name} event without classes and seconds: {data}"
+        ) from error
 
 
-def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
+def _clip_seconds(
+    event: Event, node: NodeTime, generation: RecordedGeneration
+) -> Mapping[LedgerClass, float]:
     """Return the event's seconds by class, without the part that is outside the node's paid time.
 
-    Step time is useful only if the step completed and is in the final weights. Otherwise its time is moved to a class
-    such as redone steps.
+    Step time is useful only if the step completed and is in the final weights. Otherwise its time
+    is moved to a class such as redone steps.
     """
     seconds = _seconds(event)
-    outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(0.0, event.t_mono - node.end)
+    outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(
+        0.0, event.t_mono - node.end
+    )
     for kind in sorted(seconds, key=seconds.__getitem__, reverse=True):
         taken = min(outside, seconds[kind])
         seconds[kind] -= taken
         outside -= taken
     if event.name == PHASE:
-        # Without an end the job is running, and after its completion the ranks exit. Other planned ends, such as that
-        # by a non-finite loss, discard the step.
+        # Without an end the job is running, and after its completion the ranks exit. Other planned
+        # ends, such as that by a non-finite loss, discard the step.
         shut_down = generation.reason in (None, Outcome.COMPLETED)
-        waste = _classify_end(generation, LedgerClass.SHUTDOWN if shut_down else LedgerClass.REDONE_STEP)
-        # A planned end cuts off no step, so evaluation and waiting for data keep the classes that the rank recorded.
-        wasted_kinds = (LedgerClass.USEFUL_STEP,) if waste is LedgerClass.SHUTDOWN else _WASTED
+        waste = _classify_end(
+            generation, LedgerClass.SHUTDOWN if shut_down else LedgerClass.REDONE_STEP
+        )
+        # A planned end cuts off no step, so evaluation and waiting for data keep the classes that
+        # the rank recorded.
+        if waste is LedgerClass.SHUTDOWN:
+            wasted_kinds = (LedgerClass.USEFUL_STEP,)
+        else:
+            wasted_kinds = _WASTED
     elif event.step is None or not generation.keeps(event.step):
-        waste, wasted_kinds = LedgerClass.REDONE_STEP, _WASTED
+        waste = LedgerClass.REDONE_STEP
+        wasted_kinds = _WASTED
     elif event.data.get("skipped"):
-        waste, wasted_kinds = LedgerClass.SKIPPED_STEP, _WASTED
+        waste = LedgerClass.SKIPPED_STEP
+        wasted_kinds = _WASTED
     else:
         return seconds
     wasted = sum(seconds.pop(kind, 0.0) for kind in wasted_kinds)
@@ -263,15 +360,17 @@ def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) 
 def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
     """Change `classes` so that they sum to the paid time.
 
-    A gap is added as unattributed time. A small excess is subtracted from the largest class; a larger excess raises a
-    LedgerError whose message begins with `where`.
+    A gap is added as unattributed time. A small excess is subtracted from the largest class; a
+    larger excess raises a LedgerError whose message begins with `where`.
     """
     rest = paid - sum(classes.values())
     if rest >= 0:
         classes[LedgerClass.UNATTRIBUTED] = classes.get(LedgerClass.UNATTRIBUTED, 0) + rest
         return
     if -rest > max(TOLERANCE_SECONDS * MICRO, TOLERANCE_SHARE * paid):
-        listed = " + ".join(f"{kind} {micros / MICRO:.3f}" for kind, micros in classes.items() if micros)
+        listed = " + ".join(
+            f"{kind} {micros / MICRO:.3f}" for kind, micros in classes.items() if micros
+        )
         excess = f"its intervals exceed its paid time by {-rest / MICRO:.3f} s"
         raise LedgerError(f"{where}: {excess}: {listed} > paid {paid / MICRO:.3f} s")
     classes[max(classes, key=classes.__getitem__)] += rest
@@ -282,7 +381,12 @@ def _micros(seconds: float) -> int:
 
 
 def compute_rate(event: Event, key: str) -> float | None:
-    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if unknown."""
-    seconds, amount = event.data.get("seconds", {}), event.data.get(key)
+    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if
+    unknown.
+    """
+    seconds = event.data.get("seconds", {})
+    amount = event.data.get(key)
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
-    return amount / busy if amount and busy > 0 else None
+    if amount and busy > 0:
+        return amount / busy
+    return None

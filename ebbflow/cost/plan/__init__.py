@@ -1,1 +1,3 @@
-"""Capacity plans: the ranking of pools for a job, their expected costs, and the decision whether the job may start."""
+"""Capacity plans: the ranking of pools for a job, their expected costs, and the decision whether
+the job may start.
+"""

@@ -1,7 +1,10 @@
-"""Check every pool that a configuration allows. Each becomes a `Candidate` with its expected cost, or a `Rejection`.
+"""Check every pool that a configuration allows.
 
-A pool is an instance type × number of nodes × market × zone. GPU, memory and batch size are checked once per instance
-type and number of nodes. Prices and hazards (expected interruptions per hour) are checked once per zone or region.
+Each becomes a `Candidate` with its expected cost, or a `Rejection`.
+
+A pool is an instance type × number of nodes × market × zone. GPU, memory and batch size are checked
+once per instance type and number of nodes. Prices and hazards (expected interruptions per hour) are
+checked once per zone or region.
 """
 
 from __future__ import annotations
@@ -62,21 +65,28 @@ NO_PROGRESS = JobProgress()
 
 
 def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
-    """Compute a job's progress from its events, in any order. Raises LedgerError if they contradict each other.
+    """Compute a job's progress from its events, in any order.
 
-    The deadline counts from the first plan of the run whose ranks started first. If no ranks have started yet, it
-    counts from the first plan of `run`.
+    Raises LedgerError if they contradict each other.
+
+    The deadline counts from the first plan of the run whose ranks started first. If no ranks have
+    started yet, it counts from the first plan of `run`.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     planned = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
     made: dict[str, float] = {}
     for event in planned:
-        made[event.run] = min(made.get(event.run, math.inf), float(event.data.get("made_utc") or event.t_wall))
+        made[event.run] = min(
+            made.get(event.run, math.inf), float(event.data.get("made_utc") or event.t_wall)
+        )
     if not generations:
         return JobProgress(started_utc=made.get(run))
     kept = generations[max(generations)].kept[1]
-    taken = max((event.step for event in ordered if event.name == STEP and event.step is not None), default=0)
+    taken = max(
+        (event.step for event in ordered if event.name == STEP and event.step is not None),
+        default=0,
+    )
     # Runs are compared, not times: the launcher's clock may be ahead of those of the machines.
     first = generations[min(generations)]
     began = next(event.run for event in ordered if event.generation == first.number)
@@ -87,12 +97,14 @@ def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     )
 
 
-# Bandwidth between one rank and an object store, in either direction. Measured once: 1 GiB from shared memory to Swift
-# on the same machine (361 MiB/s). The node's network, which its ranks share, may allow less.
+# Bandwidth between one rank and an object store, in either direction. Measured once: 1 GiB from
+# shared memory to Swift on the same machine (361 MiB/s). The node's network, which its ranks share,
+# may allow less.
 TRANSFER_BYTES_PER_SECOND = 361 * 2**20
 # Node counts tried for `cluster.nodes: auto`: powers of two divide common batch sizes.
 AUTO_NODES = (1, 2, 4, 8)
-# Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352 and 190385).
+# Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352
+# and 190385).
 OLDEST_COMPUTE_CAPABILITY = 7.5
 
 
@@ -108,7 +120,8 @@ RESERVATION = "reservation"
 OVER_BUDGET = "over the budget"
 
 
-# Computes the expected run from a hazard; None if interruptions undo the work faster than it is done.
+# Computes the expected run from a hazard; None if interruptions undo the work faster than it is
+# done.
 RunAt = Callable[[PoolHazard], ExpectedRun | None]
 
 
@@ -123,32 +136,51 @@ class PlanInputs:
     history: JobHistory = field(default_factory=JobHistory)
     progress: JobProgress = NO_PROGRESS
     rates: Rates = field(default_factory=load_rates)
-    # AWS Batch queues by name. A pool that none of them can run is rejected. None means that the job uses no queues or
-    # that they are unknown; then no pool is rejected for lack of a queue.
+    # AWS Batch queues by name. A pool that none of them can run is rejected. None means that the
+    # job uses no queues or that they are unknown; then no pool is rejected for lack of a queue.
     queues: Mapping[str, QueueState] | None = None
     simulated: bool = False  # the job runs on this machine
     # reservations of the account, Capacity Blocks for sale, and Spot placement scores
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
     def held(self, pool: Pool) -> list[Reservation]:
-        """Return the account's reservations of the pool's instance type and, if set, region; none for a Spot pool."""
-        found = self.evidence.held if pool.market == "on_demand" else ()
-        return [one for one in found if one.instance_type == pool.instance_type and pool.region in (None, one.region)]
+        """Return the account's reservations of the pool's instance type and, if set, region; none
+        for a Spot pool.
+        """
+        if pool.market == "on_demand":
+            found = self.evidence.held
+        else:
+            found = ()
+        return [
+            one
+            for one in found
+            if one.instance_type == pool.instance_type and pool.region in (None, one.region)
+        ]
 
     def steps_left(self, config: RunConfig) -> int:
         return max(0, config.training.max_steps - self.progress.done_steps)
 
     def hours_left(self, config: RunConfig) -> float | None:
-        """Return the hours until the deadline, negative if it has passed; None if the job has no deadline."""
-        limit, started = config.cost.deadline_hours, self.progress.started_utc
-        passed = 0.0 if started is None else (self.now_utc - started) / 3600
-        return None if limit is None else limit - passed
+        """Return the hours until the deadline, negative if it has passed; None if the job has no
+        deadline.
+        """
+        limit = config.cost.deadline_hours
+        started = self.progress.started_utc
+        if started is None:
+            passed = 0.0
+        else:
+            passed = (self.now_utc - started) / 3600
+        if limit is None:
+            return None
+        return limit - passed
 
 
 def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | Rejection]:
-    """Check every pool that the configuration allows, and yield a `Candidate` or a `Rejection` for each.
+    """Check every pool that the configuration allows, and yield a `Candidate` or a `Rejection` for
+    each.
 
-    On Spot, each zone with a price is a pool. On demand, each region is a pool, or each zone if `cost.zones` is set.
+    On Spot, each zone with a price is a pool. On demand, each region is a pool, or each zone if
+    `cost.zones` is set.
     """
     fingerprint = speed_fingerprint(config)
     for pool, kind in _sizes(config, sources.catalogue):
@@ -160,24 +192,46 @@ def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | 
         work = _estimate_work(config, sources, pool, kind, fingerprint)
         run_at = cache(partial(expect_run, config, work))  # many zones share a hazard
         for region in config.cost.regions:
-            yield from _judge_region(config, sources, replace(pool, region=region), kind, work, run_at)
+            yield from _judge_region(
+                config, sources, replace(pool, region=region), kind, work, run_at
+            )
 
 
 def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
-    return (one for one in judge_pools(config, sources) if isinstance(one, Candidate))
+    return (pool for pool in judge_pools(config, sources) if isinstance(pool, Candidate))
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Yield one (pool, instance type) pair per allowed type, number of nodes and market. Pools have no region yet."""
+    """Yield one (pool, instance type) pair per allowed type, number of nodes and market.
+
+    Pools have no region yet.
+    """
     cluster = config.cluster
-    most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
+    if cluster.max_nodes is None:
+        most = max(AUTO_NODES)
+    else:
+        most = cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
-    node_counts = tried if cluster.nodes == "auto" else [cluster.nodes]
+    if cluster.nodes == "auto":
+        node_counts = tried
+    else:
+        node_counts = [cluster.nodes]
     for kind in catalogue.matching(cluster.instance_types):
-        ranks = kind.gpu_count if cluster.processes_per_node == "auto" else cluster.processes_per_node
+        if cluster.processes_per_node == "auto":
+            ranks = kind.gpu_count
+        else:
+            ranks = cluster.processes_per_node
         for nodes in node_counts:
             for market in ("spot", "on_demand"):
-                yield Pool(instance_type=kind.name, nodes=nodes, processes_per_node=ranks, market=market), kind
+                yield (
+                    Pool(
+                        instance_type=kind.name,
+                        nodes=nodes,
+                        processes_per_node=ranks,
+                        market=market,
+                    ),
+                    kind,
+                )
 
 
 def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejection:
@@ -185,7 +239,12 @@ def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejec
 
 
 def _judge_region(
-    config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, work: RemainingWork, run_at: RunAt
+    config: RunConfig,
+    sources: PlanInputs,
+    pool: Pool,
+    kind: InstanceType,
+    work: RemainingWork,
+    run_at: RunAt,
 ) -> Iterator[Candidate | Rejection]:
     region = pool.region or ""
     if config.cluster.plan_for == "batch":
@@ -196,23 +255,36 @@ def _judge_region(
         return
     wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
     if config.cost.zones and not wanted:
-        yield _rejection(pool, ELSEWHERE, f"none of cost.zones ({', '.join(config.cost.zones)}) lies in {region}")
+        yield _rejection(
+            pool, ELSEWHERE, f"none of cost.zones ({', '.join(config.cost.zones)}) lies in {region}"
+        )
         return
     for zone, quote in _quotes(sources.prices, kind, pool.market, region, wanted):
         here = Pool(**{**vars(pool), "zone": zone})
         if quote is None:
-            without = NO_SPOT_PRICE if pool.market == "spot" else NO_ON_DEMAND_PRICE
-            why = "on record" if pool.market == "on_demand" else sources.prices.why_missing(kind, region, zone)
+            if pool.market == "spot":
+                without = NO_SPOT_PRICE
+            else:
+                without = NO_ON_DEMAND_PRICE
+            if pool.market == "on_demand":
+                why = "on record"
+            else:
+                why = sources.prices.why_missing(kind, region, zone)
             yield _rejection(here, without, f"{without} of {kind.name} in {here.place} {why}")
             continue
         hazard = _hazard(sources, here, kind)
         if hazard is None:
-            yield _rejection(here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record")
+            yield _rejection(
+                here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record"
+            )
             continue
-        expected, score = run_at(hazard), sources.evidence.score(region, zone)
+        expected = run_at(hazard)
+        score = sources.evidence.score(region, zone)
         if expected is not None and score is not None and pool.market == "spot":
             hazard = replace(hazard, kind=f"{hazard.kind}; Spot placement score {score} of 10")
-            expected = delay_start(expected, start_chance=score / 10)  # AWS gives no probabilities: an assumption
+            expected = delay_start(
+                expected, start_chance=score / 10
+            )  # AWS gives no probabilities: an assumption
         yield _judge_place(config, sources, here, kind, work, quote, hazard, expected)
 
 
@@ -225,54 +297,91 @@ def _judge_reservation(
     held: Reservation,
     run_at: RunAt,
 ) -> Candidate | Rejection:
-    here, now = Pool(**{**vars(pool), "zone": held.zone, "reservation": held.id}), sources.now_utc
+    here = Pool(**{**vars(pool), "zone": held.zone, "reservation": held.id})
+    now = sources.now_utc
     if why := held.why_unusable(pool.nodes, now):
         return _rejection(here, RESERVATION, f"reservation {held.id} {why}")
     if held.fee_usd is None and (found := _has_no_queue(sources, here)):
         return _rejection(here, *found)
-    quote, hazard = held.quote(sources.prices.on_demand(kind, held.region), now), _hazard(sources, here, kind)
+    quote = held.quote(sources.prices.on_demand(kind, held.region), now)
+    hazard = _hazard(sources, here, kind)
     if quote is None:
-        return _rejection(here, NO_ON_DEMAND_PRICE, f"no on-demand price of {kind.name} on record, nor usd_per_hour")
+        return _rejection(
+            here,
+            NO_ON_DEMAND_PRICE,
+            f"no on-demand price of {kind.name} on record, nor usd_per_hour",
+        )
     assert hazard is not None  # only Spot may lack one
     expected = run_at(hazard)
     if expected is not None:
         expected = delay_start(expected, wait_hours=held.wait_hours(now))
         # The attempt leaves so long before the end, to save.
         save = config.checkpoint.deadline_seconds / 3600
-        ends = math.inf if held.end_utc is None else (held.end_utc - now) / 3600 - save
+        if held.end_utc is None:
+            ends = math.inf
+        else:
+            ends = (held.end_utc - now) / 3600 - save
         if expected.expected_hours > ends:
             needed = expected.expected_hours + save
-            reason = f"needs {needed:.4g} h from now, and reservation {held.id} ends in {ends + save:.4g} h"
+            reason = (
+                f"needs {needed:.4g} h from now, and reservation {held.id} ends in "
+                f"{ends + save:.4g} h"
+            )
             return _rejection(here, RESERVATION, reason, needed / (ends + save))
     found = _judge_place(config, sources, here, kind, work, quote, hazard, expected)
     if isinstance(found, Rejection):
         return found
-    fee = 0.0 if held.fee_usd is None else float(held.fee_usd) - found.compute_usd
+    if held.fee_usd is None:
+        fee = 0.0
+    else:
+        fee = float(held.fee_usd) - found.compute_usd
     total = found.expected_usd + fee
-    sums = {"compute_usd": found.compute_usd + fee, "expected_usd": total, "usd_per_step": total / max(1, work.steps)}
+    sums = {
+        "compute_usd": found.compute_usd + fee,
+        "expected_usd": total,
+        "usd_per_step": total / max(1, work.steps),
+    }
     return replace(found, ends_utc=held.end_utc, **sums)
 
 
 def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
-    """Yield one candidate per Capacity Block for sale that can run the job, at the price of the whole block."""
+    """Yield one candidate per Capacity Block for sale that can run the job, at the price of the
+    whole block.
+    """
     free = config.changed("cluster", plan_for="batch")
-    sale = replace(sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None)
+    sale = replace(
+        sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None
+    )
     if sources.evidence.blocks:
-        yield from (one for one in judge_pools(free, sale) if isinstance(one, Candidate) and one.reservation)
+        yield from (
+            pool
+            for pool in judge_pools(free, sale)
+            if isinstance(pool, Candidate) and pool.reservation
+        )
 
 
 def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
-    """Estimate the pool's interruptions per hour. Return None for a Spot pool that the spot advisor does not list."""
+    """Estimate the pool's interruptions per hour.
+
+    Return None for a Spot pool that the spot advisor does not list.
+    """
     failures = FAILURES_PER_GPU_HOUR * pool.ranks
     if pool.market != "spot":
-        return PoolHazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
+        return PoolHazard(
+            reclaims=None,
+            failures_per_hour=failures,
+            kind="estimated: machine failures as published",
+        )
     band = kind.interruption_band(pool.region or "")
     if band is None:
         return None
     belief, stays = sources.history.reclaim_hazard(
         reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc
     )
-    own = f", updated by {stays} stays of own jobs" if stays else ""
+    if stays:
+        own = f", updated by {stays} stays of own jobs"
+    else:
+        own = ""
     kind_of = f"estimated: advisor's band {band}{own}"
     waits = sources.history.waits(kind.name, pool.region, pool.zone)
     return PoolHazard(reclaims=belief, failures_per_hour=failures, kind=kind_of, waits=waits)
@@ -283,8 +392,8 @@ def _quotes(
 ) -> list[tuple[str | None, Quote | None]]:
     """Return (zone, quote) pairs, one for each zone of the region.
 
-    The quote of a zone without a price is None. A single pair (None, None) means that no price is known in the whole
-    region.
+    The quote of a zone without a price is None. A single pair (None, None) means that no price is
+    known in the whole region.
     """
     if market == "on_demand":
         quote = prices.on_demand(kind, region)
@@ -301,20 +410,36 @@ def _quotes(
 
 
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
-    """Check market, backend and GPU of a pool. Return (kind, reason) of a rejection, or None if the pool passes."""
-    cluster, gpu = config.cluster, kind.gpu
+    """Check market, backend and GPU of a pool.
+
+    Return (kind, reason) of a rejection, or None if the pool passes.
+    """
+    cluster = config.cluster
+    gpu = kind.gpu
     dtype = config.fsdp.compute_dtype
     if cluster.market not in ("auto", pool.market):
         return "market excluded", f"cluster.market is {cluster.market}"
     if cluster.plan_for == "batch" and pool.market == "spot" and pool.nodes > 1:
-        return "backend cannot", "AWS Batch runs no multi-node job on Spot; one node, or backend kubernetes, can"
+        return (
+            "backend cannot",
+            "AWS Batch runs no multi-node job on Spot; one node, or backend kubernetes, can",
+        )
     if kind.gpu_count < pool.processes_per_node:
-        return "too few GPUs", f"{kind.gpu_count} GPUs, cluster.processes_per_node is {pool.processes_per_node}"
+        return (
+            "too few GPUs",
+            f"{kind.gpu_count} GPUs, cluster.processes_per_node is {pool.processes_per_node}",
+        )
     if gpu.compute_capability < OLDEST_COMPUTE_CAPABILITY:
-        reason = f"{gpu.name} has capability {gpu.compute_capability}; torch's default wheels begin at 7.5"
+        reason = (
+            f"{gpu.name} has capability {gpu.compute_capability}; torch's default wheels begin "
+            "at 7.5"
+        )
         return "GPU too old", reason
     if config.fsdp.float8 == "on" and gpu.compute_capability < 8.9:
-        return "GPU too old", f"{gpu.name} has capability {gpu.compute_capability}; fsdp.float8 needs 8.9"
+        return (
+            "GPU too old",
+            f"{gpu.name} has capability {gpu.compute_capability}; fsdp.float8 needs 8.9",
+        )
     if gpu.peak_flops(dtype) is None:
         why = gpu.note or "not published"
         if dtype == "bfloat16" and gpu.fp16_tflops:
@@ -324,25 +449,45 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
 
 
 def _has_no_queue(sources: PlanInputs, pool: Pool) -> tuple[Any, ...] | None:
-    why = None if sources.queues is None else why_no_queue(sources.queues, pool, sources.catalogue)
-    return None if why is None else (NO_QUEUE, why)
+    if sources.queues is None:
+        why = None
+    else:
+        why = why_no_queue(sources.queues, pool, sources.catalogue)
+    if why is None:
+        return None
+    return (NO_QUEUE, why)
 
 
-def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
-    shard, tensor = shard_ranks(config, pool.ranks, pool.processes_per_node), config.parallel.tensor_size
+def _does_not_fit(
+    config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType
+) -> tuple[Any, ...] | None:
+    shard = shard_ranks(config, pool.ranks, pool.processes_per_node)
+    tensor = config.parallel.tensor_size
     if shard % tensor:
-        reason = f"the {shard} ranks that hold one copy of the model are no multiple of parallel.tensor_size {tensor}"
+        reason = (
+            f"the {shard} ranks that hold one copy of the model are no multiple of "
+            f"parallel.tensor_size {tensor}"
+        )
         return "shards do not divide", reason
     if micro_batch(config, pool.ranks) is None:
         return "batch not divisible", explain_batch(config, pool.ranks)
     if pool.ranks % shard:
-        return "shards do not divide", f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}"
+        return (
+            "shards do not divide",
+            f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}",
+        )
     fit = memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node)
     if fit.total <= kind.gpu_memory_bytes:
         host = why_host_too_small(
-            config, shape, nodes=pool.nodes, ranks_per_node=pool.processes_per_node, ram_bytes=int(kind.ram_gib * 2**30)
+            config,
+            shape,
+            nodes=pool.nodes,
+            ranks_per_node=pool.processes_per_node,
+            ram_bytes=int(kind.ram_gib * 2**30),
         )
-        return None if host is None else ("does not fit", *host)
+        if host is None:
+            return None
+        return ("does not fit", *host)
     reason = f"needs {fit.render()}; {kind.gpu.name} has {gib_text(kind.gpu_memory_bytes)}"
     return "does not fit", reason, fit.total / kind.gpu_memory_bytes
 
@@ -350,7 +495,8 @@ def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: Instan
 def _estimate_work(
     config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, fingerprint: str
 ) -> RemainingWork:
-    shape, progress = sources.shape, sources.progress
+    shape = sources.shape
+    progress = sources.progress
     speed = known_throughput(
         config,
         shape,
@@ -387,10 +533,17 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
-    """Return an upper bound on the bytes of tokens that one node will read; 0 if unknown (a user's own workload)."""
+    """Return an upper bound on the bytes of tokens that one node will read; 0 if unknown (a user's
+    own workload).
+    """
     if config.user_code is not None:
         return 0.0
-    width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4
+    if config.model.vocab_size <= 2**8:
+        width = 1
+    elif config.model.vocab_size <= 2**16:
+        width = 2
+    else:
+        width = 4
     return steps * config.training.batch_size * shape.tokens_per_sample * width
 
 
@@ -404,14 +557,23 @@ def _judge_place(
     hazard: PoolHazard,
     expected: ExpectedRun | None,
 ) -> Candidate | Rejection:
-    """Compute the pool's expected cost, or reject it if the job would never finish or would miss the deadline."""
+    """Compute the pool's expected cost, or reject it if the job would never finish or would miss
+    the deadline.
+    """
     if expected is None:
-        reason = f"{hazard.per_hour:.3g} interruptions per hour ({hazard.kind}) undo more than an hour's work"
+        reason = (
+            f"{hazard.per_hour:.3g} interruptions per hour ({hazard.kind}) undo more than an "
+            "hour's work"
+        )
         return _rejection(pool, NEVER_ENDS, reason)
-    left, hours = sources.hours_left(config), expected.expected_hours
+    left = sources.hours_left(config)
+    hours = expected.expected_hours
     if left is not None and hours > left:
         limit = config.cost.deadline_hours
-        passed = f", of which {left:.4g} h are left" if left != limit else ""
+        if left != limit:
+            passed = f", of which {left:.4g} h are left"
+        else:
+            passed = ""
         reason = f"needs {hours:.4g} h, cost.deadline_hours is {limit:.4g}{passed}"
         return _rejection(pool, MISSES_DEADLINE, reason, hours / left if left > 0 else hours)
     usage = Usage(
@@ -426,7 +588,8 @@ def _judge_place(
     )
     bill = other_costs(config, usage, pool.region or "", sources.rates)
     on_demand = sources.prices.on_demand(kind, quote.region)
-    limit, now = config.cost.max_price_age_hours, sources.now_utc
+    limit = config.cost.max_price_age_hours
+    now = sources.now_utc
     usd_per_hour = float(quote.usd_per_hour)
     compute = usd_per_hour * pool.nodes * expected.paid_hours
     total = compute + (bill.storage_usd + bill.transfer_usd)
@@ -466,6 +629,8 @@ def _judge_place(
 
 
 def _daly_steps(work: RemainingWork, hazard: PoolHazard) -> int:
-    """Return Daly's optimal number of steps between checkpoints: at least one, at most all remaining steps."""
+    """Return Daly's optimal number of steps between checkpoints: at least one, at most all
+    remaining steps.
+    """
     steps = daly_interval_seconds(work.save_seconds, hazard.per_hour) / work.speed.step_seconds
     return max(1, round(min(steps, max(1, work.steps))))

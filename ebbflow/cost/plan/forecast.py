@@ -1,31 +1,34 @@
-"""Forecast the hours and the interruptions of a job's remaining work in one pool, as means and as quantiles.
+"""Forecast the hours and the interruptions of a job's remaining work in one pool, as means and as
+quantiles.
 
-Means: repeating lost work takes time in which further interruptions occur, so the first two equations are solved
-together:
+Means: repeating lost work takes time in which further interruptions occur, so the first two
+equations are solved together:
 
     hours per node  = start + work × (1 + stall / τ) + interruptions × (τ / 2 + exposed + detect + restart + reload)
     interruptions   = hazard × hours
     dollars         = price × nodes × hours + storage + requests + transfer
 
-τ is the training time between two checkpoints, and `stall` the time for which a checkpoint stops training. An
-interruption undoes τ / 2 of training on average (first order in τ × hazard: Young 1974, Daly 2006). It also costs
-`exposed`, the time from the staging of a checkpoint until it is durable, and the times to detect the failure, to
-restart the job and to reload the checkpoint. Waits for capacity after a reclaim count towards the deadline, but not
-towards the bill.
+τ is the training time between two checkpoints, and `stall` the time for which a checkpoint stops
+training. An interruption undoes τ / 2 of training on average (first order in τ × hazard: Young
+1974, Daly 2006). It also costs `exposed`, the time from the staging of a checkpoint until it is
+durable, and the times to detect the failure, to restart the job and to reload the checkpoint. Waits
+for capacity after a reclaim count towards the deadline, but not towards the bill.
 
-Hazard: the expected interruptions per hour. The AWS spot advisor publishes bands for the share of a type's spot
-capacity that was reclaimed in the past month. If this share is taken as the probability p of losing one instance within
-a month of 730 hours, the hazard is −ln(1 − p) / 730 per hour. The band is an average over a month and all zones. It is
-therefore only the mean of a prior with very little weight, which measurements of the user's own jobs soon outweigh
-(`ebbflow.cost.job_history`). A pool is reclaimed as a whole, so the hazard does not grow with the number of nodes.
-Machine failures are independent, so their rate grows with the number of GPUs, in either market.
+Hazard: the expected interruptions per hour. The AWS spot advisor publishes bands for the share of a
+type's spot capacity that was reclaimed in the past month. If this share is taken as the probability
+p of losing one instance within a month of 730 hours, the hazard is −ln(1 − p) / 730 per hour. The
+band is an average over a month and all zones. It is therefore only the mean of a prior with very
+little weight, which measurements of the user's own jobs soon outweigh (`ebbflow.cost.job_history`).
+A pool is reclaimed as a whole, so the hazard does not grow with the number of nodes. Machine
+failures are independent, so their rate grows with the number of GPUs, in either market.
 
 Quantiles come from a Monte Carlo simulation with a fixed seed, in which three things vary:
 
-- Interruptions are Poisson arrivals at an uncertain hazard (`GammaHazard`; the mixture is a negative binomial). Each
-  undoes a uniformly distributed part of the checkpoint interval and costs the fixed times above.
-- After each reclaim the job waits for capacity. The waits were recorded in 2023 in nine zones, with one V100
-  each, for jobs that stay in their zone. Other instance types and years have other waits.
+- Interruptions are Poisson arrivals at an uncertain hazard (`GammaHazard`; the mixture is a
+  negative binomial). Each undoes a uniformly distributed part of the checkpoint interval and costs
+  the fixed times above.
+- After each reclaim the job waits for capacity. The waits were recorded in 2023 in nine zones, with
+  one V100 each, for jobs that stay in their zone. Other instance types and years have other waits.
 - The speed differs from its estimate by a lognormal factor.
 """
 
@@ -49,24 +52,30 @@ if TYPE_CHECKING:
 
 
 HOURS_PER_MONTH = 730.0
-# Middle of each of the advisor's bands; the last one is open above ("over 20 %") and counts as 25 %.
+# Middle of each of the advisor's bands; the last one is open above ("over 20 %") and counts as 25
+# %.
 BAND_SHARE = (0.025, 0.075, 0.125, 0.175, 0.25)
-# 419 unexpected interruptions in 54 days on 16,384 H100: Grattafiori et al. 2024, "The Llama 3 Herd of Models",
-# section 3.3.4.
+# 419 unexpected interruptions in 54 days on 16,384 H100: Grattafiori et al. 2024, "The Llama 3 Herd
+# of Models", section 3.3.4.
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
-# Weight of the band as a number of observed interruptions. Of 1, 0.01 and 0.001, the last has by far the highest
-# likelihood for the reclaims in nine zones (V100, 2023; each day given the days before): pools are reclaimed a thousand
-# times as often as their band suggests, or hardly ever.
+# Weight of the band as a number of observed interruptions. Of 1, 0.01 and 0.001, the last has by
+# far the highest likelihood for the reclaims in nine zones (V100, 2023; each day given the days
+# before): pools are reclaimed a thousand times as often as their band suggests, or hardly ever.
 PRIOR_WEIGHT = 0.001
 
 
 def reclaim_prior(band: int) -> GammaHazard:
-    """Return the prior distribution of a spot pool's reclaims per hour, given its spot advisor band (0 to 4)."""
+    """Return the prior distribution of a spot pool's reclaims per hour, given its spot advisor band
+    (0 to 4).
+    """
     return GammaHazard.from_prior(reclaim_hazard_per_hour(band), weight=PRIOR_WEIGHT)
 
 
 def reclaim_hazard_per_hour(band: int) -> float:
-    """Convert a spot advisor band (0 to 4) to expected reclaims per hour. Raises IndexError for an unknown band."""
+    """Convert a spot advisor band (0 to 4) to expected reclaims per hour.
+
+    Raises IndexError for an unknown band.
+    """
     return -math.log1p(-BAND_SHARE[band]) / HOURS_PER_MONTH
 
 
@@ -82,21 +91,29 @@ class ForecastInputs:
 
     start_hours: float  # paid hours of the first start
     work_hours: float  # hours of training and checkpoints without any interruption
-    fixed_lost_hours: float  # paid hours that each interruption costs in addition to the training that must be repeated
-    # training time between checkpoints. Each interruption repeats a uniformly distributed part of it.
+    # paid hours that each interruption costs in addition to the training that must be repeated
+    fixed_lost_hours: float
+    # training time between checkpoints. Each interruption repeats a uniformly distributed part of
+    # it.
     interval_hours: float
-    reclaims: GammaHazard | None  # distribution of the reclaims per hour; None for on-demand, where only machines fail
+    reclaims: (
+        GammaHazard | None
+    )  # distribution of the reclaims per hour; None for on-demand, where only machines fail
     failures_per_hour: float  # expected machine failures per hour of all nodes
     speed_log_deviation: float  # standard deviation of the log of the speed
     wait_hours: float = 0.0  # hours until a reservation begins
-    # probability that the first start on Spot is granted at once; None if unknown, which counts as 1
+    # probability that the first start on Spot is granted at once; None if unknown, which counts as
+    # 1
     start_chance: float | None = None
-    # possible waits for capacity after a reclaim in hours, all equally likely; None means `WAIT_HOURS`
+    # possible waits for capacity after a reclaim in hours, all equally likely; None means
+    # `WAIT_HOURS`
     waits: tuple[float, ...] | None = None
 
     @property
     def possible_waits(self) -> tuple[float, ...]:
-        return WAIT_HOURS if self.waits is None else self.waits
+        if self.waits is None:
+            return WAIT_HOURS
+        return self.waits
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ForecastInputs:
@@ -112,13 +129,16 @@ class ForecastQuantiles:
     p90_hours: float
     p50_usd: float
     p90_usd: float
-    deadline_probability: float | None  # share of the simulated runs that meet the deadline; None without a deadline
+    deadline_probability: (
+        float | None
+    )  # share of the simulated runs that meet the deadline; None without a deadline
 
 
 def forecast_quantiles(
     case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
 ) -> ForecastQuantiles:
-    """Simulate the remaining work of a job in one pool, and return the quantiles of its hours and dollars.
+    """Simulate the remaining work of a job in one pool, and return the quantiles of its hours and
+    dollars.
 
     Args:
         gang_usd_per_hour: Price of all nodes.
@@ -131,12 +151,16 @@ def forecast_quantiles(
         p90_hours=_quantile(drawn.hours, 0.9),
         p50_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.5) + other_usd,
         p90_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.9) + other_usd,
-        deadline_probability=None if hours_left is None else float((drawn.hours <= hours_left).mean()),
+        deadline_probability=None
+        if hours_left is None
+        else float((drawn.hours <= hours_left).mean()),
     )
 
 
 def _quantile(draws: numpy.ndarray, share: float) -> float:
-    """Return the `share` quantile of the draws: at least this share of the draws are less than or equal to it."""
+    """Return the `share` quantile of the draws: at least this share of the draws are less than or
+    equal to it.
+    """
     import numpy
 
     index = math.ceil(share * len(draws)) - 1
@@ -168,7 +192,10 @@ def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
-    """Simulate `DRAWS` runs of a job. Equal inputs give equal results, because the seed is fixed."""
+    """Simulate `DRAWS` runs of a job.
+
+    Equal inputs give equal results, because the seed is fixed.
+    """
     import numpy
 
     speeds, losses = _standard_draws()
@@ -192,12 +219,15 @@ def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
 
 
 def _counts(
-    chance: numpy.random.Generator, undisturbed: numpy.ndarray, case: ForecastInputs, belief: GammaHazard | None
+    chance: numpy.random.Generator,
+    undisturbed: numpy.ndarray,
+    case: ForecastInputs,
+    belief: GammaHazard | None,
 ) -> numpy.ndarray:
     """Draw the number of reclaims of each simulated run, [draws].
 
-    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims make the run
-    longer, and more reclaims occur in the added time.
+    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims make the
+    run longer, and more reclaims occur in the added time.
 
     Args:
         undisturbed: Hours of each run without interruptions, [draws].
@@ -209,12 +239,15 @@ def _counts(
         return numpy.zeros(len(undisturbed), dtype=numpy.int64)
     hazard = chance.gamma(belief.shape, 1.0 / belief.hours, size=len(undisturbed))
     each = case.fixed_lost_hours + case.interval_hours / 2
-    # Where interruptions leave less than a tenth of the time for work, count the run as ten times as long.
+    # Where interruptions leave less than a tenth of the time for work, count the run as ten times
+    # as long.
     stretch = 1.0 / numpy.maximum(0.1, 1.0 - hazard * each)
     return chance.poisson(numpy.minimum(hazard * undisturbed * stretch, _MOST_INTERRUPTIONS))
 
 
-def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Sequence[float]) -> numpy.ndarray:
+def _waits(
+    chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Sequence[float]
+) -> numpy.ndarray:
     """Draw the hours that each simulated run waits for capacity after its reclaims, [draws].
 
     For a run with more than 64 reclaims, 64 waits are drawn, and their sum is scaled up.
@@ -225,13 +258,16 @@ def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Seque
     if not some.any():
         return numpy.zeros(len(reclaims))
     drawn = chance.choice(numpy.array(waits), size=int(some.sum()))
-    sums = numpy.bincount(numpy.repeat(numpy.arange(len(some)), some), weights=drawn, minlength=len(some))
+    sums = numpy.bincount(
+        numpy.repeat(numpy.arange(len(some)), some), weights=drawn, minlength=len(some)
+    )
     return sums * reclaims / numpy.maximum(some, 1)
 
 
 # An agent declares a peer lost after this time without a heartbeat (training/launch).
 DETECT_SECONDS = 20.0
-# Staging to host memory reaches about a third of a memcpy's 6 GB/s; planning the checkpoint comes on top.
+# Staging to host memory reaches about a third of a memcpy's 6 GB/s; planning the checkpoint comes
+# on top.
 STAGING_BYTES_PER_SECOND = 2e9
 SAVE_OVERHEAD_SECONDS = 0.05
 
@@ -245,7 +281,9 @@ class RemainingWork:
     fit: MemoryFit  # memory that the job needs per GPU, by kind of content
     speed: Throughput
     save_seconds: float  # time for which one checkpoint stops training
-    carry_seconds: float  # time to upload one rank's share of a checkpoint to the store, or to download it
+    carry_seconds: (
+        float  # time to upload one rank's share of a checkpoint to the store, or to download it
+    )
     commit_bytes: float  # size of one checkpoint of all ranks
     token_bytes: float  # upper bound on the bytes of tokens that one node reads; 0 if unknown
     restores_first: bool  # whether the job begins by restoring a commit
@@ -262,7 +300,8 @@ class PoolHazard:
     reclaims: GammaHazard | None  # distribution of the reclaims per hour; None for on-demand
     failures_per_hour: float  # expected machine failures per hour of all nodes
     kind: str  # source of the estimate, as text
-    waits: tuple[float, ...] | None = None  # possible waits for capacity after a reclaim, as in `ForecastInputs`
+    # Possible waits for capacity after a reclaim, as in `ForecastInputs`
+    waits: tuple[float, ...] | None = None
 
     @property
     def per_hour(self) -> float:
@@ -320,16 +359,24 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
     )
 
 
-def delay_start(expected: ExpectedRun, *, wait_hours: float = 0.0, start_chance: float | None = None) -> ExpectedRun:
+def delay_start(
+    expected: ExpectedRun, *, wait_hours: float = 0.0, start_chance: float | None = None
+) -> ExpectedRun:
     """Return the run with a delayed first start.
 
-    The job waits `wait_hours` for a reservation. With probability 1 − `start_chance` it also waits for Spot capacity.
+    The job waits `wait_hours` for a reservation. With probability 1 − `start_chance` it also waits
+    for Spot capacity.
     """
-    refused = 0.0 if start_chance is None else 1 - start_chance
+    if start_chance is None:
+        refused = 0.0
+    else:
+        refused = 1 - start_chance
     return replace(
         expected,
         case=replace(expected.case, wait_hours=wait_hours, start_chance=start_chance),
-        expected_hours=expected.expected_hours + wait_hours + refused * fmean(expected.case.possible_waits),
+        expected_hours=expected.expected_hours
+        + wait_hours
+        + refused * fmean(expected.case.possible_waits),
     )
 
 
@@ -338,7 +385,8 @@ def interval_seconds(config: RunConfig, work: RemainingWork, hazard_per_hour: fl
 
     The result is at least one step and at most all remaining work.
     """
-    saves, step = config.checkpoint, work.speed.step_seconds
+    saves = config.checkpoint
+    step = work.speed.step_seconds
     wanted = {
         "steps": saves.interval_steps * step,
         "seconds": saves.interval_seconds,

@@ -1,22 +1,25 @@
-"""Guarantee that a job with a deadline finishes in time and within budget, by falling back to on-demand capacity.
+"""Guarantee that a job with a deadline finishes in time and within budget, by falling back to
+on-demand capacity.
 
-On-demand capacity is the last resort. An on-demand job is assumed to start within D = `batch.runnable_minutes` of its
-submission, to keep its machines, and to run at the planned speed and price. Let w be the remaining hours of work, d the
-hours that a start takes, s the longest time of a save, I the hours of work that losing the machine would undo, wait the
-hours of waiting for Spot capacity, and P the hourly price of all nodes. Each option then needs:
+On-demand capacity is the last resort. An on-demand job is assumed to start within D =
+`batch.runnable_minutes` of its submission, to keep its machines, and to run at the planned speed
+and price. Let w be the remaining hours of work, d the hours that a start takes, s the longest time
+of a save, I the hours of work that losing the machine would undo, wait the hours of waiting for
+Spot capacity, and P the hourly price of all nodes. Each option then needs:
 
     finish on demand      D + d + w + s hours               (d + w + s) · P_on_demand dollars
     keep on Spot          finish + max(I, s) hours          finish + I · P_on_demand + s · P_spot dollars
     start on Spot         keep + wait + 2 d hours           keep + (2 d + I) · P_spot dollars
 
-A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on Spot starts only if
-the remaining hours and dollars cover the row "start on Spot". The job moves to on-demand when the remaining hours or
-dollars no longer exceed the row "keep on Spot" (`ebbflow.infra.terms.Fallback`). An attempt on Spot ends by a loss of
-the machine, which undoes I, or by a last save, never by both.
+A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on
+Spot starts only if the remaining hours and dollars cover the row "start on Spot". The job moves to
+on-demand when the remaining hours or dollars no longer exceed the row "keep on Spot"
+(`ebbflow.infra.terms.Fallback`). An attempt on Spot ends by a loss of the machine, which undoes I,
+or by a last save, never by both.
 
-With 2 d, an attempt may stay although its container is made as late as `Placement.start_by_utc` allows, or although its
-ranks fail at their first step and start again. The dollars 2 d + I on Spot pay for two starts of the ranks and for the
-work between them that a failure undoes.
+With 2 d, an attempt may stay although its container is made as late as `Placement.start_by_utc`
+allows, or although its ranks fail at their first step and start again. The dollars 2 d + I on Spot
+pay for two starts of the ranks and for the work between them that a failure undoes.
 """
 
 import math
@@ -35,12 +38,15 @@ DECIDE_HOURS = 5 / 60
 
 
 def start_hours(one: Candidate) -> float:
-    """Return the paid hours from the start of the machines to the first useful step (d in the module docstring)."""
+    """Return the paid hours from the start of the machines to the first useful step (d in the
+    module docstring).
+    """
     return max(one.case.fixed_lost_hours, one.case.start_hours)
 
 
 def undone_hours(config: RunConfig, spot: Candidate, last_resort: Candidate) -> float:
-    """Return the most hours that an interruption on Spot costs on demand: a checkpoint interval, and hang detection.
+    """Return the most hours that an interruption on Spot costs on demand: a checkpoint interval,
+    and hang detection.
 
     If the last resort is slower than Spot, it takes longer to redo the steps of the interval.
     """
@@ -54,27 +60,38 @@ def delay_hours(config: RunConfig) -> float:
 
 
 def finish_hours(config: RunConfig, one: Candidate) -> float:
-    """Return the hours needed to finish on demand from now, including a last checkpoint and expected failures."""
+    """Return the hours needed to finish on demand from now, including a last checkpoint and
+    expected failures.
+    """
     return one.case.wait_hours + delay_hours(config) + busy_hours(one) + _save_hours(config)
 
 
 def finish_usd(config: RunConfig, one: Candidate) -> float:
-    """Return the dollars needed to finish on demand, including a last checkpoint, storage and transfer."""
-    return (busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour + one.storage_usd + one.transfer_usd
+    """Return the dollars needed to finish on demand, including a last checkpoint, storage and
+    transfer.
+    """
+    return (
+        (busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour
+        + one.storage_usd
+        + one.transfer_usd
+    )
 
 
 def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
     """Return the on-demand pools.
 
-    Reservations are left out if there are other on-demand pools, because a reservation may be full or end too early.
+    Reservations are left out if there are other on-demand pools, because a reservation may be full
+    or end too early.
     """
-    found = [one for one in pools if one.market == "on_demand"]
+    found = [candidate for candidate in pools if candidate.market == "on_demand"]
     return [one for one in found if one.reservation is None] or found
 
 
 def hours_until_end(one: Candidate, now_utc: float) -> float:
     """Return the hours until the pool's reservation ends; infinite for other pools."""
-    return math.inf if one.ends_utc is None else (one.ends_utc - now_utc) / 3600
+    if one.ends_utc is None:
+        return math.inf
+    return (one.ends_utc - now_utc) / 3600
 
 
 def busy_hours(one: Candidate) -> float:
@@ -85,24 +102,38 @@ def _save_hours(config: RunConfig) -> float:
     return config.checkpoint.deadline_seconds / 3600
 
 
-def spare_hours(config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float) -> float:
-    """Return the hours that a job can wait for Spot and still finish on demand in time; negative if it is too late."""
+def spare_hours(
+    config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float
+) -> float:
+    """Return the hours that a job can wait for Spot and still finish on demand in time; negative if
+    it is too late.
+    """
     slower = max(0.0, spot.case.work_hours - last_resort.case.work_hours)
     leave = max(undone_hours(config, spot, last_resort), _save_hours(config))
     return hours_left - finish_hours(config, last_resort) - 2 * start_hours(spot) - leave - slower
 
 
 def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_left: float) -> float:
-    """Return the dollars left over if a start on Spot fails and the job finishes on demand; negative for a deficit."""
+    """Return the dollars left over if a start on Spot fails and the job finishes on demand;
+    negative for a deficit.
+    """
     undone = undone_hours(config, spot, last_resort)
     lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
-    return usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
+    return (
+        usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
+    )
 
 
 def make_fallback(
-    config: RunConfig, spot: Candidate, last_resort: Candidate, *, steps: int, begin_utc: float = 0.0
+    config: RunConfig,
+    spot: Candidate,
+    last_resort: Candidate,
+    *,
+    steps: int,
+    begin_utc: float = 0.0,
 ) -> Fallback:
-    """Return the hours and dollars that an attempt on Spot must keep in reserve to finish on demand from any step.
+    """Return the hours and dollars that an attempt on Spot must keep in reserve to finish on demand
+    from any step.
 
     Args:
         steps: Number of remaining steps. All of them are assumed to take equally long.
@@ -126,30 +157,49 @@ def make_fallback(
     )
 
 
-def usd_saved_by_moving(config: RunConfig, spot: Candidate, held: Reservation, now_utc: float) -> float:
-    """Return the dollars that an attempt on Spot saves by moving to a reservation of the same machines when it begins.
+def usd_saved_by_moving(
+    config: RunConfig, spot: Candidate, held: Reservation, now_utc: float
+) -> float:
+    """Return the dollars that an attempt on Spot saves by moving to a reservation of the same
+    machines when it begins.
 
-    The attempt is assumed to start now and to lose no machine until then, so that the least work is left. The result is
-    0 if the reservation has begun, costs the on-demand price, or ends before the work.
+    The attempt is assumed to start now and to lose no machine until then, so that the least work is
+    left. The result is 0 if the reservation has begun, costs the on-demand price, or ends before
+    the work.
     """
-    begins, price = held.wait_hours(now_utc), spot.gang_usd_per_hour
+    begins = held.wait_hours(now_utc)
+    price = spot.gang_usd_per_hour
     left = max(0.0, spot.case.work_hours - max(0.0, begins - start_hours(spot)))
     end_utc = now_utc + (begins + start_hours(spot) + left) * 3600
-    if begins <= 0 or held.usd_per_hour is None or (held.end_utc is not None and held.end_utc < end_utc):
+    if (
+        begins <= 0
+        or held.usd_per_hour is None
+        or (held.end_utc is not None and held.end_utc < end_utc)
+    ):
         return 0.0
-    return (left - _save_hours(config)) * price - (left + start_hours(spot)) * float(held.usd_per_hour) * spot.nodes
+    return (left - _save_hours(config)) * price - (left + start_hours(spot)) * float(
+        held.usd_per_hour
+    ) * spot.nodes
 
 
-def guaranteed_hours(config: RunConfig, pools: Sequence[Candidate], chosen: Candidate, now_utc: float) -> float:
-    """Return the shortest deadline, in hours from now, that on-demand can guarantee within the budget.
+def guaranteed_hours(
+    config: RunConfig, pools: Sequence[Candidate], chosen: Candidate, now_utc: float
+) -> float:
+    """Return the shortest deadline, in hours from now, that on-demand can guarantee within the
+    budget.
 
-    If the budget is too small for every on-demand pool, return the hours of the chosen pool. Return 0 if that pool is
-    not on-demand.
+    If the budget is too small for every on-demand pool, return the hours of the chosen pool. Return
+    0 if that pool is not on-demand.
     """
-    budget = math.inf if config.cost.budget_usd is None else config.cost.budget_usd
-    able = [one for one in last_resorts(pools) if finish_usd(config, one) <= budget]
+    if config.cost.budget_usd is None:
+        budget = math.inf
+    else:
+        budget = config.cost.budget_usd
+    able = [resort for resort in last_resorts(pools) if finish_usd(config, resort) <= budget]
     able = able or [one for one in [chosen] if one.market == "on_demand"]
-    needed = [(finish_hours(config, one) + DECIDE_HOURS, hours_until_end(one, now_utc)) for one in able]
+    needed = [
+        (finish_hours(config, one) + DECIDE_HOURS, hours_until_end(one, now_utc)) for one in able
+    ]
     return min((hours for hours, end in needed if hours <= end), default=0.0)
 
 
@@ -162,9 +212,11 @@ def refuse_unguaranteed(
     hours_left: float,
     usd_left: float,
 ) -> dict[str, Any] | None:
-    """Return why on-demand capacity cannot keep a new job's deadline or budget, as `PlanRefusal` fields, or None.
+    """Return why on-demand capacity cannot keep a new job's deadline or budget, as `PlanRefusal`
+    fields, or None.
 
-    A job without on-demand pools (`cluster.market: spot`, or only Spot queues) has no guarantee and is not refused.
+    A job without on-demand pools (`cluster.market: spot`, or only Spot queues) has no guarantee and
+    is not refused.
 
     Args:
         hours_left: Hours until the deadline.
@@ -173,41 +225,78 @@ def refuse_unguaranteed(
     pools = last_resorts(ranked)
     without = "; without this guarantee: cluster.market=spot"
     if not pools:
-        late = [one for one in rejected if one.market == "on_demand" and one.kind in (MISSES_DEADLINE, OVER_BUDGET)]
+        late = [
+            rejection
+            for rejection in rejected
+            if rejection.market == "on_demand" and rejection.kind in (MISSES_DEADLINE, OVER_BUDGET)
+        ]
         if config.cluster.market != "auto" or not late:
             return None
         nearest = min(late, key=lambda one: one.excess)
-        outcome = Outcome.DEADLINE if nearest.kind == MISSES_DEADLINE else Outcome.BUDGET
-        limit = "cost.deadline_hours" if outcome is Outcome.DEADLINE else "cost.budget_usd"
-        message = f"no on-demand pool can take over if Spot has no capacity; the nearest, {nearest}, {nearest.reason}"
+        if nearest.kind == MISSES_DEADLINE:
+            outcome = Outcome.DEADLINE
+        else:
+            outcome = Outcome.BUDGET
+        if outcome is Outcome.DEADLINE:
+            limit = "cost.deadline_hours"
+        else:
+            limit = "cost.budget_usd"
+        message = (
+            f"no on-demand pool can take over if Spot has no capacity; the nearest, {nearest}, "
+            f"{nearest.reason}"
+        )
         return {"outcome": outcome, "message": message, "hint": f"raise {limit}{without}"}
-    hours, usd = (lambda one: finish_hours(config, one) + DECIDE_HOURS), (lambda one: finish_usd(config, one))
-    in_time = [one for one in pools if hours(one) <= min(hours_left, hours_until_end(one, now_utc))]
+
+    def hours(pool: Candidate) -> float:
+        return finish_hours(config, pool) + DECIDE_HOURS
+
+    def usd(pool: Candidate) -> float:
+        return finish_usd(config, pool)
+
+    in_time = [
+        pool for pool in pools if hours(pool) <= min(hours_left, hours_until_end(pool, now_utc))
+    ]
     if not in_time:
         best = min(pools, key=hours)
-        needed, deadline, end = hours(best), config.cost.deadline_hours or 0.0, hours_until_end(best, now_utc)
+        needed = hours(best)
+        deadline = config.cost.deadline_hours or 0.0
+        end = hours_until_end(best, now_utc)
         enough = deadline - hours_left + needed
         parts = (
-            f"{busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h to start + "
-            f"{delay_hours(config):.2f} h for on-demand capacity (batch.runnable_minutes) + "
-            f"{_save_hours(config):.2f} h for a last save + {DECIDE_HOURS:.2f} h to place it"
+            f"{busy_hours(best) - start_hours(best):.2f} h of work + {start_hours(best):.2f} h "
+            f"to start + {delay_hours(config):.2f} h for on-demand capacity "
+            f"(batch.runnable_minutes) + {_save_hours(config):.2f} h for a last save + "
+            f"{DECIDE_HOURS:.2f} h to place it"
         )
-        message = f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, of {hours_left:.2f} h"
-        hint = f"set cost.deadline_hours to {math.ceil(enough * 100) / 100:g} or more, or batch.runnable_minutes lower"
+        message = (
+            f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, of "
+            f"{hours_left:.2f} h"
+        )
+        hint = (
+            f"set cost.deadline_hours to {math.ceil(enough * 100) / 100:g} or more, or "
+            "batch.runnable_minutes lower"
+        )
         if needed <= hours_left:
             message = (
-                f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, and ends in {end:.2f} h"
+                f"the deadline cannot be guaranteed: {best} takes {parts} = {needed:.2f} h, and "
+                f"ends in {end:.2f} h"
             )
             hint = "use a reservation that ends later, or a queue of on-demand machines"
-        return {"outcome": Outcome.DEADLINE, "message": message, "hint": hint + without, "enough": enough}
+        return {
+            "outcome": Outcome.DEADLINE,
+            "message": message,
+            "hint": hint + without,
+            "enough": enough,
+        }
     cheapest = min(in_time, key=usd)
     if usd(cheapest) <= usd_left:
         return None
-    needed, budget = usd(cheapest), config.cost.budget_usd or 0.0
+    needed = usd(cheapest)
+    budget = config.cost.budget_usd or 0.0
     enough = budget - usd_left + needed
     message = (
-        f"deadline and budget cannot be guaranteed together: finishing on {cheapest} takes ${needed:.4f}, of "
-        f"${usd_left:.4f}"
+        f"deadline and budget cannot be guaranteed together: finishing on {cheapest} takes "
+        f"${needed:.4f}, of ${usd_left:.4f}"
     )
     hint = f"set cost.budget_usd to {math.ceil(enough * 100) / 100:.2f} or more{without}"
     return {"outcome": Outcome.BUDGET, "message": message, "hint": hint, "enough": enough}

@@ -1,11 +1,12 @@
 """Rank the pools that can run a job, and decide whether the job may start.
 
-`make_plan` checks every pool that the configuration allows: a pool is ranked by its expected dollars, or rejected with
-the reason. The plan is refused if no pool can run the job, if no pool meets the deadline, or if the cheapest pool
-exceeds the budget. A refusal shows the numbers and the smallest changes of the configuration that would lift it.
+`make_plan` checks every pool that the configuration allows: a pool is ranked by its expected
+dollars, or rejected with the reason. The plan is refused if no pool can run the job, if no pool
+meets the deadline, or if the cheapest pool exceeds the budget. A refusal shows the numbers and the
+smallest changes of the configuration that would lift it.
 
-A local run needs no pool. It is planned like a Kubernetes run, which allows both markets and any number of nodes, and
-priced as if it ran in the chosen pool (`simulated`).
+A local run needs no pool. It is planned like a Kubernetes run, which allows both markets and any
+number of nodes, and priced as if it ran in the chosen pool (`simulated`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,24 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.catalogue import RATES_KIND, Catalogue, load_catalogue, on_demand_recorded
 from ebbflow.cost.errors import PlanError
 from ebbflow.cost.job_history import JobHistory
-from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress, PlanInputs, judge_blocks, judge_pools
+from ebbflow.cost.plan.candidates import (
+    NO_PROGRESS,
+    JobProgress,
+    PlanInputs,
+    judge_blocks,
+    judge_pools,
+)
 from ebbflow.cost.plan.forecast import DRAWS, forecast_quantiles
 from ebbflow.cost.plan.guarantee import hours_until_end, last_resorts
 from ebbflow.cost.plan.live_forecast import LiveForecast, forecast_live
 from ebbflow.cost.plan.pools import Candidate, Rejection, short_queue_name
-from ebbflow.cost.plan.refusal import PlanRefusal, find_refusal, needed_usd, reserve_usd, split_by_budget
+from ebbflow.cost.plan.refusal import (
+    PlanRefusal,
+    find_refusal,
+    needed_usd,
+    reserve_usd,
+    split_by_budget,
+)
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
 from ebbflow.cost.prices.reservations import CapacityEvidence, open_evidence
@@ -39,37 +52,72 @@ if TYPE_CHECKING:
 
 
 def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
-    """Return one note per assumption of the plan, and one per kind of cost that the plan leaves out."""
-    regions, rates = config.cost.regions, sources.rates
-    lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
+    """Return one note per assumption of the plan, and one per kind of cost that the plan leaves
+    out.
+    """
+    regions = config.cost.regions
+    rates = sources.rates
+    lines = [
+        f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings "
+        "Plans are left out"
+    ]
     lacking = [region for region in regions if region not in rates.regions]
     if lacking:
-        lines.append(f"storage in {', '.join(lacking)}: no list price on record, so it counts as nothing there")
+        lines.append(
+            f"storage in {', '.join(lacking)}: no list price on record, so it counts as nothing "
+            "there"
+        )
     if not config.store.startswith("s3://"):
-        lines.append("transfer: the store is a folder, so nothing is counted for commits and tokens")
+        lines.append(
+            "transfer: the store is a folder, so nothing is counted for commits and tokens"
+        )
     elif config.cost.store_region is None:
-        lines.append("transfer: cost.store_region is not set, so the store is taken to lie in each pool's own region")
+        lines.append(
+            "transfer: cost.store_region is not set, so the store is taken to lie in each pool's "
+            "own region"
+        )
     else:
-        away = [region for region in regions if rates.egress_usd_per_gb(region, config.cost.store_region) is None]
+        away = [
+            region
+            for region in regions
+            if rates.egress_usd_per_gb(region, config.cost.store_region) is None
+        ]
         if away:
-            lines.append(f"transfer with {', '.join(away)}: no price on record, so it counts as nothing")
+            lines.append(
+                f"transfer with {', '.join(away)}: no price on record, so it counts as nothing"
+            )
     if sources.queues is not None:
         names = ", ".join(map(short_queue_name, sources.queues))
         lines.append(f"only pools that one of these queues takes: {names}")
     if config.cost.deadline_hours is not None:
         likely = f"P(in time) of cost.confidence, {config.cost.confidence:.0%}, or more"
-        lines.append(f"rank: pools with {likely}, by dollars; then the others by dollars / P(in time)")
+        lines.append(
+            f"rank: pools with {likely}, by dollars; then the others by dollars / P(in time)"
+        )
     if config.cluster.market != "on_demand":
-        waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
+        waits = (
+            "waits after a reclaim as recorded of V100, 2023; the first start is taken to be "
+            "granted at once"
+        )
         lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
-        lines.append("as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran in the pool")
+        lines.append(
+            "as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran "
+            "in the pool"
+        )
     if sources.shape.kind == "unknown":
-        lines.append("the script was not measured: its steps, hours and dollars are not known, and not these")
+        lines.append(
+            "the script was not measured: its steps, hours and dollars are not known, and not these"
+        )
     lines += [one_line(note) for note in sources.evidence.notes]
     if sources.evidence.scores:
-        lines.append("Spot placement scores ÷ 10 count as the chance that a first start is granted at once (assumed)")
+        lines.append(
+            "Spot placement scores ÷ 10 count as the chance that a first start is granted at "
+            "once (assumed)"
+        )
     old = warn_of_age(sources.now_utc, regions)
-    return (*lines, old) if old else tuple(lines)
+    if old:
+        return (*lines, old)
+    return tuple(lines)
 
 
 # 3: remaining work, dollars by kind, quantiles; a plan may be cut to its best pools.
@@ -88,11 +136,14 @@ class Plan:
     """Plan of a job: every pool that was considered, and whether the job may start."""
 
     made_utc: float
-    # Unix time from which the deadline counts: the time of the plan with which the job first started
+    # Unix time from which the deadline counts: the time of the plan with which the job first
+    # started
     started_utc: float
     backend: str
-    simulated: bool  # whether the job runs on this machine and is only priced as if it ran in the chosen pool
-    # steps, tokens: remaining work. `weight_unit` says what `tokens` counts, such as tokens or images.
+    # whether the job runs on this machine and is only priced as if it ran in the chosen pool
+    simulated: bool
+    # steps, tokens: remaining work. `weight_unit` says what `tokens` counts, such as tokens or
+    # images.
     steps: int
     # done_steps, spent_usd: steps done and dollars spent before this plan
     done_steps: int
@@ -103,22 +154,24 @@ class Plan:
     fingerprint: str  # hash of the settings that decide the speed (`throughput.speed_fingerprint`)
     budget_usd: float | None
     deadline_hours: float | None
-    # reserve_usd, reserve_seconds: part of the budget and of the time that is kept for the last checkpoint
+    # reserve_usd, reserve_seconds: part of the budget and of the time that is kept for the last
+    # checkpoint
     reserve_usd: float
     prices: tuple[str, ...]  # sentences about the origin and age of the prices
     notes: tuple[str, ...]  # sentences about assumptions and omitted costs
-    # pools that can run the job, in the order of their expected dollars. Pools that would probably miss the deadline
-    # (`cost.confidence`) come later.
+    # pools that can run the job, in the order of their expected dollars. Pools that would probably
+    # miss the deadline (`cost.confidence`) come later.
     ranked: tuple[Candidate, ...]
     rejected: tuple[Rejection, ...]
-    # number of rejected pools by kind of rejection, and number of ranked pools under the key `RANKED`. The counts are
-    # complete even if `ranked` and `rejected` are shortened.
+    # number of rejected pools by kind of rejection, and number of ranked pools under the key
+    # `RANKED`. The counts are complete even if `ranked` and `rejected` are shortened.
     counts: dict[str, int]
     refusal: PlanRefusal | None
-    # on-demand dollars per hour of each instance type in the chosen pool's region. They are needed if AWS starts
-    # another type than planned.
+    # on-demand dollars per hour of each instance type in the chosen pool's region. They are needed
+    # if AWS starts another type than planned.
     on_demand: dict[str, str] = field(default_factory=dict)
-    # forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this machine
+    # forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this
+    # machine
     live: LiveForecast | None = None
     # Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen
     blocks: tuple[Candidate, ...] = ()
@@ -128,23 +181,27 @@ class Plan:
     def chosen(self) -> Candidate | None:
         """The best pool that meets the deadline and the budget.
 
-        If every pool exceeds the budget, this is the pool that needs the smallest budget, and `refusal` gives the
-        reason. None if no pool can run the job in time.
+        If every pool exceeds the budget, this is the pool that needs the smallest budget, and
+        `refusal` gives the reason. None if no pool can run the job in time.
         """
-        return self.ranked[0] if self.ranked else None
+        if self.ranked:
+            return self.ranked[0]
+        return None
 
     def terms(self, *, spent_usd: float = 0.0, last_notified_threshold: float = 0.0) -> Terms:
         """Return the price, budget and deadline that apply to training.
 
-        Args:
-            spent_usd: Cost of earlier attempts.
-            last_notified_threshold: Largest share of the budget that earlier attempts reported as reached; 0 if none.
+        Args: spent_usd: Cost of earlier attempts. last_notified_threshold: Largest share of the
+            budget that earlier attempts reported as reached; 0 if none.
 
         Raises:
             PlanError: The plan has no pool.
         """
         if self.chosen is None:
-            raise PlanError(f"a plan without a pool has no price: {self.refusal.message if self.refusal else ''}")
+            raise PlanError(
+                "a plan without a pool has no price: "
+                f"{self.refusal.message if self.refusal else ''}"
+            )
         return Terms(
             usd_per_rank_second=self.chosen.gang_usd_per_hour / self.chosen.ranks / 3600,
             budget_usd=self.budget_usd,
@@ -152,9 +209,13 @@ class Plan:
             reserve_usd=self.reserve_usd,
             reserve_seconds=self.reserve_seconds,
             end_utc=None if self.simulated else self.chosen.ends_utc,
-            deadline_utc=None if self.deadline_hours is None else self.started_utc + self.deadline_hours * 3600,
+            deadline_utc=None
+            if self.deadline_hours is None
+            else self.started_utc + self.deadline_hours * 3600,
             hazard_per_hour=self.chosen.hazard_per_hour,
-            price_kind="simulated" if self.simulated else self.chosen.price_kind.split()[0].rstrip(":"),
+            price_kind="simulated"
+            if self.simulated
+            else self.chosen.price_kind.split()[0].rstrip(":"),
             last_notified_threshold=last_notified_threshold,
             step_seconds=self.chosen.step_seconds,
         )
@@ -162,7 +223,8 @@ class Plan:
     def brief(self) -> Plan:
         """Return a copy that is small enough to record as an event.
 
-        It keeps the best pools and, for each kind of rejection, the pool that is closest to running the job.
+        It keeps the best pools and, for each kind of rejection, the pool that is closest to running
+        the job.
         """
         nearest: dict[str, Rejection] = {}
         for one in self.rejected:
@@ -171,8 +233,14 @@ class Plan:
         return replace(self, ranked=self.ranked[:KEPT_POOLS], rejected=tuple(nearest.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON data. The key `kinds` names the source of each figure, such as "estimated"."""
-        chosen = None if self.chosen is None else asdict(self.chosen)
+        """Return the plan as JSON data.
+
+        The key `kinds` names the source of each figure, such as "estimated".
+        """
+        if self.chosen is None:
+            chosen = None
+        else:
+            chosen = asdict(self.chosen)
         return {"schema": SCHEMA, **asdict(self), "chosen": chosen, "kinds": figure_kinds()}
 
     @classmethod
@@ -180,25 +248,47 @@ class Plan:
         """Build a plan from the result of `to_json`. Raises PlanError if it has another schema."""
         if data.get("schema") != SCHEMA:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
-            raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
+            raise PlanError(
+                f"{made}: start a new run of the job, which plans anew and goes on from the last "
+                "commit"
+            )
         refusal = data["refusal"]
-        late = ("on_demand", "live", "blocks", "reserve_seconds")  # missing in plans of earlier versions
+        late = (
+            "on_demand",
+            "live",
+            "blocks",
+            "reserve_seconds",
+        )  # missing in plans of earlier versions
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
-        fields["live"] = LiveForecast(**data["live"]) if data.get("live") else None
+        if data.get("live"):
+            fields["live"] = LiveForecast(**data["live"])
+        else:
+            fields["live"] = None
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
-        rate = fields["ranked"][0].gang_usd_per_hour if fields["ranked"] else 0.0
-        reserve = data["reserve_usd"] * 3600 / rate if rate else 0.0
+        if fields["ranked"]:
+            rate = fields["ranked"][0].gang_usd_per_hour
+        else:
+            rate = 0.0
+        if rate:
+            reserve = data["reserve_usd"] * 3600 / rate
+        else:
+            reserve = 0.0
         fields["reserve_seconds"] = data.get("reserve_seconds", reserve)
         fields["rejected"] = tuple(Rejection(**one) for one in data["rejected"])
-        fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
-        fields["refusal"] = refusal and PlanRefusal(**{**refusal, "outcome": Outcome(refusal["outcome"])})
+        fields["prices"] = tuple(data["prices"])
+        fields["notes"] = tuple(data["notes"])
+        fields["refusal"] = refusal and PlanRefusal(
+            **{**refusal, "outcome": Outcome(refusal["outcome"])}
+        )
         return cls(**fields)
 
 
 def figure_kinds() -> dict[str, str]:
-    """Return the source of each figure of a `Candidate`, such as "estimated", by the name of the figure."""
+    """Return the source of each figure of a `Candidate`, such as "estimated", by the name of the
+    figure.
+    """
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
 
@@ -207,10 +297,16 @@ _KINDS = {
     "usd_per_hour": "as each pool's price_kind says",
     "hazard_per_hour": "as each pool's hazard_kind says",
     "fit": "estimated",
-    "tokens_per_second": "measured, scaled from a measurement, or a prior (estimated), as each pool's speed_kind says",
+    "tokens_per_second": (
+        "measured, scaled from a measurement, or a prior (estimated), as each pool's speed_kind "
+        "says"
+    ),
     "storage_usd": f"estimated at {RATES_KIND}",
     "transfer_usd": f"estimated at {RATES_KIND}",
-    **dict.fromkeys(("paid_hours", "expected_hours", "compute_usd", "expected_usd", "interruptions"), "estimated"),
+    **dict.fromkeys(
+        ("paid_hours", "expected_hours", "compute_usd", "expected_usd", "interruptions"),
+        "estimated",
+    ),
     "outlook": "simulated",
     "live": "simulated",
 }
@@ -248,7 +344,10 @@ def make_plan(
     Raises:
         CatalogueError: A shipped table has an invalid entry.
     """
-    shape = causal_lm_shape(config.model) if shape is None else shape
+    if shape is None:
+        shape = causal_lm_shape(config.model)
+    else:
+        shape = shape
     config = shape.applied_to(config)
     sources = PlanInputs(
         catalogue=load_catalogue() if catalogue is None else catalogue,
@@ -262,7 +361,8 @@ def make_plan(
         evidence=open_evidence(config, now_utc, network=False) if evidence is None else evidence,
     )
     ranked, rejected = _divided(config, sources)
-    cost, steps = config.cost, sources.steps_left(config)
+    cost = config.cost
+    steps = sources.steps_left(config)
     return Plan(
         made_utc=now_utc,
         started_utc=progress.started_utc or now_utc,
@@ -279,7 +379,9 @@ def make_plan(
         deadline_hours=cost.deadline_hours,
         reserve_usd=reserve_usd(config, ranked[0]) if ranked else 0.0,
         reserve_seconds=config.checkpoint.deadline_seconds,
-        prices=sources.prices.describe(now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours),
+        prices=sources.prices.describe(
+            now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours
+        ),
         notes=plan_notes(config, sources),
         ranked=tuple(ranked),
         rejected=rejected,
@@ -292,24 +394,37 @@ def make_plan(
 
 
 def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
-    if sources.simulated or not ranked or not ranked[0].case.work_hours:  # no step is left, as after a lost launcher
+    if (
+        sources.simulated or not ranked or not ranked[0].case.work_hours
+    ):  # no step is left, as after a lost launcher
         return None
-    able = [one for one in ranked if one.market == "spot"] + last_resorts(ranked)
+    able = [candidate for candidate in ranked if candidate.market == "spot"] + last_resorts(ranked)
     best = {one.market: one for one in reversed([ranked[0]] if ranked[0].reservation else able)}
-    budget, left = config.cost.budget_usd, sources.hours_left(config)
-    usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
-    spot, last = best.get("spot"), best.get("on_demand")
+    budget = config.cost.budget_usd
+    left = sources.hours_left(config)
+    if budget is None:
+        usd_left = math.inf
+    else:
+        usd_left = budget - sources.progress.spent_usd
+    spot = best.get("spot")
+    last = best.get("on_demand")
     if left is not None and last is not None:
         left = min(left, hours_until_end(last, sources.now_utc))
     return forecast_live(config, spot, last, hours_left=left, usd_left=usd_left)
 
 
-def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """Return the ranked pools, best first, and the rejected pools. Forecasts are computed only for the best pools."""
+def _divided(
+    config: RunConfig, sources: PlanInputs
+) -> tuple[list[Candidate], tuple[Rejection, ...]]:
+    """Return the ranked pools, best first, and the rejected pools.
+
+    Forecasts are computed only for the best pools.
+    """
     found = list(judge_pools(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
-    left, budget = sources.hours_left(config), config.cost.budget_usd
+    left = sources.hours_left(config)
+    budget = config.cost.budget_usd
     if budget is not None and ranked and needed_usd(config, sources, ranked[0]) > budget:
         ranked[:LOOKED_AHEAD] = [
             with_outlook(one, left) for one in ranked[:LOOKED_AHEAD]
@@ -319,37 +434,48 @@ def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], t
     return ranked, (*(one for one in found if isinstance(one, Rejection)), *over)
 
 
-def _rank_by_confidence(ranked: list[Candidate], hours_left: float | None, confidence: float) -> list[Candidate]:
+def _rank_by_confidence(
+    ranked: list[Candidate], hours_left: float | None, confidence: float
+) -> list[Candidate]:
     """Rank pools by expected dollars and by the probability of meeting the deadline.
 
-    Forecasts are computed for the cheapest pools. If none of these meets the deadline with a probability of at least
-    `confidence`, forecasts are computed for the fastest pools too. Pools that meet the deadline with this probability
-    come first, by expected dollars. The other pools with a forecast follow, by expected dollars / P(in time). Pools
-    without a forecast come last.
+    Forecasts are computed for the cheapest pools. If none of these meets the deadline with a
+    probability of at least `confidence`, forecasts are computed for the fastest pools too. Pools
+    that meet the deadline with this probability come first, by expected dollars. The other pools
+    with a forecast follow, by expected dollars / P(in time). Pools without a forecast come last.
 
     Args:
         ranked: Pools, cheapest first.
         hours_left: Hours until the deadline; None without one.
     """
-    ahead = [with_outlook(one, hours_left) for one in ranked[:LOOKED_AHEAD]]
+    ahead = [with_outlook(candidate, hours_left) for candidate in ranked[:LOOKED_AHEAD]]
     rest = ranked[LOOKED_AHEAD:]
     if hours_left is None:
         return ahead + rest
     if rest and not any(_chance(one) >= confidence for one in ahead):
-        fastest = {id(one) for one in sorted(rest, key=lambda one: one.expected_hours)[:LOOKED_AHEAD]}
+        fastest = {
+            id(one) for one in sorted(rest, key=lambda one: one.expected_hours)[:LOOKED_AHEAD]
+        }
         ahead += [with_outlook(one, hours_left) for one in rest if id(one) in fastest]
         rest = [one for one in rest if id(one) not in fastest]
 
     def key(one: Candidate) -> tuple[bool, float]:
         unlikely = _chance(one) < confidence
-        return unlikely, one.expected_usd / max(_chance(one), 0.5 / DRAWS) if unlikely else one.expected_usd
+        return unlikely, one.expected_usd / max(
+            _chance(one), 0.5 / DRAWS
+        ) if unlikely else one.expected_usd
 
     return sorted(ahead, key=key) + rest
 
 
 def _chance(one: Candidate) -> float:
-    known = None if one.outlook is None else one.outlook.deadline_probability
-    return 1.0 if known is None else known
+    if one.outlook is None:
+        known = None
+    else:
+        known = one.outlook.deadline_probability
+    if known is None:
+        return 1.0
+    return known
 
 
 def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> dict[str, str]:
@@ -361,7 +487,9 @@ def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> di
 def _interval_text(config: RunConfig) -> str:
     saves = config.checkpoint
     by = {"steps": f"{saves.interval_steps:,} steps", "seconds": f"{saves.interval_seconds:g} s"}
-    return f"each {by[saves.interval]}" if saves.interval in by else "as measured stall and hazard have it"
+    if saves.interval in by:
+        return f"each {by[saves.interval]}"
+    return "as measured stall and hazard have it"
 
 
 def with_outlook(one: Candidate, hours_left: float | None) -> Candidate:

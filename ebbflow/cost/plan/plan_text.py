@@ -1,7 +1,8 @@
-"""Render a plan as text: the chosen pool, the other pools in order, and the rejected pools with their reasons.
+"""Render a plan as text: the chosen pool, the other pools in order, and the rejected pools with
+their reasons.
 
-A letter after a figure shows its source: l live, r recorded on a date, e estimated, s simulated, ! stale.
-The text does not rely on indentation, because log viewers drop leading spaces.
+A letter after a figure shows its source: l live, r recorded on a date, e estimated, s simulated, !
+stale. The text does not rely on indentation, because log viewers drop leading spaces.
 """
 
 import textwrap
@@ -9,7 +10,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ebbflow.cost.amounts import format_count, format_duration, format_number, format_percent, format_usd
+from ebbflow.cost.amounts import (
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_usd,
+)
 from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate
@@ -36,73 +43,122 @@ def render_plan(plan: Plan) -> str:
         sections.append(_rejected(plan))
     sections.append(_kinds(plan))
     if plan.refusal is not None:
-        sections.append(_wrapped(one_line(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}")))
+        sections.append(
+            _wrapped(one_line(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}"))
+        )
         sections.append(_wrapped(one_line(f"hint: {plan.refusal.hint}")))
     lines = ["┌─ capacity plan ".ljust(WIDTH - 1, "─")]
     for index, section in enumerate(sections):
-        lines += [BAR] if index else []
+        if index:
+            lines += [BAR]
+        else:
+            lines += []
         lines += [f"{BAR} {line}".rstrip() for line in section]
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
 
 
 def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
-    """Render the plan in short: the chosen pool, its dollars and hours, the next three pools, and rejections."""
+    """Render the plan in short: the chosen pool, its dollars and hours, the next three pools, and
+    rejections.
+    """
     lines = []
-    if (best := plan.chosen) is not None:
-        where = " (simulated: this run stays on this machine)" if plan.simulated else ""
-        ahead, live = best.outlook, plan.live
-        dollars, hours, chance = format_usd(best.expected_usd), f"{format_number(best.expected_hours, 3)} h", None
+    best = plan.chosen
+    if best is not None:
+        if plan.simulated:
+            where = " (simulated: this run stays on this machine)"
+        else:
+            where = ""
+        ahead = best.outlook
+        live = plan.live
+        dollars = format_usd(best.expected_usd)
+        hours = f"{format_number(best.expected_hours, 3)} h"
+        chance = None
         if live is not None:
-            dollars = f"{format_usd(live.mean_usd)} (p10 {format_usd(live.p10_usd)}, p90 {format_usd(live.p90_usd)})"
-            hours, chance = f"{format_number(live.mean_hours, 3)} h with waits", live.deadline_probability
+            dollars = (
+                f"{format_usd(live.mean_usd)} (p10 {format_usd(live.p10_usd)}, p90 "
+                f"{format_usd(live.p90_usd)})"
+            )
+            hours = f"{format_number(live.mean_hours, 3)} h with waits"
+            chance = live.deadline_probability
         elif ahead is not None:
             dollars += f" (p50 {format_usd(ahead.p50_usd)}, p90 {format_usd(ahead.p90_usd)})"
             hours += f" (p90 {format_number(ahead.p90_hours, 3)})"
             chance = ahead.deadline_probability
-        limit = "" if plan.budget_usd is None else f" of ${plan.budget_usd:.2f}"
-        in_time = "" if chance is None else f" · P(in time) {format_percent(chance)}"
+        if plan.budget_usd is None:
+            limit = ""
+        else:
+            limit = f" of ${plan.budget_usd:.2f}"
+        if chance is None:
+            in_time = ""
+        else:
+            in_time = f" · P(in time) {format_percent(chance)}"
         lines += [f"{best}{where}", f"{dollars}{limit} · {hours}{in_time} · estimated"]
         others = [group[0] for group in _same_but_for_the_zone(plan.ranked)[1:4]]
-        names = [f"{one.nodes} × {one.instance_type} {one.market} {format_usd(one.expected_usd)}" for one in others]
-        lines += [f"next: {' · '.join(names)}".replace("_", "-")] if names else []
+        names = [
+            f"{other.nodes} × {other.instance_type} {other.market} {format_usd(other.expected_usd)}"
+            for other in others
+        ]
+        if names:
+            lines += [f"next: {' · '.join(names)}".replace("_", "-")]
+        else:
+            lines += []
     rejected = {kind: count for kind, count in plan.counts.items() if kind != RANKED and count}
     if rejected:
         ordered = sorted(rejected, key=lambda kind: -rejected[kind])
         kinds = ", ".join(f"{rejected[kind]} × {kind}" for kind in ordered)
         lines.append(f"rejected: {format_count(sum(rejected.values()), 'pool')}: {kinds}")
     if plan.refusal is not None:
-        lines.append(f"refused ({plan.refusal.outcome}): {plan.refusal.message}; hint: {plan.refusal.hint}")
+        lines.append(
+            f"refused ({plan.refusal.outcome}): {plan.refusal.message}; hint: {plan.refusal.hint}"
+        )
     return [piece for line in lines for piece in wrap_line(line, width)]
 
 
 def _header(plan: Plan) -> list[str]:
     made = format_time(plan.made_utc)
     work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {one_line(plan.weight_unit)}"
-    budget = "no budget" if plan.budget_usd is None else f"budget {format_usd(plan.budget_usd, 2)}"
-    deadline = "no deadline" if plan.deadline_hours is None else f"deadline {format_number(plan.deadline_hours, 2)} h"
+    if plan.budget_usd is None:
+        budget = "no budget"
+    else:
+        budget = f"budget {format_usd(plan.budget_usd, 2)}"
+    if plan.deadline_hours is None:
+        deadline = "no deadline"
+    else:
+        deadline = f"deadline {format_number(plan.deadline_hours, 2)} h"
     lines = [f"{work} · {budget} · {deadline}", f"made {made} for backend {plan.backend}"]
     if plan.done_steps:
         spent = f"{plan.done_steps:,} steps are done and {format_usd(plan.spent_usd)} spent"
-        lines += _wrapped(f"the job goes on: {spent}; what follows is of the {plan.steps:,} steps that are left")
+        lines += _wrapped(
+            f"the job goes on: {spent}; what follows is of the {plan.steps:,} steps that are left"
+        )
     if plan.simulated:
         lines += _wrapped(
-            "simulated: this run stays on this machine. The pool is what it would run on in the cloud, "
-            "and the run is priced as if it did."
+            "simulated: this run stays on this machine. The pool is what it would run on in the "
+            "cloud, and the run is priced as if it did."
         )
     return lines
 
 
 def _chosen(plan: Plan, best: Candidate) -> list[str]:
-    size = "1 node" if best.nodes == 1 else f"{best.nodes} nodes"
-    price = f"{format_usd(best.usd_per_hour, 4)}/h per node, {format_usd(best.gang_usd_per_hour, 4)}/h in all"
-    used = (
-        f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used" if best.processes_per_node < best.gpu_count else ""
+    if best.nodes == 1:
+        size = "1 node"
+    else:
+        size = f"{best.nodes} nodes"
+    price = (
+        f"{format_usd(best.usd_per_hour, 4)}/h per node, "
+        f"{format_usd(best.gang_usd_per_hour, 4)}/h in all"
     )
+    if best.processes_per_node < best.gpu_count:
+        used = f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used"
+    else:
+        used = ""
     ranks = format_count(best.ranks, "rank")
-    gpus = f"{size} × {best.processes_per_node} {best.gpu} = {ranks}, micro-batch {best.micro_batch}"
+    gpus = (
+        f"{size} × {best.processes_per_node} {best.gpu} = {ranks}, micro-batch {best.micro_batch}"
+    )
     speed = (
-        f"{format_number(best.tokens_per_second, 0)} {one_line(plan.weight_unit)}/s, bound by {best.bound}, "
-        f"MFU {format_percent(best.mfu)}, {best.step_seconds:.4g} s per step"
+        f"{format_number(best.tokens_per_second, 0)} {one_line(plan.weight_unit)}/s, bound by "
+        f"{best.bound}, MFU {format_percent(best.mfu)}, {best.step_seconds:.4g} s per step"
     )
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
@@ -114,14 +170,21 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         ("dollars", _dollars(plan, best)),
         (
             "interruptions",
-            f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour ({one_line(best.hazard_kind)})",
+            f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour "
+            f"({one_line(best.hazard_kind)})",
         ),
-        ("commits", f"{plan.interval}; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"),
+        (
+            "commits",
+            f"{plan.interval}; Daly's interval at this hazard: {best.daly_interval_steps:,} steps",
+        ),
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
     cheapest = all(best.expected_usd <= one.expected_usd for one in plan.ranked)
-    likely = "the cheapest pool that can run this job" if cheapest else "cheaper pools would probably miss the deadline"
+    if cheapest:
+        likely = "the cheapest pool that can run this job"
+    else:
+        likely = "cheaper pools would probably miss the deadline"
     lines = _wrapped(one_line(f"+ {best}: {likely}"))
     for name, value in items:
         lines += _wrapped(f"+ {name:<{width}}  {value}", indent=width + 4)
@@ -129,44 +192,71 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
 
 
 def _hours(best: Candidate) -> str:
-    hours = f"{format_number(best.expected_hours)} h ({format_duration(best.expected_hours * 3600)}) with one start (e)"
+    hours = (
+        f"{format_number(best.expected_hours)} h ({format_duration(best.expected_hours * 3600)}) "
+        "with one start (e)"
+    )
     ahead = best.outlook
+    if ahead is None:
+        return hours
     return (
-        hours
-        if ahead is None
-        else f"{hours}; p50 {format_number(ahead.p50_hours)}, p90 {format_number(ahead.p90_hours)} h (s)"
+        f"{hours}; p50 {format_number(ahead.p50_hours)}, p90 {format_number(ahead.p90_hours)} h (s)"
     )
 
 
 def _dollars(plan: Plan, best: Candidate) -> str:
     parts = f"compute {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
-    parts += f" + transfer {format_usd(best.transfer_usd, 4)}" if best.transfer_usd else ""
+    if best.transfer_usd:
+        parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
+    else:
+        parts += ""
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
     reserve = f"reserve for the last save {format_usd(plan.reserve_usd, 4)} (e)"
     text = f"{format_usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"
     ahead = best.outlook
-    return (
-        text if ahead is None else f"{text}; p50 {format_usd(ahead.p50_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} (s)"
-    )
+    if ahead is None:
+        return text
+    return f"{text}; p50 {format_usd(ahead.p50_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} (s)"
 
 
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     limits = []
-    if (ahead := plan.live) is not None:
-        dollars = f"{format_usd(ahead.mean_usd, 4)} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 "
+    ahead = plan.live
+    if ahead is not None:
+        dollars = (
+            f"{format_usd(ahead.mean_usd, 4)} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 "
+        )
         dollars += f"{format_usd(ahead.p90_usd, 4)}; {format_number(ahead.mean_hours)} h with waits"
         share = f"ends on demand with {format_percent(ahead.on_demand_share)}"
         chance = ahead.deadline_probability
-        in_time = "" if chance is None else f"; P(in time, with fall-back to on-demand) {format_percent(chance)}"
+        if chance is None:
+            in_time = ""
+        else:
+            in_time = f"; P(in time, with fall-back to on-demand) {format_percent(chance)}"
         limits.append(("as placed", f"{dollars}; {share}{in_time} (s)"))
     if plan.deadline_hours is not None:
         left = plan.deadline_hours - (plan.made_utc - plan.started_utc) / 3600
-        in_time = best.outlook.deadline_probability if best.outlook else None
-        chance = "" if in_time is None else f"; P(in time, staying in this pool) {format_percent(in_time)} (s)"
-        limits.append(("slack", f"{format_number(left - best.expected_hours, 2)} h to the deadline (e){chance}"))
+        if best.outlook:
+            in_time = best.outlook.deadline_probability
+        else:
+            in_time = None
+        if in_time is None:
+            chance = ""
+        else:
+            chance = f"; P(in time, staying in this pool) {format_percent(in_time)} (s)"
+        limits.append(
+            (
+                "slack",
+                f"{format_number(left - best.expected_hours, 2)} h to the deadline (e){chance}",
+            )
+        )
     if plan.budget_usd is not None:
-        share = format_percent((plan.spent_usd + best.expected_usd + plan.reserve_usd) / plan.budget_usd)
-        limits.append(("budget", f"{share} of {format_usd(plan.budget_usd, 2)}, reserve included (e)"))
+        share = format_percent(
+            (plan.spent_usd + best.expected_usd + plan.reserve_usd) / plan.budget_usd
+        )
+        limits.append(
+            ("budget", f"{share} of {format_usd(plan.budget_usd, 2)}, reserve included (e)")
+        )
     return limits
 
 
@@ -180,7 +270,8 @@ def _ranked(plan: Plan) -> list[str]:
     speed = f"{one_line(plan.weight_unit)}/s"
     rows = [tuple(speed if column == "tokens/s" else column for column in _COLUMNS)]
     for number_of_row, group in enumerate(groups[:_LISTED], start=1):
-        one, others = group[0], len(group) - 1
+        one = group[0]
+        others = len(group) - 1
         rows.append(
             (
                 f"{number_of_row}",
@@ -195,13 +286,21 @@ def _ranked(plan: Plan) -> list[str]:
             )
         )
     more = plan.counts.get(RANKED, len(plan.ranked)) - sum(map(len, groups[:_LISTED]))
-    folded = "; +n: as many other zones at the same price" if any(len(group) > 1 for group in groups[:_LISTED]) else ""
-    legend = f"age: since the price was last known to hold; {speed}, hours and dollars are estimated{folded}"
+    if any(len(group) > 1 for group in groups[:_LISTED]):
+        folded = "; +n: as many other zones at the same price"
+    else:
+        folded = ""
+    legend = (
+        f"age: since the price was last known to hold; {speed}, hours and dollars are "
+        f"estimated{folded}"
+    )
     return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
 
 
 def _regions(plan: Plan) -> list[str]:
-    """Return one line per region, with its best pool and the cost of moving there; [] for a single region."""
+    """Return one line per region, with its best pool and the cost of moving there; [] for a single
+    region.
+    """
     best: dict[str, Candidate] = {}
     for one in plan.ranked:
         best.setdefault(one.region or "", one)
@@ -212,28 +311,47 @@ def _regions(plan: Plan) -> list[str]:
     for one in list(best.values())[1:]:
         more = format_usd(one.expected_usd - first.expected_usd, 4)
         away = f"of which transfer {format_usd(one.transfer_usd, 4)}, {one}"
-        lines.append(f"{one.region}: moving costs {more} more, {format_usd(one.expected_usd, 4)}, {away}")
-    return [line for text in lines for line in _wrapped(f"region {text} (e)")]
+        lines.append(
+            f"{one.region}: moving costs {more} more, {format_usd(one.expected_usd, 4)}, {away}"
+        )
+    regions = []
+    for text in lines:
+        regions.extend(_wrapped(f"region {text} (e)"))
+    return regions
 
 
 def _for_sale(plan: Plan) -> list[str]:
     lines = []
-    for one in plan.blocks:
-        begin = format_time(plan.made_utc + 3600 * one.case.wait_hours)
-        buy = f"aws ec2 purchase-capacity-block --instance-platform Linux/UNIX --region {one.region}"
+    for block in plan.blocks:
+        begin = format_time(plan.made_utc + 3600 * block.case.wait_hours)
+        buy = (
+            "aws ec2 purchase-capacity-block --instance-platform Linux/UNIX --region "
+            f"{block.region}"
+        )
         lines += _wrapped(
-            f"for sale: Capacity Block of {one.nodes} × {one.instance_type} in {one.place}, {begin}: "
-            f"{format_usd(one.expected_usd, 2)} in all, done in {format_number(one.expected_hours, 1)} h (e); buy: "
-            f"{buy} --capacity-block-offering-id {one.reservation}"
+            f"for sale: Capacity Block of {block.nodes} × {block.instance_type} in "
+            f"{block.place}, {begin}: {format_usd(block.expected_usd, 2)} in all, done in "
+            f"{format_number(block.expected_hours, 1)} h (e); buy: {buy} "
+            f"--capacity-block-offering-id {block.reservation}"
         )
     return lines
 
 
 def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Group adjacent pools of the ranking that differ only in their zone. Each group becomes one row of the table."""
+    """Group adjacent pools of the ranking that differ only in their zone.
+
+    Each group becomes one row of the table.
+    """
 
     def key(one: Candidate) -> tuple[Any, ...]:
-        return one.instance_type, one.nodes, one.market, one.region, one.usd_per_hour, one.price_age_hours
+        return (
+            one.instance_type,
+            one.nodes,
+            one.market,
+            one.region,
+            one.usd_per_hour,
+            one.price_age_hours,
+        )
 
     return [list(group) for _, group in groupby(ranked, key)]
 
@@ -246,7 +364,9 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
             shown.remove(_COLUMNS.index(name))
     return [
         "  ".join(
-            row[column].ljust(widths[column]) if 1 <= column <= 3 else row[column].rjust(widths[column])
+            row[column].ljust(widths[column])
+            if 1 <= column <= 3
+            else row[column].rjust(widths[column])
             for column in shown
         )
         for row in rows
@@ -258,25 +378,42 @@ def _price_mark(candidate: Candidate) -> str:
 
 
 def _rejected(plan: Plan) -> list[str]:
-    """Return one line per kind of rejection, most frequent first: count, and the pool closest to running the job."""
+    """Return one line per kind of rejection, most frequent first: count, and the pool closest to
+    running the job.
+    """
     groups = group_by_key((one.kind, one) for one in plan.rejected)
     counts = {kind: plan.counts.get(kind, len(group)) for kind, group in groups.items()}
     lines = [f"- {sum(counts.values())} pools rejected:"]
     for kind in sorted(groups, key=lambda kind: -counts[kind]):
         nearest = min(groups[kind], key=lambda one: one.excess)
-        lines += _wrapped(f"- {counts[kind]} × {kind}, such as {nearest}: {nearest.reason}", indent=2)
+        lines += _wrapped(
+            f"- {counts[kind]} × {kind}, such as {nearest}: {nearest.reason}", indent=2
+        )
     return lines
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Return the legend: the sources of the prices, the assumptions, and the meaning of the letters after figures."""
-    said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(one_line(text))]
-    stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
-    marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"
+    """Return the legend: the sources of the prices, the assumptions, and the meaning of the letters
+    after figures.
+    """
+    said = []
+    for text in (*plan.prices, *plan.notes):
+        said.extend(_wrapped(one_line(text)))
+    if any(one.price_stale for one in plan.ranked):
+        stale = " !: older than cost.max_price_age_hours."
+    else:
+        stale = ""
+    marks = (
+        "l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of "
+        f"{advisor_recorded()}.{stale}"
+    )
     return [*said, *_wrapped(marks)]
 
 
 def _wrapped(text: str, indent: int = 2) -> list[str]:
-    """Wrap text to the width. Continuation lines begin with a visible dot, because log viewers drop leading spaces."""
+    """Wrap text to the width.
+
+    Continuation lines begin with a visible dot, because log viewers drop leading spaces.
+    """
     follow = "·".ljust(indent)
     return textwrap.wrap(text, WIDTH - 3, subsequent_indent=follow, break_on_hyphens=False)

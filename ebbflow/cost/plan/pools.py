@@ -1,4 +1,6 @@
-"""Pools of machines that can run a job (`Candidate`) or cannot (`Rejection`), and the queues that run pools."""
+"""Pools of machines that can run a job (`Candidate`) or cannot (`Rejection`), and the queues that
+run pools.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Machines on which a job could run: instance type, number of nodes, ranks per node, market and zone.
+    """Machines on which a job could run: instance type, number of nodes, ranks per node, market and
+    zone.
 
     All nodes of a job (its gang) are in the same zone.
     """
@@ -27,10 +30,12 @@ class Pool:
     processes_per_node: int
     market: str
     region: str | None = None  # None if the pool was rejected before regions were considered
-    # zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the region, because the
-    # price is the same in all zones (on-demand) or known only for the whole region (static table).
+    # zone id (use1-az1), or the zone name if the id is unknown. None means any single zone of the
+    # region, because the price is the same in all zones (on-demand) or known only for the whole
+    # region (static table).
     zone: str | None = None
-    # id of the capacity reservation or Capacity Block that provides the machines; None for other pools
+    # id of the capacity reservation or Capacity Block that provides the machines; None for other
+    # pools
     reservation: str | None = None
 
     @property
@@ -43,14 +48,23 @@ class Pool:
         return self.zone or self.region or ""
 
     def __str__(self) -> str:
-        place = f" in {self.place}" if self.place else ""
-        held = f" (reservation {self.reservation})" if self.reservation else ""
+        if self.place:
+            place = f" in {self.place}"
+        else:
+            place = ""
+        if self.reservation:
+            held = f" (reservation {self.reservation})"
+        else:
+            held = ""
         return f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}{place}{held}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Pool):
-    """A pool that can run the job, with its expected cost. All figures except the price are estimates."""
+    """A pool that can run the job, with its expected cost.
+
+    All figures except the price are estimates.
+    """
 
     gpu: str
     gpu_count: int
@@ -59,7 +73,9 @@ class Candidate(Pool):
     quoted_usd_per_hour: str  # the same price as exact decimal text, from which bills are computed
     # on-demand price of one node of this type in this region; None if not on record
     on_demand_usd_per_hour: float | None
-    price_kind: str  # source of the price, as text that begins with "live", "recorded" or "estimated"
+    price_kind: (
+        str  # source of the price, as text that begins with "live", "recorded" or "estimated"
+    )
     price_age_hours: float  # hours since the price was last known to be valid
     price_stale: bool  # whether a quoted spot price is older than `cost.max_price_age_hours`
     micro_batch: int
@@ -76,15 +92,19 @@ class Candidate(Pool):
     daly_interval_steps: int  # optimal number of steps between checkpoints, by Daly's formula
     interruptions: float
     paid_hours: float  # expected paid hours per node
-    expected_hours: float  # `paid_hours` plus unpaid waits for capacity after machines were reclaimed
+    expected_hours: (
+        float  # `paid_hours` plus unpaid waits for capacity after machines were reclaimed
+    )
     compute_usd: float
     storage_usd: float
     transfer_usd: float
     expected_usd: float  # `compute_usd` + `storage_usd` + `transfer_usd`
     usd_per_step: float
     case: ForecastInputs  # inputs of the Monte Carlo forecast
-    outlook: ForecastQuantiles | None = None  # quantiles of the Monte Carlo forecast; None except for the best pools
-    # Unix time at which the reservation ends; None if it has no end, or if the pool is not a reservation
+    # Quantiles of the Monte Carlo forecast; None except for the best pools
+    outlook: ForecastQuantiles | None = None
+    # Unix time at which the reservation ends; None if it has no end, or if the pool is not a
+    # reservation
     ends_utc: float | None = None
 
     @property
@@ -95,7 +115,9 @@ class Candidate(Pool):
     def savings_percent(self) -> float | None:
         """Savings against the on-demand price, in percent; None if that price is not on record."""
         on_demand = self.on_demand_usd_per_hour
-        return None if on_demand is None else 100.0 * (1.0 - self.usd_per_hour / on_demand)
+        if on_demand is None:
+            return None
+        return 100.0 * (1.0 - self.usd_per_hour / on_demand)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Candidate:
@@ -116,11 +138,17 @@ class Rejection(Pool):
 
     kind: str  # short name of the reason. Rejections of one kind are counted together.
     reason: str  # the reason in full, with numbers
-    excess: float = 0.0  # ratio of the needed to the available memory, time or money; 0 for all other reasons
+    # Ratio of the needed to the available memory, time or money; 0 for all other reasons
+    excess: float = 0.0
 
 
-def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Explain why no queue can run the pool, using one queue as an example. Return None if a queue can run it."""
+def why_no_queue(
+    queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue
+) -> str | None:
+    """Explain why no queue can run the pool, using one queue as an example.
+
+    Return None if a queue can run it.
+    """
     lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
     if None in lacks.values():
         return None
@@ -144,22 +172,32 @@ def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str |
     if wanted.region is not None and queue.region not in (None, wanted.region):
         return f"is in {queue.region}"
     if queue.reservation != wanted.reservation:
-        return f"runs on reservation {queue.reservation}" if queue.reservation else f"is not of {wanted.reservation}"
+        if queue.reservation:
+            return f"runs on reservation {queue.reservation}"
+        return f"is not of {wanted.reservation}"
     if queue.market != wanted.market:
-        return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
+        return (
+            f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is "
+            f"{wanted}"
+        )
     if wanted.nodes > 1 and wanted.market == "spot" and not queue.multi_node:
         return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
     if wanted.nodes > 1 and not queue.multi_node:
         return f"takes no job of several nodes, and {wanted} is one"
     if not accepts_type(queue.instance_types, wanted.instance_type):
         listed = ", ".join(queue.instance_types)
-        if any(one in AUTO_INSTANCE_TYPES for one in queue.instance_types):
+        if any(kind in AUTO_INSTANCE_TYPES for kind in queue.instance_types):
             family = wanted.instance_type.partition(".")[0]
             return (
-                f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one of {family}, not listed"
+                f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one "
+                f"of {family}, not listed"
             )
         return f"has {listed}, and {wanted} is none of them"
-    most, needed = most_vcpus(queue, wanted.instance_type), wanted.nodes * catalogue[wanted.instance_type].vcpu
+    most = most_vcpus(queue, wanted.instance_type)
+    needed = wanted.nodes * catalogue[wanted.instance_type].vcpu
     if most is not None and needed > most:
-        return f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has {needed}"
+        return (
+            f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has "
+            f"{needed}"
+        )
     return None

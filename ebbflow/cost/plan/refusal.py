@@ -1,4 +1,6 @@
-"""Refuse a job whose pools exceed its budget or deadline, and suggest configuration changes that would help."""
+"""Refuse a job whose pools exceed its budget or deadline, and suggest configuration changes that
+would help.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,25 +27,30 @@ from ebbflow.infra.errors import Outcome
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the dollars kept for the last checkpoint: the price of all nodes for `checkpoint.deadline_seconds`."""
+    """Return the dollars kept for the last checkpoint: the price of all nodes for
+    `checkpoint.deadline_seconds`.
+    """
     return pool.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Return the dollars that the whole job needs if it continues in this pool, including past spending."""
+    """Return the dollars that the whole job needs if it continues in this pool, including past
+    spending.
+    """
     return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
 
 
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Divide ranked pools into pools within the budget, in unchanged order, and rejections of all other pools.
+    """Divide ranked pools into pools within the budget, in unchanged order, and rejections of all
+    other pools.
 
-    If no pool is within the budget, return all pools and no rejections. The pool that needs the smallest budget then
-    comes first, so that the refusal can name it.
+    If no pool is within the budget, return all pools and no rejections. The pool that needs the
+    smallest budget then comes first, so that the refusal can name it.
 
-    The pool with the lowest expected cost can exceed the budget while another one does not, because a more expensive
-    gang needs a larger reserve for the last checkpoint.
+    The pool with the lowest expected cost can exceed the budget while another one does not, because
+    a more expensive gang needs a larger reserve for the last checkpoint.
     """
     budget = config.cost.budget_usd
     if budget is None:
@@ -56,23 +63,34 @@ def split_by_budget(
 
 
 def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejection:
-    budget, spent = config.cost.budget_usd or 0.0, sources.progress.spent_usd
+    budget = config.cost.budget_usd or 0.0
+    spent = sources.progress.spent_usd
     needed = needed_usd(config, sources, pool)
     reason = (
-        f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} reserve for the last save"
+        f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} "
+        "reserve for the last save"
         + (f" + ${spent:.4f} spent so far" if spent else "")
         + f", cost.budget_usd is ${budget:.4f}"
     )
     where = {name: getattr(pool, name) for name in Pool.__dataclass_fields__}
-    return Rejection(**where, kind=OVER_BUDGET, reason=reason, excess=needed / budget if budget else needed)
+    return Rejection(
+        **where, kind=OVER_BUDGET, reason=reason, excess=needed / budget if budget else needed
+    )
 
 
-def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
-    """Return a hint: raise the budget to `needed_usd`, or lower the number of steps until the budget suffices."""
+def budget_hint(
+    config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float
+) -> str:
+    """Return a hint: raise the budget to `needed_usd`, or lower the number of steps until the
+    budget suffices.
+    """
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
     left = sources.steps_left(config)
-    by_step = cheapest.expected_usd / left if left else 0.0
+    if left:
+        by_step = cheapest.expected_usd / left
+    else:
+        by_step = 0.0
     over = needed_usd - (config.cost.budget_usd or 0.0)
     for steps in (left - math.ceil(share * over / by_step) for share in _SHARES) if by_step else ():
         if steps <= 0:
@@ -83,19 +101,27 @@ def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, nee
     return hint
 
 
-# Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost the same with fewer.
+# Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost
+# the same with fewer.
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
 def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
-    """Return the smallest sufficient budget for the pool's instance type and region; infinity if there is none."""
+    """Return the smallest sufficient budget for the pool's instance type and region; infinity if
+    there is none.
+    """
     config = config.changed("cluster", instance_types=[pool.instance_type])
     config = config.changed("cost", regions=[pool.region])
-    return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
+    return min(
+        (needed_usd(config, sources, one) for one in feasible_pools(config, sources)),
+        default=math.inf,
+    )
 
 
 def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
-    """Return the pool that needs the smallest budget, ignoring the deadline; None if no pool can run the job."""
+    """Return the pool that needs the smallest budget, ignoring the deadline; None if no pool can
+    run the job.
+    """
     unlimited = feasible_pools(config.changed("cost", deadline_hours=None), sources)
     return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
@@ -103,31 +129,40 @@ def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candida
 def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
     """Find the fastest pool, ignoring the deadline.
 
-    Returns:
-        (pool, hours). pool: the fastest pool within the budget or, if there is none, the one that needs the smallest
-        budget. hours: expected hours of the fastest of all pools, whatever it costs.
+    Returns: (pool, hours). pool: the fastest pool within the budget or, if there is none, the one
+        that needs the smallest budget. hours: expected hours of the fastest of all pools, whatever
+        it costs.
 
     Raises:
         ValueError: No pool can run the job.
     """
     every = sorted(
-        feasible_pools(config.changed("cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
+        feasible_pools(config.changed("cost", deadline_hours=None), sources),
+        key=lambda pool: pool.expected_usd,
     )
-    borne, first_hours = split_by_budget(config, sources, every)[0], min(one.expected_hours for one in every)
-    if config.cost.budget_usd is not None and needed_usd(config, sources, borne[0]) > config.cost.budget_usd:
+    borne = split_by_budget(config, sources, every)[0]
+    first_hours = min(one.expected_hours for one in every)
+    if (
+        config.cost.budget_usd is not None
+        and needed_usd(config, sources, borne[0]) > config.cost.budget_usd
+    ):
         return borne[0], first_hours
     return min(borne, key=lambda one: one.expected_hours), first_hours
 
 
 def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Return a `cost.deadline_hours` (counted from the job's start) that the pool is expected to meet.
+    """Return a `cost.deadline_hours` (counted from the job's start) that the pool is expected to
+    meet.
 
     For a new job, the value is also large enough for on-demand capacity to guarantee it.
     """
     started = sources.progress.started_utc
     if started is not None:
         return pool.expected_hours + (sources.now_utc - started) / 3600
-    every = [] if sources.simulated else feasible_pools(config.changed("cost", deadline_hours=None), sources)
+    if sources.simulated:
+        every = []
+    else:
+        every = feasible_pools(config.changed("cost", deadline_hours=None), sources)
     return max(pool.expected_hours, guaranteed_hours(config, list(every), pool, sources.now_utc))
 
 
@@ -136,10 +171,16 @@ def later_deadline_hint(hours: float) -> str:
 
 
 def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
-    """Return a hint: extend the deadline to `hours`, or use more nodes if that meets the configured deadline."""
+    """Return a hint: extend the deadline to `hours`, or use more nodes if that meets the configured
+    deadline.
+    """
     hint = later_deadline_hint(hours)
-    better = next((text for text, changed in _larger(config) if _can_meet_deadline(changed, sources)), None)
-    return f"{hint}, or {better}" if better else hint
+    better = next(
+        (text for text, changed in _larger(config) if _can_meet_deadline(changed, sources)), None
+    )
+    if better:
+        return f"{hint}, or {better}"
+    return hint
 
 
 def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
@@ -148,25 +189,42 @@ def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
 
 
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
-    """Return a hint: the first of several small changes of the configuration that lets a pool run the job."""
+    """Return a hint: the first of several small changes of the configuration that lets a pool run
+    the job.
+    """
     if not rejected:
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
-        return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
-    unpriced = config.cost.prices == "static" and any(rejection.kind == NO_SPOT_PRICE for rejection in rejected)
+        return (
+            f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
+        )
+    unpriced = config.cost.prices == "static" and any(
+        rejection.kind == NO_SPOT_PRICE for rejection in rejected
+    )
     lacking = [region for region in config.cost.regions if region not in on_demand_recorded()]
-    ways = [f"run {refresh_command(lacking)}"] if lacking else []
-    ways += ["set cost.prices to live"] if unpriced else []
+    if lacking:
+        ways = [f"run {refresh_command(lacking)}"]
+    else:
+        ways = []
+    if unpriced:
+        ways += ["set cost.prices to live"]
+    else:
+        ways += []
     for text, changed in _places(config):
         if any(feasible_pools(changed, sources)):
             return ", or ".join([", ".join(ways), text] if ways else [text])
-    if ways and any(feasible_pools(config.changed("cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
+    if ways and any(
+        feasible_pools(config.changed("cost", regions=[ON_DEMAND_REGION], zones=[]), sources)
+    ):
         return ", or ".join(ways)  # the queues are in another region, which only lacks a price
     for text, changed in _changes(config):
         if any(feasible_pools(changed, sources)):
             return text
     if any(rejection.kind == NO_QUEUE for rejection in rejected):
         return "add a queue with such machines to batch.queues (`ebbflow deploy` creates queues)"
-    return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
+    return (
+        "no single change makes it fit: use a smaller model, or more nodes and gradient "
+        "accumulation together"
+    )
 
 
 def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -176,11 +234,15 @@ def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     where_queues_are = config.cluster.plan_for == "batch" and config.batch.region is not None
     if ON_DEMAND_REGION not in cost.regions and not where_queues_are:
         regions = [*cost.regions, ON_DEMAND_REGION]
-        yield f"add {ON_DEMAND_REGION} to cost.regions", config.changed("cost", regions=regions, zones=[])
+        yield (
+            f"add {ON_DEMAND_REGION} to cost.regions",
+            config.changed("cost", regions=regions, zones=[]),
+        )
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    cluster, accumulation = config.cluster, config.training.gradient_accumulation_steps
+    cluster = config.cluster
+    accumulation = config.training.gradient_accumulation_steps
     if config.parallel.mode == "ddp":
         yield "set parallel.mode to fsdp2", config.changed("parallel", mode="fsdp2")
     for factor in (2, 4, 8, 16):
@@ -188,7 +250,10 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         text = f"set training.gradient_accumulation_steps to {steps}"
         yield text, config.changed("training", gradient_accumulation_steps=steps)
     if not config.fsdp.use_mixed_precision:
-        yield "set fsdp.use_mixed_precision to true", config.changed("fsdp", use_mixed_precision=True)
+        yield (
+            "set fsdp.use_mixed_precision to true",
+            config.changed("fsdp", use_mixed_precision=True),
+        )
     if config.parallel.recompute != "full":
         yield "set parallel.recompute to full", config.changed("parallel", recompute="full")
     if cluster.processes_per_node != "auto":
@@ -199,7 +264,10 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield "set cluster.market to auto", config.changed("cluster", market="auto")
     if cluster.instance_types:
         yield "leave cluster.instance_types empty", config.changed("cluster", instance_types=[])
-    ranks = 1 if cluster.processes_per_node == "auto" else cluster.processes_per_node
+    if cluster.processes_per_node == "auto":
+        ranks = 1
+    else:
+        ranks = cluster.processes_per_node
     for nodes in AUTO_NODES:
         size = nodes * ranks * accumulation
         if size >= config.training.batch_size or config.training.batch_size % size:
@@ -217,7 +285,10 @@ def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             yield f"set cluster.nodes to {more}", config.changed("cluster", nodes=more)
     if config.cluster.processes_per_node != "auto":
         for more in AUTO_NODES:
-            text = f"set cluster.nodes to {more} and cluster.processes_per_node to auto: one rank per GPU"
+            text = (
+                f"set cluster.nodes to {more} and cluster.processes_per_node to auto: one rank "
+                "per GPU"
+            )
             yield text, config.changed("cluster", nodes=more, processes_per_node="auto")
 
 
@@ -228,72 +299,112 @@ class PlanRefusal:
     outcome: Outcome  # deadline exceeded, budget exceeded, or no capacity
     message: str  # the numbers that led to the refusal
     hint: str  # a change of the configuration that would allow the job
-    # smallest sufficient deadline in hours, or budget in dollars, depending on which limit is exceeded; None if there
-    # is no capacity
+    # smallest sufficient deadline in hours, or budget in dollars, depending on which limit is
+    # exceeded; None if there is no capacity
     enough: float | None = None
 
 
 def find_refusal(
     config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
 ) -> PlanRefusal | None:
-    """Return the reason why the job must not start in the best pool, `ranked[0]`; None if it may start."""
+    """Return the reason why the job must not start in the best pool, `ranked[0]`; None if it may
+    start.
+    """
     if ranked:
-        return _over_budget(config, sources, ranked[0]) or _unguaranteed(config, sources, ranked, rejected)
+        return _over_budget(config, sources, ranked[0]) or _unguaranteed(
+            config, sources, ranked, rejected
+        )
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
     if late:
         fastest = min(late, key=lambda rejection: rejection.excess)
         message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
         pool, first_hours = fastest_without_deadline(config, sources)
         hours = sufficient_hours(config, sources, pool)
-        needed, budget = needed_usd(config, sources, pool), config.cost.budget_usd
+        needed = needed_usd(config, sources, pool)
+        budget = config.cost.budget_usd
         hint = deadline_hint(config, sources, hours)
         if budget is not None and needed > budget:
-            message += f". The budget is exceeded as well: {pool} would need ${needed:.4f} of ${budget:.4f}"
-            hint = f"{later_deadline_hint(hours)}, and cost.budget_usd to {math.ceil(needed * 100) / 100:.2f} or more"
+            message += (
+                f". The budget is exceeded as well: {pool} would need ${needed:.4f} of "
+                f"${budget:.4f}"
+            )
+            hint = (
+                f"{later_deadline_hint(hours)}, and cost.budget_usd to "
+                f"{math.ceil(needed * 100) / 100:.2f} or more"
+            )
         elif pool.expected_hours > first_hours:
-            message += f". The fastest within the budget, {pool}, would need {pool.expected_hours:.4g} h"
+            message += (
+                f". The fastest within the budget, {pool}, would need {pool.expected_hours:.4g} h"
+            )
         return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
     hint = capacity_hint(config, sources, rejected)
-    return PlanRefusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
+    return PlanRefusal(
+        outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint
+    )
 
 
 def _unguaranteed(
     config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
 ) -> PlanRefusal | None:
-    """Refuse a new job whose deadline cannot be guaranteed. Never refuse a job that has started or runs locally."""
-    left, budget, started = sources.hours_left(config), config.cost.budget_usd, sources.progress.started_utc
+    """Refuse a new job whose deadline cannot be guaranteed.
+
+    Never refuse a job that has started or runs locally.
+    """
+    left = sources.hours_left(config)
+    budget = config.cost.budget_usd
+    started = sources.progress.started_utc
     if left is None or started is not None or sources.simulated:
         return None
-    usd_left = math.inf if budget is None else budget - sources.progress.spent_usd
-    found = refuse_unguaranteed(config, ranked, rejected, now_utc=sources.now_utc, hours_left=left, usd_left=usd_left)
-    return None if found is None else PlanRefusal(**found)
+    if budget is None:
+        usd_left = math.inf
+    else:
+        usd_left = budget - sources.progress.spent_usd
+    found = refuse_unguaranteed(
+        config, ranked, rejected, now_utc=sources.now_utc, hours_left=left, usd_left=usd_left
+    )
+    if found is None:
+        return None
+    return PlanRefusal(**found)
 
 
 def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) -> PlanRefusal | None:
-    budget, spent = config.cost.budget_usd, sources.progress.spent_usd
+    budget = config.cost.budget_usd
+    spent = sources.progress.spent_usd
     needed = needed_usd(config, sources, cheapest)
     if budget is None or needed <= budget:
         return None
     other = cheapest.storage_usd + cheapest.transfer_usd
     message = (
-        f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs ${needed:.4f} = "
-        f"{cheapest.paid_hours:.4g} h × {cheapest.nodes} × ${cheapest.usd_per_hour:.4f}/h "
-        f"+ ${other:.4f} storage and transfer + ${reserve_usd(config, cheapest):.4f} reserve for the last save"
+        f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs "
+        f"${needed:.4f} = {cheapest.paid_hours:.4g} h × {cheapest.nodes} × "
+        f"${cheapest.usd_per_hour:.4f}/h + ${other:.4f} storage and transfer + "
+        f"${reserve_usd(config, cheapest):.4f} reserve for the last save"
         + (f" + ${spent:.4f} spent so far" if spent else "")
     )
     hint = budget_hint(config, sources, cheapest, needed)
-    if config.cost.deadline_hours is not None and (slow := cheapest_without_deadline(config, sources)) is not None:
+    if (
+        config.cost.deadline_hours is not None
+        and (slow := cheapest_without_deadline(config, sources)) is not None
+    ):
         total = needed_usd(config, sources, slow)
         if total <= budget:
-            message += f". The deadline matters as well: {slow} would need ${total:.4f} and {slow.expected_hours:.4g} h"
+            message += (
+                f". The deadline matters as well: {slow} would need ${total:.4f} and "
+                f"{slow.expected_hours:.4g} h"
+            )
     return PlanRefusal(outcome=Outcome.BUDGET, message=message, hint=hint, enough=needed)
 
 
 def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
     if not rejected:
-        return f"no instance type of the catalogue begins with {', '.join(config.cluster.instance_types)}"
+        return (
+            "no instance type of the catalogue begins with "
+            f"{', '.join(config.cluster.instance_types)}"
+        )
     nearest = min(rejected, key=_distance)
-    return f"none of {len(rejected)} pools can run the job; the nearest, {nearest}: {nearest.reason}"
+    return (
+        f"none of {len(rejected)} pools can run the job; the nearest, {nearest}: {nearest.reason}"
+    )
 
 
 def _distance(rejection: Rejection) -> tuple[int, float]:
@@ -301,5 +412,14 @@ def _distance(rejection: Rejection) -> tuple[int, float]:
 
     These are pools without a queue or a price, then pools with too little memory, then all others.
     """
-    wanting = (NO_QUEUE, HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
-    return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess
+    wanting = (
+        NO_QUEUE,
+        HAZARD_UNKNOWN,
+        NO_SPOT_PRICE,
+        NO_ON_DEMAND_PRICE,
+        ELSEWHERE,
+        "does not fit",
+    )
+    return wanting.index(rejection.kind) if rejection.kind in wanting else len(
+        wanting
+    ), rejection.excess

@@ -1,31 +1,37 @@
 """Estimate the memory per GPU and the tokens per second of a gang (all ranks of a job).
 
-Memory is a sum of named parts in bytes, so that a refusal can show its arithmetic. `ebbflow.infra.footprint.rank_bytes`
-computes the parts at the peak of a step:
+Memory is a sum of named parts in bytes, so that a refusal can show its arithmetic.
+`ebbflow.infra.footprint.rank_bytes` computes the parts at the peak of a step:
 
-- parameters: float32, also under mixed precision, where the float32 shards are the master weights. bfloat16 exists only
-  in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
+- parameters: float32, also under mixed precision, where the float32 shards are the master weights.
+  bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
 - optimizer: the two moments of AdamW, in float32.
 - gradients: float32, at their peak.
-- Parameters, gradients and optimizer state are divided by the number of ranks that share one copy of the model: all
-  ranks with fsdp2, the ranks of one shard group or node with hsdp. `fsdp.cpu_offload` keeps them in host memory.
+- Parameters, gradients and optimizer state are divided by the number of ranks that share one copy
+  of the model: all ranks with fsdp2, the ranks of one shard group or node with hsdp.
+  `fsdp.cpu_offload` keeps them in host memory.
 - unsharded: with FSDP2 and HSDP, gathered parameters and gradients that are not yet reduced
-  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets (unless gradients are
-  views into them).
-- activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix of length × length.
-  With `parallel.recompute` only a share of the activations is stored. Loss and log-probabilities stay float32.
+  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets
+  (unless gradients are views into them).
+- activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix
+  of length × length. With `parallel.recompute` only a share of the activations is stored. Loss and
+  log-probabilities stay float32.
 
 The duration of a step is the longest of five lower bounds:
 
 - compute: FLOPs of the step / (GPUs × dense peak × MFU prior).
-- network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped with compute.
-- host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of PCIe.
-- pcie: for several GPUs per node without NVLink, bytes that each rank receives from others / the bandwidth of PCIe.
+- network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped
+  with compute.
+- host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of
+  PCIe.
+- pcie: for several GPUs per node without NVLink, bytes that each rank receives from others / the
+  bandwidth of PCIe.
 - launch: host time to launch all kernels, which limits a narrow model on a fast GPU.
 
-Real steps are slower than their longest bound; the MFU prior usually accounts for this. A speed that the job history
-measured for the same configuration replaces the estimate. A speed measured on another gang is multiplied by the ratio
-of the two gangs' estimates, so that errors common to both estimates cancel.
+Real steps are slower than their longest bound; the MFU prior usually accounts for this. A speed
+that the job history measured for the same configuration replaces the estimate. A speed measured on
+another gang is multiplied by the ratio of the two gangs' estimates, so that errors common to both
+estimates cancel.
 """
 
 import hashlib
@@ -39,10 +45,11 @@ from ebbflow.infra import footprint
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
 GIB = 2**30
-# The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel buffers about as much,
-# cuBLAS workspaces some tens of MiB: rounded up.
+# The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel
+# buffers about as much, cuBLAS workspaces some tens of MiB: rounded up.
 CONTEXT_BYTES = GIB * 5 // 4
-# The caching allocator rounds blocks up and splits them; a tenth on top of the tensors is a customary margin.
+# The caching allocator rounds blocks up and splits them; a tenth on top of the tensors is a
+# customary margin.
 FRAGMENTATION_SHARE = 0.10
 # Usable share of a host's memory: the kernel, the platform and the container agent keep the rest
 # (`cost.capacity.placement`).
@@ -79,21 +86,28 @@ def gib_text(size: int) -> str:
 
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """Return batch_size / (ranks × accumulation steps), the samples per rank and micro-batch; None if not whole."""
+    """Return batch_size / (ranks × accumulation steps), the samples per rank and micro-batch; None
+    if not whole.
+    """
     parts = footprint.data_ranks(config, world_size) * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
-    return samples if rest == 0 and samples > 0 else None
+    if rest == 0 and samples > 0:
+        return samples
+    return None
 
 
 def memory_fit(
-    config: RunConfig, world_size: int, shape: footprint.ModelShape | None = None, *, ranks_per_node: int | None = None
+    config: RunConfig,
+    world_size: int,
+    shape: footprint.ModelShape | None = None,
+    *,
+    ranks_per_node: int | None = None,
 ) -> MemoryFit:
     """Estimate the peak memory per GPU.
 
-    Args:
-        world_size: Number of ranks.
-        shape: Size of the model. None means the built-in model.
-        ranks_per_node: Shard size of hsdp if `parallel.shard_size` is not set. None means all ranks.
+    Args: world_size: Number of ranks. shape: Size of the model. None means the built-in model.
+        ranks_per_node: Shard size of hsdp if `parallel.shard_size` is not set. None means all
+        ranks.
 
     Raises:
         ValueError: The batch cannot be divided evenly among the ranks.
@@ -102,50 +116,69 @@ def memory_fit(
     if samples is None:
         raise ValueError(explain_batch(config, world_size))
     shape = shape or footprint.causal_lm_shape(config.model)
-    found = footprint.rank_bytes(config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node)
-    return MemoryFit(**asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total))
+    found = footprint.rank_bytes(
+        config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node
+    )
+    return MemoryFit(
+        **asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total)
+    )
 
 
 def why_host_too_small(
-    config: RunConfig, shape: footprint.ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
+    config: RunConfig,
+    shape: footprint.ModelShape,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    ram_bytes: int,
 ) -> tuple[str, float] | None:
     """Return why a node's main memory is too small for its ranks.
 
     Returns:
         An explanation and the ratio of needed to usable memory; None if the memory is large enough.
     """
-    needed = footprint.gpu_host_bytes(config, shape, footprint.HostGang(nodes=nodes, processes_per_node=ranks_per_node))
+    needed = footprint.gpu_host_bytes(
+        config, shape, footprint.HostGang(nodes=nodes, processes_per_node=ranks_per_node)
+    )
     usable = int(HOST_SHARE * ram_bytes)
     if needed <= usable:
         return None
     return (
-        f"needs {gib_text(needed)} of main memory per node (processes, staging buffers, offloaded state); "
-        f"{gib_text(usable)} of {gib_text(ram_bytes)} are usable"
+        f"needs {gib_text(needed)} of main memory per node (processes, staging buffers, "
+        f"offloaded state); {gib_text(usable)} of {gib_text(ram_bytes)} are usable"
     ), needed / usable
 
 
 def explain_batch(config: RunConfig, world_size: int) -> str:
     """Explain in numbers why the batch cannot be divided evenly among `world_size` ranks."""
-    size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
-    groups, tensor = footprint.data_ranks(config, world_size), config.parallel.tensor_size
+    size = config.training.batch_size
+    accumulation = config.training.gradient_accumulation_steps
+    groups = footprint.data_ranks(config, world_size)
+    tensor = config.parallel.tensor_size
     parts = groups * accumulation
-    ranks = f"{world_size} ranks" if tensor == 1 else f"{world_size} / {tensor} groups of ranks"
+    if tensor == 1:
+        ranks = f"{world_size} ranks"
+    else:
+        ranks = f"{world_size} / {tensor} groups of ranks"
     return (
         f"batch_size {size} is no multiple of {ranks} × {accumulation} accumulation = {parts}: "
         f"{size} = {size // parts} × {parts} + {size % parts}"
     )
 
 
-# MFU of an untuned run where gpus.csv has no published figure. Published for tuned runs: 46 % (PaLM 540B, Chowdhery et
-# al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
+# MFU of an untuned run where gpus.csv has no published figure. Published for tuned runs: 46 % (PaLM
+# 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
 MFU_PRIOR = 0.35
-# MFU of an untuned run, relative to the published figure of its GPU (`Gpu.bf16_mfu`): an assumption.
+# MFU of an untuned run, relative to the published figure of its GPU (`Gpu.bf16_mfu`): an
+# assumption.
 UNTUNED_SHARE = 0.87
-# Speed per GPU after each doubling of the nodes: geometric mean from 8 to 64 GPUs of eight models on A100 and H100 with
-# 1,600 Gbit/s per node (0.972 to 1.001; mosaicml/llm-foundry, scripts/train/benchmarking/README.md, 2024-04-22).
+# Speed per GPU after each doubling of the nodes: geometric mean from 8 to 64 GPUs of eight models
+# on A100 and H100 with 1,600 Gbit/s per node (0.972 to 1.001; mosaicml/llm-foundry,
+# scripts/train/benchmarking/README.md, 2024-04-22).
 DOUBLING_EFFICIENCY = 0.99
-# Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing NLG 30.2 %, PaLM
-# 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not measured.
+# Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing
+# NLG 30.2 %, PaLM 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not
+# measured.
 UNMEASURED_LOG_DEVIATION = 0.32
 # Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
 NO_EFA_FACTOR = 0.6
@@ -153,13 +186,15 @@ NO_EFA_FACTOR = 0.6
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
 LAUNCH_SECONDS_PER_BLOCK = 1e-3
-# Duration of a step relative to one without recomputation. Full recomputation adds a fourth pass over the model to
-# three, but its memory allows larger micro-batches, whose products are faster: in the table of gpus.csv, of models from
-# 0.76 billion parameters on one node, the median MFU without it is 1.10 (A100, 22 and 20 runs) and 1.11 (H100, 21 and
-# 16 runs) times that with it. Selective recomputation has hardly any flops.
+# Duration of a step relative to one without recomputation. Full recomputation adds a fourth pass
+# over the model to three, but its memory allows larger micro-batches, whose products are faster: in
+# the table of gpus.csv, of models from 0.76 billion parameters on one node, the median MFU without
+# it is 1.10 (A100, 22 and 20 runs) and 1.11 (H100, 21 and 16 runs) times that with it. Selective
+# recomputation has hardly any flops.
 RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 1.1}
-# PCIe 3.0 × 16 moves 15.75 GB/s on paper; copies from pinned memory reach about three quarters of that. The value is
-# also used for copies between GPUs without NVLink, which pass through host memory. PCIe 4.0 may be faster (unmeasured).
+# PCIe 3.0 × 16 moves 15.75 GB/s on paper; copies from pinned memory reach about three quarters of
+# that. The value is also used for copies between GPUs without NVLink, which pass through host
+# memory. PCIe 4.0 may be faster (unmeasured).
 PCIE_BYTES_PER_SECOND = 12e9
 
 
@@ -167,16 +202,22 @@ PCIE_BYTES_PER_SECOND = 12e9
 class Throughput:
     """Speed of a gang (all ranks of a job)."""
 
-    tokens_per_second: float  # tokens per second of all ranks together, or other units of the model (`weight_unit`)
+    # tokens per second of all ranks together, or other units of the model (`weight_unit`)
+    tokens_per_second: float
     step_seconds: float  # duration of one optimizer step
     bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
     mfu: float  # model FLOPs utilisation at this speed
     kind: str = "prior"  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
-    log_deviation: float = UNMEASURED_LOG_DEVIATION  # uncertainty of the speed: the standard deviation of its logarithm
+    # uncertainty of the speed: the standard deviation of its logarithm
+    log_deviation: float = UNMEASURED_LOG_DEVIATION
 
 
 def estimate_throughput(
-    config: RunConfig, shape: footprint.ModelShape, kind: InstanceType, nodes: int, processes_per_node: int
+    config: RunConfig,
+    shape: footprint.ModelShape,
+    kind: InstanceType,
+    nodes: int,
+    processes_per_node: int,
 ) -> Throughput | None:
     """Estimate the speed of a gang from the bounds in this module's docstring.
 
@@ -190,8 +231,12 @@ def estimate_throughput(
     flops = shape.flops_per_sample * config.training.batch_size
     again = RECOMPUTE_FACTOR[config.parallel.recompute]
     shard = footprint.shard_ranks(config, ranks, processes_per_node)
-    received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)  # by one node from the others
-    if nodes > 1 and processes_per_node % config.parallel.tensor_size:  # of a group's ring, one rank receives for all
+    received = _exchanged_bytes(
+        config, shape, nodes, processes_per_node, shard
+    )  # by one node from the others
+    if (
+        nodes > 1 and processes_per_node % config.parallel.tensor_size
+    ):  # of a group's ring, one rank receives for all
         received += _tensor_bytes(config, shape, ranks)
     seconds = {
         "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
@@ -213,12 +258,17 @@ def estimate_throughput(
 def speed_fingerprint(config: RunConfig) -> str:
     """Return a hash of the settings that decide the speed on given hardware.
 
-    A speed measured with one configuration applies to every configuration with the same fingerprint.
+    A speed measured with one configuration applies to every configuration with the same
+    fingerprint.
     """
     names = {"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
-    names |= {"script", "script_args"} if config.script else set()
+    if config.script:
+        names |= {"script", "script_args"}
+    else:
+        names |= set()
     sections = config.model_dump(mode="json", include=names)
-    # Speeds were recorded before the keys behind vocab_size existed: those count only if they are set.
+    # Speeds were recorded before the keys behind vocab_size existed: those count only if they are
+    # set.
     for name in [*ModelConfig.model_fields][5:]:
         if getattr(config.model, name) == ModelConfig.model_fields[name].default:
             del sections["model"][name]
@@ -240,7 +290,8 @@ def known_throughput(
     history: JobHistory,
     fingerprint: str,
 ) -> Throughput | None:
-    """Return the measured speed of a gang, else a speed scaled from another gang's measurement, else the estimate.
+    """Return the measured speed of a gang, else a speed scaled from another gang's measurement,
+    else the estimate.
 
     Args:
         fingerprint: `speed_fingerprint` of `config`.
@@ -256,11 +307,16 @@ def known_throughput(
         ratio = seen.tokens_per_second / estimate.tokens_per_second
         return _faster(estimate, ratio, "measured", seen.log_deviation)
     seen = history.nearest_speed(kind.name, nodes, fingerprint)
-    there = None if seen is None else _estimate_there(config, shape, seen, catalogue)
+    if seen is None:
+        there = None
+    else:
+        there = _estimate_there(config, shape, seen, catalogue)
     if seen is None or there is None:
         return estimate
     scaled = f"scaled from {seen.nodes} × {seen.instance_type}"
-    return _faster(estimate, seen.tokens_per_second / there.tokens_per_second, scaled, estimate.log_deviation)
+    return _faster(
+        estimate, seen.tokens_per_second / there.tokens_per_second, scaled, estimate.log_deviation
+    )
 
 
 def _estimate_there(
@@ -285,8 +341,14 @@ def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float)
 
 
 def _mfu_prior(config: RunConfig, kind: InstanceType, nodes: int) -> float:
-    published = kind.gpu.bf16_mfu if config.fsdp.use_mixed_precision else None
-    prior = MFU_PRIOR if published is None else UNTUNED_SHARE * published
+    if config.fsdp.use_mixed_precision:
+        published = kind.gpu.bf16_mfu
+    else:
+        published = None
+    if published is None:
+        prior = MFU_PRIOR
+    else:
+        prior = UNTUNED_SHARE * published
     if nodes > 1 and not kind.efa:
         prior *= NO_EFA_FACTOR
     return prior * DOUBLING_EFFICIENCY ** math.log2(nodes)
@@ -297,28 +359,40 @@ def _micro_steps(config: RunConfig) -> int:
 
 
 def _gatherings(config: RunConfig, shape: footprint.ModelShape) -> int:
-    """Count the all-gathers of the parameters per step: one per micro-batch for a small model, two for a large one."""
+    """Count the all-gathers of the parameters per step: one per micro-batch for a small model, two
+    for a large one.
+    """
     return _micro_steps(config) * (1 if footprint.stays_gathered(shape.parameters) else 2)
 
 
 def _reductions(config: RunConfig, shape: footprint.ModelShape) -> int:
     """Count the gradient reductions per step among the ranks that share one copy of the model.
 
-    A small model needs one per step. A large model needs one per micro-batch, so that no rank holds all gradients.
+    A small model needs one per step. A large model needs one per micro-batch, so that no rank holds
+    all gradients.
     """
-    return 1 if footprint.stays_gathered(shape.parameters) else _micro_steps(config)
+    if footprint.stays_gathered(shape.parameters):
+        return 1
+    return _micro_steps(config)
 
 
 def _pcie_bytes(
-    config: RunConfig, shape: footprint.ModelShape, kind: InstanceType, ranks: int, ranks_per_node: int
+    config: RunConfig,
+    shape: footprint.ModelShape,
+    kind: InstanceType,
+    ranks: int,
+    ranks_per_node: int,
 ) -> float:
-    """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank per node.
+    """Return the bytes that one rank receives over PCIe per step; 0 with NVLink or with one rank
+    per node.
 
-    In a ring every member receives the same number of bytes, so the formula for a ring of nodes holds for its ranks.
+    In a ring every member receives the same number of bytes, so the formula for a ring of nodes
+    holds for its ranks.
     """
     if kind.gpu.nvlink or ranks_per_node == 1:
         return 0.0
-    tensor, shard = config.parallel.tensor_size, footprint.shard_ranks(config, ranks, ranks_per_node)
+    tensor = config.parallel.tensor_size
+    shard = footprint.shard_ranks(config, ranks, ranks_per_node)
     # A rank exchanges its part of the layers with one rank of each other tensor group.
     parts = _exchanged_bytes(config, shape, ranks // tensor, 1, shard // tensor) / tensor
     return parts + _tensor_bytes(config, shape, ranks)
@@ -327,15 +401,24 @@ def _pcie_bytes(
 def _tensor_bytes(config: RunConfig, shape: footprint.ModelShape, ranks: int) -> float:
     """Return the bytes that a rank receives from its tensor group per step.
 
-    A ring all-reduce moves its tensor twice. Each block has two in the forward pass (again with `recompute` full) and
-    two in the backward pass, of one hidden vector per token. The embeddings gather a vector, the head adds up logits
-    and gathers a gradient.
+    A ring all-reduce moves its tensor twice. Each block has two in the forward pass (again with
+    `recompute` full) and two in the backward pass, of one hidden vector per token. The embeddings
+    gather a vector, the head adds up logits and gathers a gradient.
     """
-    tensor, width = config.parallel.tensor_size, config.model.hidden_size
-    passes = 3 if config.parallel.recompute == "full" else 2
+    tensor = config.parallel.tensor_size
+    width = config.model.hidden_size
+    if config.parallel.recompute == "full":
+        passes = 3
+    else:
+        passes = 2
     floats = 2 * passes * 2 * (shape.units - 2) * width + 2 * width + 2 * config.model.vocab_size
-    tokens = shape.tokens_per_sample * config.training.batch_size / footprint.data_ranks(config, ranks)
-    each = footprint.BFLOAT16_BYTES if config.fsdp.use_mixed_precision else footprint.FLOAT32_BYTES
+    tokens = (
+        shape.tokens_per_sample * config.training.batch_size / footprint.data_ranks(config, ranks)
+    )
+    if config.fsdp.use_mixed_precision:
+        each = footprint.BFLOAT16_BYTES
+    else:
+        each = footprint.FLOAT32_BYTES
     return tokens * floats * each * (tensor - 1) / tensor
 
 
@@ -344,9 +427,10 @@ def _exchanged_bytes(
 ) -> float:
     """Return the bytes that one group of ranks receives from all other groups per optimizer step.
 
-    DDP's ring all-reduce moves the gradients twice, after each step or, with a static graph, after every micro-batch.
-    FSDP2 gathers parameters and reduces gradients; how often depends on the model's size (`infra.footprint`). HSDP
-    gathers and reduces within one model copy, and all-reduces shares of the gradients between copies.
+    DDP's ring all-reduce moves the gradients twice, after each step or, with a static graph, after
+    every micro-batch. FSDP2 gathers parameters and reduces gradients; how often depends on the
+    model's size (`infra.footprint`). HSDP gathers and reduces within one model copy, and
+    all-reduces shares of the gradients between copies.
 
     Args:
         members: Number of groups that exchange data.
@@ -354,29 +438,47 @@ def _exchanged_bytes(
         shard: Number of ranks that share one copy of the model.
     """
     if config.parallel.mode == "ddp":
-        moved = footprint.BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else footprint.FLOAT32_BYTES
-        all_reductions = _micro_steps(config) if config.ddp.static_graph else 1
+        if config.ddp.gradient_compression == "bfloat16":
+            moved = footprint.BFLOAT16_BYTES
+        else:
+            moved = footprint.FLOAT32_BYTES
+        if config.ddp.static_graph:
+            all_reductions = _micro_steps(config)
+        else:
+            all_reductions = 1
         return 2 * all_reductions * moved * (members - 1) / members * shape.trained_parameters
-    gathered = footprint.BFLOAT16_BYTES if config.fsdp.use_mixed_precision else footprint.FLOAT32_BYTES
+    if config.fsdp.use_mixed_precision:
+        gathered = footprint.BFLOAT16_BYTES
+    else:
+        gathered = footprint.FLOAT32_BYTES
     reduced = footprint.reduced_bytes_per_parameter(config)
     per_copy = max(1, shard // ranks_each)
     within = _gatherings(config, shape) * gathered * shape.parameters
     within += _reductions(config, shape) * reduced * shape.trained_parameters
     within *= (per_copy - 1) / per_copy
     copies_apart = members / per_copy
-    return within + 2 * reduced / per_copy * (copies_apart - 1) / copies_apart * shape.trained_parameters
+    return (
+        within
+        + 2 * reduced / per_copy * (copies_apart - 1) / copies_apart * shape.trained_parameters
+    )
 
 
-def _host_bytes(config: RunConfig, shape: footprint.ModelShape, ranks: int, ranks_per_node: int) -> float:
-    """Return the bytes that one rank moves between GPU and host memory per step; 0 without offloading.
+def _host_bytes(
+    config: RunConfig, shape: footprint.ModelShape, ranks: int, ranks_per_node: int
+) -> float:
+    """Return the bytes that one rank moves between GPU and host memory per step; 0 without
+    offloading.
 
-    Each gather moves the rank's shard of the parameters to the GPU, and each reduction its shard of the gradients to
-    the host. With several copies of the model (hsdp), gradients stay on the GPU until they are summed between copies,
-    once per step.
+    Each gather moves the rank's shard of the parameters to the GPU, and each reduction its shard of
+    the gradients to the host. With several copies of the model (hsdp), gradients stay on the GPU
+    until they are summed between copies, once per step.
     """
     if not config.fsdp.cpu_offload or config.parallel.mode == "ddp":
         return 0.0
     shard = footprint.shard_ranks(config, ranks, ranks_per_node)
-    downs = _reductions(config, shape) if shard == ranks else 1
+    if shard == ranks:
+        downs = _reductions(config, shape)
+    else:
+        downs = 1
     moved = _gatherings(config, shape) * shape.parameters + downs * shape.trained_parameters
     return footprint.FLOAT32_BYTES * moved / shard

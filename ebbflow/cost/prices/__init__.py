@@ -1,1 +1,4 @@
-"""Prices of machines from a shipped table, a recorded file or AWS, with one interface: `PriceSource`."""
+"""Prices of machines from a shipped table, a recorded file or AWS, with one interface:
+
+`PriceSource`.
+"""

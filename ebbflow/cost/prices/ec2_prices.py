@@ -1,7 +1,7 @@
 """Live spot prices from EC2. All regions are queried in parallel, with one deadline.
 
-`ebbflow.infra.aws.calls` makes the requests and retries them. For a region that fails, the prices of the
-static table are used, and `describe` gives the reason.
+`ebbflow.infra.aws.calls` makes the requests and retries them. For a region that fails, the prices
+of the static table are used, and `describe` gives the reason.
 """
 
 import threading
@@ -13,7 +13,13 @@ from typing import Any, Self
 
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
-from ebbflow.cost.prices.quote import Quote, StaticPrices, describe_on_demand, describe_static_table, format_time
+from ebbflow.cost.prices.quote import (
+    Quote,
+    StaticPrices,
+    describe_on_demand,
+    describe_static_table,
+    format_time,
+)
 from ebbflow.cost.prices.recorded import (
     LINUX,
     SpotRecord,
@@ -53,7 +59,10 @@ class PriceAnswers:
 
 @dataclass(frozen=True, kw_only=True)
 class LivePrices(ZonePrices):
-    """Live spot prices of the regions that answered. Regions in `failed` have the prices of the static table."""
+    """Live spot prices of the regions that answered.
+
+    Regions in `failed` have the prices of the static table.
+    """
 
     failed: Mapping[str, str]  # reason for each region without an answer
     # by region, the reason why its zone ids are unavailable
@@ -70,15 +79,27 @@ class LivePrices(ZonePrices):
         }
         observed = dict.fromkeys(answered, answers.observed)
         return cls(
-            quotes=prices_at(records, now_utc=answers.observed, observed=observed, kind="live", source="asked of EC2"),
+            quotes=prices_at(
+                records,
+                now_utc=answers.observed,
+                observed=observed,
+                kind="live",
+                source="asked of EC2",
+            ),
             known_zones={region: tuple(sorted(found)) for region, found in zones.items()},
             failed=answers.failed,
-            names_only={region: answer.names_only for region, answer in answered.items() if answer.names_only},
+            names_only={
+                region: answer.names_only
+                for region, answer in answered.items()
+                if answer.names_only
+            },
             asked_at=answers.observed,
         )
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        return StaticPrices().spot(kind, region) if region in self.failed else super().spot(kind, region)
+        if region in self.failed:
+            return StaticPrices().spot(kind, region)
+        return super().spot(kind, region)
 
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if region in self.failed:
@@ -90,20 +111,27 @@ class LivePrices(ZonePrices):
             return f"now by EC2: {explain_zone_names(reason)}"
         return f"now by EC2: no price in that zone, but in others of {region}"
 
-    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(
+        self, *, now_utc: float, regions: Sequence[str], max_age_hours: float
+    ) -> tuple[str, ...]:
         lines = []
         answered = [region for region in regions if region not in self.failed]
         empty = [region for region in answered if self.observed(region) is None]
         if answered:
-            lines.append(f"spot prices: live, asked {format_time(self.asked_at)} of {', '.join(answered)}")
+            lines.append(
+                f"spot prices: live, asked {format_time(self.asked_at)} of {', '.join(answered)}"
+            )
         if empty:
-            lines.append(f"spot prices: no history at all of these instance types in {', '.join(empty)}")
+            lines.append(
+                f"spot prices: no history at all of these instance types in {', '.join(empty)}"
+            )
         for region, reason in self.names_only.items():
             lines.append(f"zones of {region}: by this account's names, because {reason}")
         for region in regions:
             if region in self.failed:
                 lines.append(
-                    f"spot prices of {region}: {describe_static_table(now_utc)}, because {self.failed[region]}"
+                    f"spot prices of {region}: {describe_static_table(now_utc)}, because "
+                    f"{self.failed[region]}"
                 )
         return (*lines, describe_on_demand(now_utc, regions))
 
@@ -118,9 +146,11 @@ def query_spot_prices(
     client: Callable[[str], Any] | None = None,
     deadline: RequestDeadline | None = None,
 ) -> PriceAnswers:
-    """Query EC2 for the spot prices of all regions in parallel, and return at the deadline at the latest.
+    """Query EC2 for the spot prices of all regions in parallel, and return at the deadline at the
+    latest.
 
-    The requests run in daemon threads, so a request that hangs delays neither the return nor the end of the process.
+    The requests run in daemon threads, so a request that hangs delays neither the return nor the
+    end of the process.
 
     Args:
         since_utc: Unix time. The price changes after this time are returned as well (EC2 keeps 90 days). None means
@@ -135,10 +165,14 @@ def query_spot_prices(
 
     def ask_one(region: str) -> None:
         try:
-            answered[region] = _ask_region(make(region), region, instance_types, since_utc or now_utc, deadline)
+            answered[region] = _ask_region(
+                make(region), region, instance_types, since_utc or now_utc, deadline
+            )
         except (CloudError, PriceError) as error:
             failed[region] = str(error)
-        except Exception as error:  # `client` cannot make a client: a broken profile, an unknown region
+        except (
+            Exception
+        ) as error:  # `client` cannot make a client: a broken profile, an unknown region
             failed[region] = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
     threads = [threading.Thread(target=ask_one, args=(region,), daemon=True) for region in regions]
@@ -151,20 +185,32 @@ def query_spot_prices(
     late = f"did not answer within {deadline_seconds:g} s"
     return PriceAnswers(
         answered=in_time,
-        failed={region: failed.get(region, f"{region} {late}") for region in regions if region not in in_time},
+        failed={
+            region: failed.get(region, f"{region} {late}")
+            for region in regions
+            if region not in in_time
+        },
         observed=now_utc,
     )
 
 
 def _ask_region(
-    client: Any, region: str, instance_types: Sequence[str], since_utc: float, deadline: RequestDeadline
+    client: Any,
+    region: str,
+    instance_types: Sequence[str],
+    since_utc: float,
+    deadline: RequestDeadline,
 ) -> RegionPrices:
     """Query one region for its zones and prices.
 
     If the account has no permission to list zones, the prices have zone names instead of zone ids.
     """
-    zones = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
-    ids, names_only = {}, ""
+    zones = [
+        {"Name": "zone-type", "Values": ["availability-zone"]},
+        {"Name": "region-name", "Values": [region]},
+    ]
+    ids = {}
+    names_only = ""
     try:
         answer = call_aws(client, "describe_availability_zones", deadline, Filters=zones)
         ids = {zone["ZoneName"]: zone["ZoneId"] for zone in answer.get("AvailabilityZones", [])}
@@ -173,8 +219,12 @@ def _ask_region(
     found = []
     for start in range(0, len(instance_types), _FILTER_VALUES):
         # A filter ignores unknown types; the parameter for types would refuse the whole request.
-        wanted = {"Name": "instance-type", "Values": list(instance_types[start : start + _FILTER_VALUES])}
-        # With a start time EC2 also returns, for each type and zone, the change that was in force then.
+        wanted = {
+            "Name": "instance-type",
+            "Values": list(instance_types[start : start + _FILTER_VALUES]),
+        }
+        # With a start time EC2 also returns, for each type and zone, the change that was in force
+        # then.
         entries = paginate(
             client,
             "describe_spot_price_history",
@@ -186,7 +236,11 @@ def _ask_region(
             StartTime=datetime.fromtimestamp(since_utc, UTC),
             MaxResults=_PAGE,
         )
-        found += [record for entry in entries if (record := read_record(entry, f"EC2 in {region}")) is not None]
+        found += [
+            record
+            for entry in entries
+            if (record := read_record(entry, f"EC2 in {region}")) is not None
+        ]
     records = with_zone_ids(found, ids)
     if all(record.zone_id for record in records):
         names_only = ""

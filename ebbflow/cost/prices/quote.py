@@ -1,4 +1,6 @@
-"""One price (`Quote`), the interface of all price sources (`PriceSource`), and the shipped static price table."""
+"""One price (`Quote`), the interface of all price sources (`PriceSource`), and the shipped static
+price table.
+"""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +9,12 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, Protocol
 
-from ebbflow.cost.catalogue import RATES_RECORDED, InstanceType, advisor_recorded, on_demand_recorded
+from ebbflow.cost.catalogue import (
+    RATES_RECORDED,
+    InstanceType,
+    advisor_recorded,
+    on_demand_recorded,
+)
 from ebbflow.infra.config.name_rules import zone_prefix
 
 QuoteKind = Literal["live", "recorded", "estimated"]
@@ -25,14 +32,14 @@ class Quote:
 
     instance_type: str
     region: str
-    # zone id (use1-az1), which means the same zone in every account. If the id is unknown, this is the zone name
-    # (us-east-1a), which differs between accounts. None means any zone of the region.
+    # zone id (use1-az1), which means the same zone in every account. If the id is unknown, this is
+    # the zone name (us-east-1a), which differs between accounts. None means any zone of the region.
     zone: str | None
     zone_name: str | None
     usd_per_hour: Decimal  # price exactly as quoted
     at: float | None  # Unix time of the last price change; None if unknown
-    # Unix time at which the price was last known to be valid. The age of the price counts from this time, because a
-    # price may stay unchanged for weeks.
+    # Unix time at which the price was last known to be valid. The age of the price counts from this
+    # time, because a price may stay unchanged for weeks.
     observed: float
     kind: QuoteKind  # kind of price: live, recorded (on a date) or estimated
     source: str  # source of the price, in words
@@ -48,7 +55,8 @@ class Quote:
         return self.kind != "estimated" and self.age_hours(now_utc) > max_age_hours
 
     def describe(self, now_utc: float, max_age_hours: float) -> str:
-        """Describe the kind and the age of the price, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale".
+        """Describe the kind and the age of the price, such as "recorded 2021-05-31 00:20 UTC, 5.5
+        years old: stale".
 
         The text begins with `kind`.
         """
@@ -59,15 +67,23 @@ class Quote:
             return f"{self.kind} {self.source}, {age}"
         if self.kind == "live" and not self.is_stale(now_utc, max_age_hours):
             return f"live {format_time(self.observed)}, unchanged since {format_time(self.at)}"
-        stale = ": stale" if self.is_stale(now_utc, max_age_hours) else ""
+        if self.is_stale(now_utc, max_age_hours):
+            stale = ": stale"
+        else:
+            stale = ""
         return f"{self.kind} {format_time(self.observed)}, {age}{stale}"
 
 
 class PriceSource(Protocol):
-    """Prices at one moment, from any source. A source reads files and sends requests only when it is created."""
+    """Prices at one moment, from any source.
+
+    A source reads files and sends requests only when it is created.
+    """
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        """Return one quote per zone with a price, or one for the whole region; empty if no price is known."""
+        """Return one quote per zone with a price, or one for the whole region; empty if no price is
+        known.
+        """
         ...
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
@@ -86,15 +102,21 @@ class PriceSource(Protocol):
         """
         ...
 
-    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(
+        self, *, now_utc: float, regions: Sequence[str], max_age_hours: float
+    ) -> tuple[str, ...]:
         """Return sentences about the origin and the age of the prices, for the plan and the report."""
         ...
 
 
 def region_of(zone: str) -> str | None:
-    """Return the region of a zone name (us-east-1a, us-west-2-lax-1a); None for anything else, such as a zone id."""
+    """Return the region of a zone name (us-east-1a, us-west-2-lax-1a); None for anything else, such
+    as a zone id.
+    """
     found = _REGION_NAME.match(zone)
-    return found.group() if found and found.end() < len(zone) else None
+    if found and found.end() < len(zone):
+        return found.group()
+    return None
 
 
 def is_zone_of(zone_id: str, region: str) -> bool:
@@ -124,7 +146,13 @@ def format_age(seconds: float) -> str:
 
 def format_short_age(seconds: float) -> str:
     """Format an age for a narrow column: 12min, 3h, 5d, 4mo, 5.5y."""
-    return format_age(seconds).replace(" years", "y").replace(" months", "mo").replace(" days", "d").replace(" ", "")
+    return (
+        format_age(seconds)
+        .replace(" years", "y")
+        .replace(" months", "mo")
+        .replace(" days", "d")
+        .replace(" ", "")
+    )
 
 
 # Spot prices are quoted to a ten-thousandth of a cent; estimates are rounded to the same digit.
@@ -133,16 +161,19 @@ _QUANTUM = Decimal("0.000001")
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPrices:
-    """The shipped price table: recorded on-demand prices, and spot prices estimated from AWS Spot Advisor's savings.
+    """The shipped price table: recorded on-demand prices, and spot prices estimated from AWS Spot
+    Advisor's savings.
 
-    The table has one spot price per region, not per zone. It is typical of the region; the current price of a pool may
-    differ.
+    The table has one spot price per region, not per zone. It is typical of the region; the current
+    price of a pool may differ.
     """
 
-    because: str = ""  # reason why live prices were unavailable; empty if the configuration selects the static table
+    # reason why live prices were unavailable; empty if the configuration selects the static table
+    because: str = ""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        advice, on_demand = kind.advice.get(region), self.on_demand(kind, region)
+        advice = kind.advice.get(region)
+        on_demand = self.on_demand(kind, region)
         if advice is None or on_demand is None:
             return ()
         left = (100 - Decimal(str(advice.savings_percent))) / 100
@@ -156,7 +187,9 @@ class StaticPrices:
                 at=None,
                 observed=min(_unix(advisor_recorded()), on_demand.observed),
                 kind="estimated",
-                source=f"on-demand recorded {on_demand.source}, savings recorded {advisor_recorded()}",
+                source=(
+                    f"on-demand recorded {on_demand.source}, savings recorded {advisor_recorded()}"
+                ),
             ),
         )
 
@@ -181,18 +214,38 @@ class StaticPrices:
 
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if region not in on_demand_recorded():
-            return f"in the static table, whose prices are of {', '.join(on_demand_recorded())} only"
-        return "in the static table: the spot advisor did not list it, or its on-demand price is not on record"
+            return (
+                f"in the static table, whose prices are of {', '.join(on_demand_recorded())} only"
+            )
+        return (
+            "in the static table: the spot advisor did not list it, or its on-demand price is "
+            "not on record"
+        )
 
-    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
-        why = f", because {self.because}" if self.because else ""
+    def describe(
+        self, *, now_utc: float, regions: Sequence[str], max_age_hours: float
+    ) -> tuple[str, ...]:
+        if self.because:
+            why = f", because {self.because}"
+        else:
+            why = ""
         spot = f"spot prices: {describe_static_table(now_utc)}{why}"
-        return (spot, *([describe_on_demand(now_utc, regions)] if {*regions} - {*on_demand_recorded()} else []))
+        return (
+            spot,
+            *(
+                [describe_on_demand(now_utc, regions)]
+                if {*regions} - {*on_demand_recorded()}
+                else []
+            ),
+        )
 
 
 def describe_static_table(now_utc: float) -> str:
-    """Describe the static table: its regions, and the ages of its on-demand prices and Spot Advisor savings."""
-    regions, advisor = on_demand_recorded(), advisor_recorded()
+    """Describe the static table: its regions, and the ages of its on-demand prices and Spot Advisor
+    savings.
+    """
+    regions = on_demand_recorded()
+    advisor = advisor_recorded()
     oldest = min(regions.values())
     savings = f"savings of {advisor}, {format_age(now_utc - _unix(advisor))} old"
     prices = f"on-demand prices of {oldest}, {format_age(now_utc - _unix(oldest))} old"
@@ -200,10 +253,17 @@ def describe_static_table(now_utc: float) -> str:
 
 
 def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
-    """Describe the age of the on-demand prices, and name the regions whose prices are not on record."""
+    """Describe the age of the on-demand prices, and name the regions whose prices are not on
+    record.
+    """
     recorded = on_demand_recorded()
     others = [region for region in regions if region not in recorded]
-    lacking = f"; none on record for {', '.join(others)} ({refresh_command(others)} brings them)" if others else ""
+    if others:
+        lacking = (
+            f"; none on record for {', '.join(others)} ({refresh_command(others)} brings them)"
+        )
+    else:
+        lacking = ""
     known = {region: recorded[region] for region in regions if region in recorded} or recorded
     oldest = min(known.values())
     age = format_age(now_utc - _unix(oldest))
@@ -211,7 +271,8 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
-    """Return a tuple per shipped table: its name, the day or month of its recording, and this date as Unix time.
+    """Return a tuple per shipped table: its name, the day or month of its recording, and this date
+    as Unix time.
 
     Args:
         regions: Regions whose on-demand prices are included; empty for all recorded regions.
@@ -221,17 +282,26 @@ def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
         for region, day in on_demand_recorded().items()
         if not regions or region in regions
     ]
-    found += [("savings and bands of the spot advisor", advisor_recorded()), ("storage and transfer", RATES_RECORDED)]
+    found += [
+        ("savings and bands of the spot advisor", advisor_recorded()),
+        ("storage and transfer", RATES_RECORDED),
+    ]
     return [(name, day, _unix(day)) for name, day in found]
 
 
 def warn_of_age(now_utc: float, regions: Sequence[str]) -> str | None:
-    """Return a warning that names the shipped tables older than `STALE_DAYS`; None if there are none."""
+    """Return a warning that names the shipped tables older than `STALE_DAYS`; None if there are
+    none.
+    """
     limit = now_utc - STALE_DAYS * _SECONDS_PER_DAY
-    old = [f"{name} ({format_age(now_utc - at)})" for name, _, at in table_ages(regions) if at < limit]
+    old = [
+        f"{name} ({format_age(now_utc - at)})" for name, _, at in table_ages(regions) if at < limit
+    ]
     if not old:
         return None
-    return f"! tables older than {STALE_DAYS} days: {', '.join(old)}; fix: {refresh_command(regions)}"
+    return (
+        f"! tables older than {STALE_DAYS} days: {', '.join(old)}; fix: {refresh_command(regions)}"
+    )
 
 
 def refresh_command(regions: Sequence[str]) -> str:
@@ -240,5 +310,8 @@ def refresh_command(regions: Sequence[str]) -> str:
 
 def _unix(date: str) -> float:
     """Return the Unix time at which a day (2026-07-20) or a month (2025-07) begins in UTC."""
-    form = "%Y-%m-%d" if date.count("-") == 2 else "%Y-%m"
+    if date.count("-") == 2:
+        form = "%Y-%m-%d"
+    else:
+        form = "%Y-%m"
     return datetime.strptime(date, form).replace(tzinfo=UTC).timestamp()

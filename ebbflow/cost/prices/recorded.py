@@ -1,12 +1,14 @@
 """Spot price changes from EC2 or a file, and the spot prices that are in force at a given moment.
 
-A change is in force until the next one of the same type and zone, however old it is. Prices are kept as exact decimals.
-A file may be gzipped, and has one of two formats:
+A change is in force until the next one of the same type and zone, however old it is. Prices are
+kept as exact decimals. A file may be gzipped, and has one of two formats:
 
-- JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. To join the files of
-  several regions, put all records into one list. `ebbflow prices record` adds two keys: "RecordedAt", the time of the
-  request, and "AvailabilityZones", {region: {zone name: zone id}}, which includes zones without a price.
-- CSV with the columns Timestamp, InstanceType, AvailabilityZone and SpotPrice in any order; other columns are ignored.
+- JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. To
+  join the files of several regions, put all records into one list. `ebbflow prices record` adds two
+  keys: "RecordedAt", the time of the request, and "AvailabilityZones", {region: {zone name: zone
+  id}}, which includes zones without a price.
+- CSV with the columns Timestamp, InstanceType, AvailabilityZone and SpotPrice in any order; other
+  columns are ignored.
 """
 
 from __future__ import annotations
@@ -61,11 +63,12 @@ class SpotRecord:
 
 
 def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
-    """Parse one record of DescribeSpotPriceHistory. Return None for a price of an operating system other than Linux.
+    """Parse one record of DescribeSpotPriceHistory.
 
-    Args:
-        record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time zone.
-        where: File and position of the record, for messages.
+    Return None for a price of an operating system other than Linux.
+
+    Args: record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a
+        time zone. where: File and position of the record, for messages.
 
     Raises:
         PriceError: A field is missing or invalid.
@@ -75,7 +78,9 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
     zone_name = _text(record, "AvailabilityZone", where)
     region = region_of(zone_name)
     if region is None:
-        raise PriceError(f"{where}: AvailabilityZone: {zone_name!r} is no zone's name, such as us-east-1a")
+        raise PriceError(
+            f"{where}: AvailabilityZone: {zone_name!r} is no zone's name, such as us-east-1a"
+        )
     zone_id = record.get("AvailabilityZoneId") or ""
     if zone_id and not (isinstance(zone_id, str) and is_zone_of(zone_id, region)):
         raise PriceError(f"{where}: AvailabilityZoneId: {zone_id!r} is no zone id of {region}")
@@ -90,25 +95,40 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
 
 
 def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
-    """Return the records with missing zone ids filled in from `ids` (zone name to id) or other records."""
+    """Return the records with missing zone ids filled in from `ids` (zone name to id) or other
+    records.
+    """
     listed = list(records)
     known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
-    return [record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, "")) for record in listed]
+    return [
+        record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, ""))
+        for record in listed
+    ]
 
 
 def prices_at(
-    records: Iterable[SpotRecord], *, now_utc: float, observed: Mapping[str, float], kind: QuoteKind, source: str
+    records: Iterable[SpotRecord],
+    *,
+    now_utc: float,
+    observed: Mapping[str, float],
+    kind: QuoteKind,
+    source: str,
 ) -> dict[tuple[str, str], tuple[Quote, ...]]:
-    """Return the spot quotes in force at `now_utc` (Unix time) by instance type and region, sorted by zone.
+    """Return the spot quotes in force at `now_utc` (Unix time) by instance type and region, sorted
+    by zone.
 
     Args:
         observed: Unix time at which the prices of each region were last known to be valid.
     """
     in_force = [record for record in records if record.at <= now_utc]
-    by_place = group_by_key(((record.instance_type, record.region, record.zone), record) for record in in_force)
-    # Take the higher of two prices of the same moment: the job may cost less than planned, not more.
+    by_place = group_by_key(
+        ((record.instance_type, record.region, record.zone), record) for record in in_force
+    )
+    # Take the higher of two prices of the same moment: the job may cost less than planned, not
+    # more.
     latest = {
-        place: max(found, key=lambda record: (record.at, record.usd_per_hour)) for place, found in by_place.items()
+        place: max(found, key=lambda record: (record.at, record.usd_per_hour))
+        for place, found in by_place.items()
     }
     quotes: dict[tuple[str, str], list[Quote]] = {}
     for instance_type, region, zone in sorted(latest):
@@ -133,7 +153,9 @@ def prices_at(
 class ZonePrices:
     """Base class of recorded and live spot prices. On-demand prices come from the static table."""
 
-    quotes: Mapping[tuple[str, str], tuple[Quote, ...]]  # spot quotes by instance type and region, one per zone
+    quotes: Mapping[
+        tuple[str, str], tuple[Quote, ...]
+    ]  # spot quotes by instance type and region, one per zone
     known_zones: Mapping[str, tuple[str, ...]]  # zones by region, with or without a price
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
@@ -146,18 +168,31 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Return the names of zones that have a price but no known id. One of them may have the id `zone`.
+        """Return the names of zones that have a price but no known id.
+
+        One of them may have the id `zone`.
 
         The result is empty if `zone` is None or a known zone of the region.
         """
         if zone is None or zone in self.zones(region):
             return ()
-        return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]
+        return [
+            quote.zone
+            for quote in self.spot(kind, region)
+            if quote.zone and quote.zone == quote.zone_name
+        ]
 
     def observed(self, region: str) -> float | None:
-        """Return the Unix time at which the region's prices were last known to be valid; None without prices."""
+        """Return the Unix time at which the region's prices were last known to be valid; None
+        without prices.
+        """
         return max(
-            (quote.observed for place, found in self.quotes.items() if place[1] == region for quote in found),
+            (
+                quote.observed
+                for place, found in self.quotes.items()
+                if place[1] == region
+                for quote in found
+            ),
             default=None,
         )
 
@@ -174,7 +209,9 @@ def explain_zone_names(reason: str) -> str:
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise PriceError(f"{where}: {key}: {'is missing' if value in (None, '') else f'{value!r} is not text'}")
+        raise PriceError(
+            f"{where}: {key}: {'is missing' if value in (None, '') else f'{value!r} is not text'}"
+        )
     return value.strip()
 
 
@@ -188,7 +225,10 @@ def _usd(text: str, where: str) -> Decimal:
 
 def _parse_time(value: Any, where: str) -> float:
     try:
-        moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            moment = value
+        else:
+            moment = datetime.fromisoformat(value)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp()
     except (TypeError, ValueError, OverflowError) as error:
         expected = "a time such as 2026-11-20T10:00:00Z"
@@ -219,28 +259,39 @@ class RecordedPrices(ZonePrices):
 
     @classmethod
     def read(cls, path: Path, now_utc: float) -> RecordedPrices:
-        """Read the prices in force at `now_utc` (Unix time) from a file. Raises PriceError if the file is invalid.
+        """Read the prices in force at `now_utc` (Unix time) from a file.
 
-        Later records are ignored. The age of a price counts from the time of the recording or, if that is unknown,
-        from the region's newest record.
+        Raises PriceError if the file is invalid.
+
+        Later records are ignored. The age of a price counts from the time of the recording or, if
+        that is unknown, from the region's newest record.
         """
         recording = read_recording(path)
         records = [record for record in recording.records if record.at <= now_utc]
         if recording.records and not records:
             first = format_time(min(record.at for record in recording.records))
             raise PriceError(
-                f"{path}: its first record is of {first}, after the time to plan for, {format_time(now_utc)}"
+                f"{path}: its first record is of {first}, after the time to plan for, "
+                f"{format_time(now_utc)}"
             )
         times = group_by_key((record.region, record.at) for record in records)
         observed = {
             region: max(found) if recording.recorded_at is None else recording.recorded_at
             for region, found in times.items()
         }
-        zones: dict[str, set[str]] = {region: set(ids.values()) for region, ids in recording.zone_ids.items()}
+        zones: dict[str, set[str]] = {
+            region: set(ids.values()) for region, ids in recording.zone_ids.items()
+        }
         for record in records:
             zones.setdefault(record.region, set()).add(record.zone)
         return cls(
-            quotes=prices_at(records, now_utc=now_utc, observed=observed, kind="recorded", source=f"in {path.name}"),
+            quotes=prices_at(
+                records,
+                now_utc=now_utc,
+                observed=observed,
+                kind="recorded",
+                source=f"in {path.name}",
+            ),
             known_zones={region: tuple(sorted(found)) for region, found in zones.items()},
             path=path,
         )
@@ -253,27 +304,46 @@ class RecordedPrices(ZonePrices):
             return f"in {self.path.name}: {explain_zone_names(reason)}"
         return f"in {self.path.name}"
 
-    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(
+        self, *, now_utc: float, regions: Sequence[str], max_age_hours: float
+    ) -> tuple[str, ...]:
         times = group_by_key((self.observed(region), region) for region in regions)
         parts = [
-            f"{', '.join(found)} {f'{format_time(at)}, {format_age(now_utc - at)} old' if at is not None else 'none'}"
+            f"{', '.join(found)} "
+            f"{f'{format_time(at)}, {format_age(now_utc - at)} old' if at is not None else 'none'}"
             for at, found in times.items()
         ]
         stale = any(at is not None and now_utc - at > max_age_hours * 3600 for at in times)
-        older = (
-            f": stale, older than cost.max_price_age_hours {max_age_hours:g}, and used all the same" if stale else ""
-        )
+        if stale:
+            older = (
+                f": stale, older than cost.max_price_age_hours {max_age_hours:g}, and used all "
+                "the same"
+            )
+        else:
+            older = ""
         spot = f"spot prices: recorded in {self.path.name} ({'; '.join(parts)}){older}"
-        nameless = [region for region in regions if any(not is_zone_of(zone, region) for zone in self.zones(region))]
-        names = f"zones of {', '.join(nameless)}: by the names of the account that recorded them, since ids are missing"
+        nameless = [
+            region
+            for region in regions
+            if any(not is_zone_of(zone, region) for zone in self.zones(region))
+        ]
+        names = (
+            f"zones of {', '.join(nameless)}: by the names of the account that recorded them, "
+            "since ids are missing"
+        )
         return (spot, *([names] if nameless else []), describe_on_demand(now_utc, regions))
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a JSON or CSV price file, gzipped or not. A PriceError names the file and the invalid line or record."""
+    """Read a JSON or CSV price file, gzipped or not.
+
+    A PriceError names the file and the invalid line or record.
+    """
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8-sig")
+        text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode(
+            "utf-8-sig"
+        )
     except FileNotFoundError as error:
         raise PriceError(
             f"{path}: no such file; cost.prices is static, live or a file of recorded prices, "
@@ -281,16 +351,25 @@ def read_recording(path: Path) -> Recording:
         ) from error
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise PriceError(f"{path}: cannot be read: {error}") from error
-    return _read_json(text, path) if text.lstrip()[:1] in ("{", "[") else _read_csv(text, path)
+    if text.lstrip()[:1] in ("{", "["):
+        return _read_json(text, path)
+    return _read_csv(text, path)
 
 
 def write_recording(path: Path, recording: Recording) -> None:
-    """Write a price file that `read_recording` can read, oldest record first; gzipped if the name ends with .gz."""
+    """Write a price file that `read_recording` can read, oldest record first; gzipped if the name
+    ends with .gz.
+    """
     assert recording.recorded_at is not None
-    ordered = sorted(recording.records, key=lambda one: (one.at, one.region, one.instance_type, one.zone))
+    ordered = sorted(
+        recording.records,
+        key=lambda record: (record.at, record.region, record.instance_type, record.zone),
+    )
     data = {
         "RecordedAt": datetime.fromtimestamp(recording.recorded_at, UTC).strftime(_ISO_SECONDS),
-        "AvailabilityZones": {region: dict(sorted(ids.items())) for region, ids in sorted(recording.zone_ids.items())},
+        "AvailabilityZones": {
+            region: dict(sorted(ids.items())) for region, ids in sorted(recording.zone_ids.items())
+        },
         "SpotPriceHistory": [_to_json(one) for one in ordered],
     }
     content = (json.dumps(data, indent=1) + "\n").encode()
@@ -313,24 +392,44 @@ def _read_json(text: str, path: Path) -> Recording:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise PriceError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, or a hundred thousand brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an integer of 5,000 digits, or a hundred thousand brackets
         raise PriceError(f"{path}: not a price file: {error}") from None
-    data = {"SpotPriceHistory": data} if isinstance(data, list) else data
+    if isinstance(data, list):
+        data = {"SpotPriceHistory": data}
+    else:
+        data = data
     listed = data.get("SpotPriceHistory")
     if not isinstance(listed, list):
-        raise PriceError(f'{path}: no list "SpotPriceHistory", as describe-spot-price-history prints it')
+        raise PriceError(
+            f'{path}: no list "SpotPriceHistory", as describe-spot-price-history prints it'
+        )
     zone_ids = _zone_ids(data.get("AvailabilityZones", {}), path)
     recorded_at = data.get("RecordedAt")
-    recorded_at = None if recorded_at is None else _parse_time(recorded_at, f"{path}: RecordedAt")
+    if recorded_at is None:
+        recorded_at = None
+    else:
+        recorded_at = _parse_time(recorded_at, f"{path}: RecordedAt")
     records = []
     for number, entry in enumerate(listed, start=1):
         where = f"{path}: record {number}"
         if not isinstance(entry, dict):
             raise PriceError(f"{where}: {entry!r} is not a record")
         records.append(read_record(entry, where))
-        if records[-1] is not None and recorded_at is not None and records[-1].at > recorded_at + _CLOCK_SECONDS:
-            raise PriceError(f"{where}: Timestamp: {entry['Timestamp']!r} is after the file's RecordedAt")
-    by_name = {name: zone for ids in zone_ids.values() for name, zone in ids.items()}
+        if (
+            records[-1] is not None
+            and recorded_at is not None
+            and records[-1].at > recorded_at + _CLOCK_SECONDS
+        ):
+            raise PriceError(
+                f"{where}: Timestamp: {entry['Timestamp']!r} is after the file's RecordedAt"
+            )
+    by_name = {}
+    for ids in zone_ids.values():
+        for name, zone in ids.items():
+            by_name[name] = zone
     return Recording(
         records=with_zone_ids([record for record in records if record is not None], by_name),
         recorded_at=recorded_at,
@@ -343,7 +442,10 @@ def _read_csv(text: str, path: Path) -> Recording:
     try:
         missing = [name for name in _COLUMNS if name not in (lines.fieldnames or [])]
         if missing:
-            raise PriceError(f"{path}:1: neither JSON nor CSV with the columns {', '.join(_COLUMNS)}: no {missing[0]}")
+            raise PriceError(
+                f"{path}:1: neither JSON nor CSV with the columns {', '.join(_COLUMNS)}: no "
+                f"{missing[0]}"
+            )
         records = [read_record(line, f"{path}:{lines.line_num}") for line in lines]
     except csv.Error as error:
         raise PriceError(f"{path}:{lines.line_num + 1}: not CSV: {error}") from None
@@ -352,10 +454,16 @@ def _read_csv(text: str, path: Path) -> Recording:
 
 
 def _zone_ids(value: Any, path: Path) -> dict[str, dict[str, str]]:
-    regions = value.items() if isinstance(value, dict) else [("", None)]
+    if isinstance(value, dict):
+        regions = value.items()
+    else:
+        regions = [("", None)]
     for region, ids in regions:
-        if not isinstance(ids, dict) or not all(isinstance(one, str) for one in ids.values()):
+        if not isinstance(ids, dict) or not all(
+            isinstance(identity, str) for identity in ids.values()
+        ):
             raise PriceError(
-                f"{path}: AvailabilityZones{f'.{region}' if region else ''}: not zone names with their ids"
+                f"{path}: AvailabilityZones{f'.{region}' if region else ''}: not zone names with "
+                "their ids"
             )
     return value

@@ -1,7 +1,9 @@
-"""Evidence of available capacity: capacity reservations, Capacity Blocks for sale, and Spot placement scores.
+"""Evidence of available capacity: capacity reservations, Capacity Blocks for sale, and Spot
+placement scores.
 
-`open_evidence` takes reservations from the configuration and, with `cost.prices: live`, queries EC2 for their current
-state. EC2's responses are parsed according to botocore's models; this code was never run on a real AWS account.
+`open_evidence` takes reservations from the configuration and, with `cost.prices: live`, queries EC2
+for their current state. EC2's responses are parsed according to botocore's models; this code was
+never run on a real AWS account.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +38,12 @@ class Reservation:
     instances: int
     region: str
     zone: str | None = None
-    # start_utc, end_utc: Unix times between which the reservation can run instances. A `start_utc` of None means now,
-    # and an `end_utc` of None means no end.
+    # start_utc, end_utc: Unix times between which the reservation can run instances. A `start_utc`
+    # of None means now, and an `end_utc` of None means no end.
     start_utc: float | None = None
     end_utc: float | None = None
-    usd_per_hour: Decimal | None = None  # price of an instance in use; None means the on-demand price
+    # Price of an instance in use; None means the on-demand price
+    usd_per_hour: Decimal | None = None
     # price of the whole Capacity Block, due at purchase; None for a reservation of the account
     fee_usd: Decimal | None = None
     problem: str = ""  # reason why the reservation cannot run instances; "" if there is none
@@ -48,7 +51,10 @@ class Reservation:
 
     @classmethod
     def of(cls, declared: ReservationConfig) -> Self:
-        values = {name: getattr(declared, name) for name in ("id", "instance_type", "instances", "region", "zone")}
+        values = {
+            name: getattr(declared, name)
+            for name in ("id", "instance_type", "instances", "region", "zone")
+        }
         usd = declared.usd_per_hour
         return cls(
             **values,
@@ -69,7 +75,9 @@ class Reservation:
         return self.problem
 
     def quote(self, on_demand: Quote | None, now_utc: float) -> Quote | None:
-        """Return the reservation's price per instance-hour, else the on-demand price; None if both are unknown."""
+        """Return the reservation's price per instance-hour, else the on-demand price; None if both
+        are unknown.
+        """
         if self.usd_per_hour is None:
             return on_demand and replace(on_demand, zone=self.zone)
         return Quote(
@@ -81,7 +89,9 @@ class Reservation:
             at=None,
             observed=now_utc,
             kind="live" if self.kind == "live" and self.fee_usd is not None else "recorded",
-            source="the block's fee ÷ its hours" if self.fee_usd is not None else "in cost.reservations",
+            source="the block's fee ÷ its hours"
+            if self.fee_usd is not None
+            else "in cost.reservations",
         )
 
 
@@ -91,31 +101,46 @@ class CapacityEvidence:
 
     held: tuple[Reservation, ...] = ()  # reservations of the account
     blocks: tuple[Reservation, ...] = ()  # Capacity Blocks for sale
-    # spot placement scores (1 to 10) of `cluster.nodes` instances of any planned type, by (region, zone id)
+    # spot placement scores (1 to 10) of `cluster.nodes` instances of any planned type, by (region,
+    # zone id)
     scores: Mapping[tuple[str, str], int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # one sentence for each query that EC2 did not answer
 
     def score(self, region: str, zone: str | None) -> int | None:
-        """Return the placement score of a zone or, if `zone` is None, the region's highest score; None if unknown."""
-        found = [score for (of, where), score in self.scores.items() if of == region and zone in (None, where)]
+        """Return the placement score of a zone or, if `zone` is None, the region's highest score;
+        None if unknown.
+        """
+        found = [
+            score
+            for (of, where), score in self.scores.items()
+            if of == region and zone in (None, where)
+        ]
         return max(found, default=None)
 
 
 def open_evidence(
-    config: RunConfig, now_utc: float, *, network: bool = True, client: Callable[[str], Any] | None = None
+    config: RunConfig,
+    now_utc: float,
+    *,
+    network: bool = True,
+    client: Callable[[str], Any] | None = None,
 ) -> CapacityEvidence:
-    """Return the configured reservations. With `cost.prices: live`, also query EC2 for their state, blocks and scores.
+    """Return the configured reservations.
 
-    If EC2 does not answer, or the account lacks the permission, add a note and use the configured reservations.
+    With `cost.prices: live`, also query EC2 for their state, blocks and scores.
 
-    Args:
-        network: Whether network requests are allowed.
-        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
+    If EC2 does not answer, or the account lacks the permission, add a note and use the configured
+    reservations.
+
+    Args: network: Whether network requests are allowed. client: Function that makes the EC2 client
+        of a region. None uses botocore with its usual credentials.
     """
-    cost, held = config.cost, tuple(map(Reservation.of, config.cost.reservations))
+    cost = config.cost
+    held = tuple(map(Reservation.of, config.cost.reservations))
     if cost.prices != "live" or not network or config.cluster.plan_for == "local":
         return CapacityEvidence(held=held)
-    make, deadline = client or (lambda region: aws_client("ec2", region)), RequestDeadline.after(_SECONDS)
+    make = client or (lambda region: aws_client("ec2", region))
+    deadline = RequestDeadline.after(_SECONDS)
     notes: list[str] = []
 
     def ask(what: str, find: Callable[[], Any], otherwise: Any) -> Any:
@@ -126,7 +151,11 @@ def open_evidence(
             return otherwise
 
     held = tuple(
-        ask(f"state of reservation {one.id}", lambda one=one: _described(one, make(one.region), deadline), one)
+        ask(
+            f"state of reservation {one.id}",
+            lambda one=one: _described(one, make(one.region), deadline),
+            one,
+        )
         for one in held
     )
     blocks: list[Reservation] = []
@@ -136,24 +165,40 @@ def open_evidence(
         for name in (name for name in kinds if name.startswith(_BLOCK_FAMILIES)):
             what = f"Capacity Blocks of {name} in {region}"
             blocks += ask(
-                what, lambda name=name, region=region: _blocks(config, name, days, make(region), deadline), []
+                what,
+                lambda name=name, region=region: _blocks(
+                    config, name, days, make(region), deadline
+                ),
+                [],
             )
     scores: dict[tuple[str, str], int] = {}
     if config.cluster.market != "on_demand" and len(kinds) >= _LEAST_TYPES:
-        scores = ask("Spot placement scores", lambda: _scores(config, kinds, make(cost.regions[0]), deadline), {})
+        scores = ask(
+            "Spot placement scores",
+            lambda: _scores(config, kinds, make(cost.regions[0]), deadline),
+            {},
+        )
     return CapacityEvidence(held=held, blocks=tuple(blocks), scores=scores, notes=tuple(notes))
 
 
 def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Reservation:
-    answer = call_aws(client, "describe_capacity_reservations", deadline, CapacityReservationIds=[one.id])
+    answer = call_aws(
+        client, "describe_capacity_reservations", deadline, CapacityReservationIds=[one.id]
+    )
     [found] = answer.get("CapacityReservations") or [{}]
     if not found:
-        return replace(one, problem=f"EC2 knows no reservation {one.id} in {one.region}", kind="live")
-    state, end = found.get("State", ""), _moment(found.get("EndDate"))
+        return replace(
+            one, problem=f"EC2 knows no reservation {one.id} in {one.region}", kind="live"
+        )
+    state = found.get("State", "")
+    end = _moment(found.get("EndDate"))
     block = found.get("ReservationType") == "capacity-block"
     # A block is scheduled until it begins, and all its instances are then free.
     waits = state in ("scheduled", "payment-pending")
-    free = found["TotalInstanceCount"] if waits else found["AvailableInstanceCount"]
+    if waits:
+        free = found["TotalInstanceCount"]
+    else:
+        free = found["AvailableInstanceCount"]
     return replace(
         one,
         instance_type=found["InstanceType"],
@@ -169,8 +214,11 @@ def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Rese
 def _blocks(
     config: RunConfig, instance_type: str, days: int, client: Any, deadline: RequestDeadline
 ) -> list[Reservation]:
-    """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one instance if that is "auto"."""
-    region, nodes = client.meta.region_name, config.cluster.nodes
+    """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one instance if
+    that is "auto".
+    """
+    region = client.meta.region_name
+    nodes = config.cluster.nodes
     wanted = {"InstanceType": instance_type, "InstanceCount": 1 if nodes == "auto" else nodes}
     return [
         Reservation(
@@ -181,7 +229,9 @@ def _blocks(
             zone=found.get("AvailabilityZone"),
             start_utc=_moment(found["StartDate"]),
             end_utc=found["EndDate"].timestamp() - _BLOCK_ENDS_EARLY_SECONDS,
-            usd_per_hour=Decimal(found["UpfrontFee"]) / found["InstanceCount"] / found["CapacityBlockDurationHours"],
+            usd_per_hour=Decimal(found["UpfrontFee"])
+            / found["InstanceCount"]
+            / found["CapacityBlockDurationHours"],
             fee_usd=Decimal(found["UpfrontFee"]),
             kind="live",
         )
@@ -218,8 +268,12 @@ def _scores(
 
 
 def _moment(value: datetime | None) -> float | None:
-    return None if value is None else value.timestamp()
+    if value is None:
+        return None
+    return value.timestamp()
 
 
 def _unix(text: str | None) -> float | None:
-    return None if text is None else datetime.fromisoformat(text).timestamp()
+    if text is None:
+        return None
+    return datetime.fromisoformat(text).timestamp()

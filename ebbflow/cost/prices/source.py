@@ -1,4 +1,6 @@
-"""Prices that `cost.prices` selects (static table, file or EC2), and the commands of `ebbflow prices`."""
+"""Prices that `cost.prices` selects (static table, file or EC2), and the commands of
+`ebbflow prices`.
+"""
 
 import argparse
 import time
@@ -10,7 +12,13 @@ from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, format_short_age, is_zone_of
-from ebbflow.cost.prices.recorded import RecordedPrices, Recording, SpotRecord, read_recording, write_recording
+from ebbflow.cost.prices.recorded import (
+    RecordedPrices,
+    Recording,
+    SpotRecord,
+    read_recording,
+    write_recording,
+)
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import CostConfig, RunConfig
 from ebbflow.infra.grouping import group_by_key
@@ -32,10 +40,10 @@ def open_prices(
 
     If live prices are unavailable, return the static table. Its method `describe` gives the reason.
 
-    Args:
-        project_root: Folder to which the path of a price file is relative.
-        network: Whether network requests are allowed. If not, the static table replaces live prices.
-        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
+    Args: project_root: Folder to which the path of a price file is relative. network: Whether
+        network requests are allowed. If not, the static table replaces live prices. client:
+        Function that makes the EC2 client of a region. None uses botocore with its usual
+        credentials.
 
     Raises:
         PriceError: The price file is invalid.
@@ -64,37 +72,47 @@ def read_price_changes(
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the changes of an instance type's spot price since the plan was made, one list of changes per zone.
+    """Return the changes of an instance type's spot price since the plan was made, one list of
+    changes per zone.
 
-    Query AWS if the plan used live prices. The result is empty if the plan has no pool or used the static table, which
-    has no changes.
+    Query AWS if the plan used live prices. The result is empty if the plan has no pool or used the
+    static table, which has no changes.
 
     Args:
         plan: Data of the `plan` event.
         instance_type: None means the type that the plan chose.
 
-    Raises:
-        PriceError: The price file is invalid, or EC2 does not answer for the region of the plan's pool.
+    Raises: PriceError: The price file is invalid, or EC2 does not answer for the region of the
+        plan's pool.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
         return []
-    since, kind = float(plan["made_utc"]), instance_type or chosen["instance_type"]
+    since = float(plan["made_utc"])
+    kind = instance_type or chosen["instance_type"]
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
         return _changes_by_zone(records, kind, since, now_utc, "recorded")
-    answers = query_spot_prices(cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client)
+    answers = query_spot_prices(
+        cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client
+    )
     if not answers.answered or chosen.get("region") in answers.failed:
         raise PriceError("; ".join(dict.fromkeys(answers.failed.values())))
-    found = [record for answer in answers.answered.values() for record in answer.records]
+    found = []
+    for answer in answers.answered.values():
+        found.extend(answer.records)
     return _changes_by_zone(found, kind, since, now_utc, "live")
 
 
 def _changes_by_zone(
     records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
 ) -> list[dict[str, Any]]:
-    """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix times)."""
-    wanted = (record for record in records if record.instance_type == instance_type and record.at <= until)
+    """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix
+    times).
+    """
+    wanted = (
+        record for record in records if record.instance_type == instance_type and record.at <= until
+    )
     by_zone = group_by_key(((record.region, record.zone), record) for record in wanted)
     pools = []
     for (region, zone), found in sorted(by_zone.items()):
@@ -113,37 +131,74 @@ _LONGEST_HISTORY_HOURS = 90 * 24.0
 
 
 def add_commands(commands: Any, project_root: Path) -> None:
-    prices = commands.add_parser("prices", help="record live spot prices, or show those that a plan would use")
+    prices = commands.add_parser(
+        "prices", help="record live spot prices, or show those that a plan would use"
+    )
     ways = prices.add_subparsers(required=True, metavar="COMMAND")
-    record = ways.add_parser("record", help="write EC2's present prices to a file that cost.prices can name")
+    record = ways.add_parser(
+        "record", help="write EC2's present prices to a file that cost.prices can name"
+    )
     regions = CostConfig.model_validate({}).regions
-    record.add_argument("--regions", nargs="+", default=regions, metavar="REGION", help=f"default: {' '.join(regions)}")
     record.add_argument(
-        "--instance-types", nargs="*", default=[], metavar="PREFIX", help="such as g5 p4d; default: all"
+        "--regions",
+        nargs="+",
+        default=regions,
+        metavar="REGION",
+        help=f"default: {' '.join(regions)}",
     )
     record.add_argument(
-        "--hours", type=_hours, default=0.0, help="also record the changes of this many past hours; default: 0"
+        "--instance-types",
+        nargs="*",
+        default=[],
+        metavar="PREFIX",
+        help="such as g5 p4d; default: all",
     )
-    record.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON; gzipped if it ends with .gz")
+    record.add_argument(
+        "--hours",
+        type=_hours,
+        default=0.0,
+        help="also record the changes of this many past hours; default: 0",
+    )
+    record.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON; gzipped if it ends with .gz",
+    )
     record.set_defaults(run=record_prices)
     show = ways.add_parser("show", help="show the quotes that a plan would use")
     show.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG", help="a YAML file; default: configs/laptop.yaml"
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG",
+        help="a YAML file; default: configs/laptop.yaml",
     )
-    show.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    show.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key; repeatable",
+    )
     show.set_defaults(run=lambda arguments: show_prices(arguments, project_root))
 
 
-def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None) -> int:
+def record_prices(
+    arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None
+) -> int:
     """Write EC2's spot prices to a file and print a summary.
 
-    Raises:
-        PriceError: EC2 does not answer for a region (then nothing is written), or the file cannot be written.
+    Raises: PriceError: EC2 does not answer for a region (then nothing is written), or the file
+        cannot be written.
     """
     now = time.time()
     kinds = load_catalogue().matching(arguments.instance_types)
     if not kinds:
-        raise PriceError(f"no instance type of the catalogue begins with {', '.join(arguments.instance_types)}")
+        raise PriceError(
+            f"no instance type of the catalogue begins with {', '.join(arguments.instance_types)}"
+        )
     answers = query_spot_prices(
         arguments.regions,
         [kind.name for kind in kinds],
@@ -153,23 +208,34 @@ def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any]
         client=client,
     )
     if answers.failed:
-        raise PriceError(f"nothing was written, because {'; '.join(dict.fromkeys(answers.failed.values()))}")
+        raise PriceError(
+            f"nothing was written, because {'; '.join(dict.fromkeys(answers.failed.values()))}"
+        )
     try:
         write_recording(arguments.output, _recording(answers))
     except OSError as error:
         raise PriceError(f"{arguments.output}: cannot be written: {error.strerror}") from error
     for region, answer in answers.answered.items():
         zones = len({record.zone for record in answer.records})
-        named = f"; zones by name only, because {answer.names_only}" if answer.names_only else ""
-        print(f"{region}: {len(answer.records):,} records, {zones} of {len(answer.zone_ids)} zones{named}")
+        if answer.names_only:
+            named = f"; zones by name only, because {answer.names_only}"
+        else:
+            named = ""
+        print(
+            f"{region}: {len(answer.records):,} records, {zones} of {len(answer.zone_ids)} "
+            f"zones{named}"
+        )
     print(f"{arguments.output}: use it with --set cost.prices={arguments.output}")
     return 0
 
 
 def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
     """Print one line per price of the configured types, regions and zones, cheapest first."""
-    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.set, project_root=project_root).config
-    now, cost = time.time(), config.cost
+    config = load_config(
+        arguments.config or DEFAULT_CONFIG, arguments.set, project_root=project_root
+    ).config
+    now = time.time()
+    cost = config.cost
     prices = open_prices(config, now, project_root=project_root)
     kinds = load_catalogue().matching(config.cluster.instance_types)
     quotes = sorted(_quotes(prices, config, kinds), key=lambda found: found[1].usd_per_hour)
@@ -177,12 +243,16 @@ def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
         print(_line(market, quote, now, cost))
     without = sum(not any(prices.spot(kind, region) for region in cost.regions) for kind in kinds)
     print(f"{len(quotes)} quotes; {without} of {len(kinds)} instance types have no spot price")
-    for line in prices.describe(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours):
+    for line in prices.describe(
+        now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours
+    ):
         print(one_line(line))
     return 0
 
 
-def _quotes(prices: PriceSource, config: RunConfig, kinds: tuple[InstanceType, ...]) -> Iterator[tuple[str, Quote]]:
+def _quotes(
+    prices: PriceSource, config: RunConfig, kinds: tuple[InstanceType, ...]
+) -> Iterator[tuple[str, Quote]]:
     cost = config.cost
     for kind in kinds:
         for region in cost.regions:
@@ -198,11 +268,16 @@ def _quotes(prices: PriceSource, config: RunConfig, kinds: tuple[InstanceType, .
 
 def _line(market: str, quote: Quote, now: float, cost: CostConfig) -> str:
     place = quote.zone or quote.region
-    name = f" ({quote.zone_name})" if quote.zone_name != quote.zone else ""
+    if quote.zone_name != quote.zone:
+        name = f" ({quote.zone_name})"
+    else:
+        name = ""
     age = format_short_age(now - quote.observed)
     known = quote.describe(now, cost.max_price_age_hours)
     price = f"${quote.usd_per_hour:f}/h"
-    return one_line(f"{quote.instance_type:<17} {market:<9} {place + name:<24} {price:>13} {age:>6}  {known}")
+    return one_line(
+        f"{quote.instance_type:<17} {market:<9} {place + name:<24} {price:>13} {age:>6}  {known}"
+    )
 
 
 def _recording(answers: PriceAnswers) -> Recording:
@@ -216,5 +291,7 @@ def _recording(answers: PriceAnswers) -> Recording:
 def _hours(text: str) -> float:
     hours = float(text)
     if not 0 <= hours <= _LONGEST_HISTORY_HOURS:
-        raise argparse.ArgumentTypeError(f"{text}: EC2 keeps the changes of 90 days, 0 to {_LONGEST_HISTORY_HOURS:g} h")
+        raise argparse.ArgumentTypeError(
+            f"{text}: EC2 keeps the changes of 90 days, 0 to {_LONGEST_HISTORY_HOURS:g} h"
+        )
     return hours

@@ -1,8 +1,9 @@
-"""Data of the plots on a job's page: series, marks (events), lanes (bars of one node over time) and ranks.
+"""Data of the plots on a job's page: series, marks (events), lanes (bars of one node over time) and
+ranks.
 
-All times are seconds since the job's first event. A series has at most 600 points, so that a browser can show a job of
-any length. Longer series are divided into buckets. Each bucket keeps its lowest and its highest value, and a gap (None)
-if a value was not finite.
+All times are seconds since the job's first event. A series has at most 600 points, so that a
+browser can show a job of any length. Longer series are divided into buckets. Each bucket keeps its
+lowest and its highest value, and a gap (None) if a value was not finite.
 """
 
 import math
@@ -24,18 +25,32 @@ from ebbflow.infra.events import Event, LedgerClass
 LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
 _RECENT_STEPS = 200
-_MOST_MARKS, _MOST_LANES, _MOST_SEGMENTS, _MOST_RANKS = 200, 64, 40, 1024
+_MOST_MARKS = 200
+_MOST_LANES = 64
+_MOST_SEGMENTS = 40
+_MOST_RANKS = 1024
 _MOST_EVALUATIONS = 20
 _SILENT_SECONDS = 60.0
 _MACHINE = (
-    "gpu_busy_percent", "gpu_memory_used_bytes", "gpu_celsius", "gpu_watts", "resident_bytes", "memory_available_bytes",
-)  # fmt: skip
-_SECONDS = {"useful": LedgerClass.USEFUL_STEP, "data": LedgerClass.DATA_WAIT, "stall": LedgerClass.CHECKPOINT_STALL}
+    "gpu_busy_percent",
+    "gpu_memory_used_bytes",
+    "gpu_celsius",
+    "gpu_watts",
+    "resident_bytes",
+    "memory_available_bytes",
+)
+_SECONDS = {
+    "useful": LedgerClass.USEFUL_STEP,
+    "data": LedgerClass.DATA_WAIT,
+    "stall": LedgerClass.CHECKPOINT_STALL,
+}
 _BUSY = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT)
 _X = ("step", "seconds", "usd")
 
 
-def build_charts(events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger) -> dict[str, Any]:
+def build_charts(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
+) -> dict[str, Any]:
     """Build the data of all plots as JSON values.
 
     Args:
@@ -44,14 +59,20 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
     Returns:
         A dictionary with
 
-        - steps: Columns with one row per step (its last execution): step, seconds, usd (spent so far), loss, smooth
-          (the smoothed loss), speed, mfu, learning_rate, gradient_norm, and the seconds of the step by use: useful,
-          data, wait (for other ranks; a part of useful) and stall.
-        - held_out: Columns with one row per evaluation: step, seconds, usd, and value (the held-out loss).
-        - evaluations: Steps and metrics of the newest evaluations, oldest first, and the newest pictures.
-        - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such as the GPU load.
-        - marks: Interruptions, generations, commits and non-finite losses with kind, step, seconds, usd and text.
-        - lanes: One lane per node and generation: machine, price, dollars, and segments (start, end, class).
+        - steps: Columns with one row per step (its last execution): step, seconds, usd (spent so
+          far), loss, smooth (the smoothed loss), speed, mfu, learning_rate, gradient_norm, and the
+          seconds of the step by use: useful, data, wait (for other ranks; a part of useful) and
+          stall.
+        - held_out: Columns with one row per evaluation: step, seconds, usd, and value (the held-out
+          loss).
+        - evaluations: Steps and metrics of the newest evaluations, oldest first, and the newest
+          pictures.
+        - machine: Columns over time: step, seconds, usd, and means of all nodes' heartbeats, such
+          as the GPU load.
+        - marks: Interruptions, generations, commits and non-finite losses with kind, step, seconds,
+          usd and text.
+        - lanes: One lane per node and generation: machine, price, dollars, and segments (start,
+          end, class).
         - ranks: Figures of each rank (`_ranks`), the slowest rank first.
     """
     origin = min((event.t_wall for event in events if event.name != ev.PRICES), default=0.0)
@@ -63,7 +84,11 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
 
     def place(at: float) -> dict[str, float]:
         before = bisect_right(seconds, at)
-        return {"step": float(steps[before - 1] or 0) if before else 0.0, "seconds": at, "usd": spent.at(at)}
+        return {
+            "step": float(steps[before - 1] or 0) if before else 0.0,
+            "seconds": at,
+            "usd": spent.at(at),
+        }
 
     return {
         "origin_utc": origin,
@@ -78,20 +103,43 @@ def build_charts(events: Sequence[Event], generations: dict[int, RecordedGenerat
     }
 
 
-def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Ledger, *, running: bool) -> dict:
-    """Compute the job's progress and forecast cost, and the work that killing the job now would lose.
+def compute_progress(
+    events: Sequence[Event], charts: dict[str, Any], ledger: Ledger, *, running: bool
+) -> dict:
+    """Compute the job's progress and forecast cost, and the work that killing the job now would
+    lose.
 
-    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume the current price, and
-    the speed of the last 200 plotted steps of the newest generation. They are None unless the job is running.
+    `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume
+    the current price, and the speed of the last 200 plotted steps of the newest generation. They
+    are None unless the job is running.
     """
-    plan = next((event.data for event in reversed(events) if event.name == ev.PLAN and event.data.get("chosen")), {})
-    settings = next((event.data["settings"] for event in reversed(events) if event.name == ev.CONFIGURED), [])
+    plan = next(
+        (
+            event.data
+            for event in reversed(events)
+            if event.name == ev.PLAN and event.data.get("chosen")
+        ),
+        {},
+    )
+    settings = next(
+        (event.data["settings"] for event in reversed(events) if event.name == ev.CONFIGURED), []
+    )
     known = {row["key"]: row.get("value") for row in settings}
     # A script takes as many steps as its code says; the plan knows them if they were measured.
-    total = plan.get("steps") if known.get("script") else known.get("training.max_steps") or plan.get("steps")
-    total = total if isinstance(total, int) else None
-    columns, spent = charts["steps"], float(ledger.total_usd)
-    done = int(columns["step"][-1]) if columns["step"] else 0
+    if known.get("script"):
+        total = plan.get("steps")
+    else:
+        total = known.get("training.max_steps") or plan.get("steps")
+    if isinstance(total, int):
+        total = total
+    else:
+        total = None
+    columns = charts["steps"]
+    spent = float(ledger.total_usd)
+    if columns["step"]:
+        done = int(columns["step"][-1])
+    else:
+        done = 0
     committed = max((event.step or 0 for event in events if event.name == ev.COMMIT), default=0)
     gang, rate = _newest_gang(ledger)
     found = {
@@ -100,15 +148,26 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
         "budget_usd": plan.get("budget_usd"),
         "commit_step": committed or None,
         "at_risk_steps": max(0, done - committed),
-        **dict.fromkeys(("at_risk_usd", "at_risk_seconds", "eta_seconds", "forecast_usd", "low_usd", "high_usd")),
+        **dict.fromkeys(
+            ("at_risk_usd", "at_risk_seconds", "eta_seconds", "forecast_usd", "low_usd", "high_usd")
+        ),
     }
     since = min((bill.node.started_wall for bill in gang), default=0.0) - charts["origin_utc"]
-    recent = [one for one in zip(columns["seconds"], columns["step"], strict=True) if one[0] >= since][-_RECENT_STEPS:]
+    recent = [
+        one for one in zip(columns["seconds"], columns["step"], strict=True) if one[0] >= since
+    ][-_RECENT_STEPS:]
     paces = sorted(
-        (late - early) / (after - before) for (early, before), (late, after) in pairwise(recent) if after > before
+        (late - early) / (after - before)
+        for (early, before), (late, after) in pairwise(recent)
+        if after > before
     )
     ended = max(
-        (event.generation for event in events if event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED)), default=0
+        (
+            event.generation
+            for event in events
+            if event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED)
+        ),
+        default=0,
     )
     silent = max((event.t_wall for event in events if event.name == ev.NODE_HEARTBEAT), default=0.0)
     silent -= charts["origin_utc"] + (recent[-1][0] if recent else 0.0)  # since the newest step
@@ -117,22 +176,35 @@ def compute_progress(events: Sequence[Event], charts: dict[str, Any], ledger: Le
     if silent > _SILENT_SECONDS + 20 * paces[-1]:  # the ranks hang, or a node is lost
         return found
     pace = (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
-    found |= {"at_risk_seconds": found["at_risk_steps"] * pace, "at_risk_usd": found["at_risk_steps"] * pace * rate}
+    found |= {
+        "at_risk_seconds": found["at_risk_steps"] * pace,
+        "at_risk_usd": found["at_risk_steps"] * pace * rate,
+    }
     if total:
         left = max(0, total - done)
-        low, high = min(pace, paces[len(paces) // 10]), max(pace, paces[9 * (len(paces) - 1) // 10])
+        low = min(pace, paces[len(paces) // 10])
+        high = max(pace, paces[9 * (len(paces) - 1) // 10])
         ahead = plan.get("live") or (plan.get("chosen") or {}).get("outlook") or {}
-        tail = (ahead.get("p90_usd") or 0.0) - (ahead.get("mean_usd") or ahead.get("p50_usd") or 0.0)
+        tail = (ahead.get("p90_usd") or 0.0) - (
+            ahead.get("mean_usd") or ahead.get("p50_usd") or 0.0
+        )
         found["eta_seconds"] = left * pace
         found["forecast_usd"] = spent + left * pace * rate
         found["low_usd"] = spent + left * low * rate
-        found["high_usd"] = spent + left * high * rate + max(0.0, tail) * left / total  # the plan's risk of the rest
+        found["high_usd"] = (
+            spent + left * high * rate + max(0.0, tail) * left / total
+        )  # the plan's risk of the rest
     return found
 
 
 def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
-    """Return the bills of the newest generation's nodes, and the nodes' total price in US dollars per second."""
-    newest = ledger.nodes[-1].node.generation if ledger.nodes else 0
+    """Return the bills of the newest generation's nodes, and the nodes' total price in US dollars
+    per second.
+    """
+    if ledger.nodes:
+        newest = ledger.nodes[-1].node.generation
+    else:
+        newest = 0
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
     return gang, sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
 
@@ -151,7 +223,9 @@ class _SpendCurve:
                     changes.append((at - origin, now - rate))
                     rate = now
                 changes.append((end - origin, -rate))
-        self._times, self._usd, self._rates = [0.0], [0.0], [0.0]
+        self._times = [0.0]
+        self._usd = [0.0]
+        self._rates = [0.0]
         for at, change in sorted(changes):
             last = self._rates[-1]
             if at > self._times[-1]:
@@ -167,7 +241,10 @@ class _SpendCurve:
 
 
 def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
-    """Yield (start, end, price curve) for each paid interval of a bill. Start and end are Unix seconds."""
+    """Yield (start, end, price curve) for each paid interval of a bill.
+
+    Start and end are Unix seconds.
+    """
     if isinstance(bill, NodeBill):
         yield bill.node.started_wall, bill.node.ended_wall, bill.curve
         for extra in bill.extras:
@@ -177,7 +254,9 @@ def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
         yield stay.started, stay.started + stay.micros / MICRO, bill.price.curve
 
 
-def find_kept_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[Event]:
+def find_kept_steps(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration]
+) -> list[Event]:
     """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
     latest: dict[int, Event] = {}
     for event in events:
@@ -203,51 +282,74 @@ def _step_columns(
         "loss": loss,
         "smooth": _smooth(loss),
         "speed": [compute_rate(event, "tokens") for event in kept],
-        "mfu": mfu if sum(one > 100 for one in mfu if one is not None) <= len(kept) / 20 else [None] * len(kept),
+        "mfu": mfu
+        if sum(one > 100 for one in mfu if one is not None) <= len(kept) / 20
+        else [None] * len(kept),
         "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
         "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
     }
     waits = [(event, _waited(event.data)) for event in kept]
     for name, kind in _SECONDS.items():
         columns[name] = [
-            read_number((event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1))
+            read_number(
+                (event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1)
+            )
             for event in kept
         ]
-    columns["wait"] = [None if wait is None else wait / event.data.get("merged", 1) for event, wait in waits]
-    return {name: values for name, values in columns.items() if name in _X or any(one is not None for one in values)}
+    columns["wait"] = [
+        None if wait is None else wait / event.data.get("merged", 1) for event, wait in waits
+    ]
+    return {
+        name: values
+        for name, values in columns.items()
+        if name in _X or any(value is not None for value in values)
+    }
 
 
 def _waited(data: dict[str, Any]) -> float | None:
-    """Return the seconds in which a rank waited for other ranks, from its step event; None in older logs."""
-    own, parts = read_number(data.get("own_seconds")), data.get("seconds") or {}
-    return None if own is None else max(0.0, sum(parts.get(kind, 0.0) for kind in _BUSY) - own)
+    """Return the seconds in which a rank waited for other ranks, from its step event; None in older
+    logs.
+    """
+    own = read_number(data.get("own_seconds"))
+    parts = data.get("seconds") or {}
+    if own is None:
+        return None
+    return max(0.0, sum(parts.get(kind, 0.0) for kind in _BUSY) - own)
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Return an exponential moving average with a span of about 1/40 of the values. Ignore missing values."""
+    """Return an exponential moving average with a span of about 1/40 of the values.
+
+    Ignore missing values.
+    """
     share = 2 / (1 + min(1000, max(5, len(values) // 40)))
     found: list[float | None] = []
     mean: float | None = None
     for value in values:
         if value is not None:
-            mean = value if mean is None else mean + share * (value - mean)
+            if mean is None:
+                mean = value
+            else:
+                mean = mean + share * (value - mean)
         found.append(mean)
     return found
 
 
 def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """Thin columns of equal length to two or three rows per bucket, which keep each column's minimum and maximum.
+    """Thin columns of equal length to two or three rows per bucket, which keep each column's
+    minimum and maximum.
 
-    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row instead. If any other
-    column lacks some of its values in a bucket, the bucket gets a third row in the middle, which is None in this
-    column.
+    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row
+    instead. If any other column lacks some of its values in a bucket, the bucket gets a third row
+    in the middle, which is None in this column.
     """
     count = len(columns["step"])
     if count <= 3 * _BUCKETS:
         return {name: [_short(value) for value in values] for name, values in columns.items()}
     found: dict[str, list[float | None]] = {name: [] for name in columns}
     for bucket in range(_BUCKETS):
-        first, last = bucket * count // _BUCKETS, (bucket + 1) * count // _BUCKETS - 1
+        first = bucket * count // _BUCKETS
+        last = (bucket + 1) * count // _BUCKETS - 1
         ends: dict[str, tuple[float | None, float | None]] = {}
         gaps: set[str] = set()
         for name, values in columns.items():
@@ -259,13 +361,20 @@ def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float
             if not finite:
                 ends[name] = None, None
                 continue
-            low, high = min(finite), max(finite)
+            low = min(finite)
+            high = max(finite)
             rising = piece.index(low) <= piece.index(high)
-            ends[name] = (low, high) if rising else (high, low)
+            if rising:
+                ends[name] = (low, high)
+            else:
+                ends[name] = (high, low)
             if len(finite) < len(piece):
                 gaps.add(name)
         for name, (one, other) in ends.items():
-            middle = [None if name in gaps else one] if gaps else []
+            if gaps:
+                middle = [None if name in gaps else one]
+            else:
+                middle = []
             found[name] += [_short(one), *map(_short, middle), _short(other)]
     return found
 
@@ -273,31 +382,56 @@ def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float
 def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
     found: dict[int, tuple[float, float]] = {}
     for event in events:
-        value = (
-            read_number((event.data.get("metrics") or {}).get("held_out_loss")) if event.name == ev.EVALUATION else None
-        )
+        if event.name == ev.EVALUATION:
+            value = read_number((event.data.get("metrics") or {}).get("held_out_loss"))
+        else:
+            value = None
         if value is not None and event.step is not None:
             found[event.step] = event.t_wall - origin, value
-    rows = [{**place(at), "step": step, "value": value} for step, (at, value) in sorted(found.items())]
+    rows = [
+        {**place(at), "step": step, "value": value} for step, (at, value) in sorted(found.items())
+    ]
     return _columns(_spread(rows, LARGEST_POINTS), (*_X, "value"))
 
 
 def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
-    found = {event.step: event.data for event in events if event.name == ev.EVALUATION and event.step is not None}
+    found = {
+        event.step: event.data
+        for event in events
+        if event.name == ev.EVALUATION and event.step is not None
+    }
     rows = [
-        {"step": step, "metrics": {str(name): read_number(value) for name, value in data.get("metrics", {}).items()}}
+        {
+            "step": step,
+            "metrics": {
+                str(name): read_number(value) for name, value in data.get("metrics", {}).items()
+            },
+        }
         for step, data in sorted(found.items())[-_MOST_EVALUATIONS:]
     ]
-    drawn = next((step for step in sorted(found, reverse=True) if found[step].get("pictures")), None)
-    return {"rows": rows, "pictures": {} if drawn is None else found[drawn]["pictures"], "pictures_step": drawn}
+    drawn = next(
+        (step for step in sorted(found, reverse=True) if found[step].get("pictures")), None
+    )
+    return {
+        "rows": rows,
+        "pictures": {} if drawn is None else found[drawn]["pictures"],
+        "pictures_step": drawn,
+    }
 
 
 def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
-    """Average the machine figures in the heartbeats of all nodes, such as the GPU load, per bucket of time."""
-    beats = [event for event in events if event.name == ev.NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))]
+    """Average the machine figures in the heartbeats of all nodes, such as the GPU load, per bucket
+    of time.
+    """
+    beats = [
+        event
+        for event in events
+        if event.name == ev.NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))
+    ]
     if not beats:
         return {}
-    start, end = beats[0].t_wall, max(beat.t_wall for beat in beats)
+    start = beats[0].t_wall
+    end = max(beat.t_wall for beat in beats)
     width = max(1.0, (end - start) / (LARGEST_POINTS // 2))
     sums: dict[int, dict[str, list[float]]] = {}
     for beat in beats:
@@ -309,7 +443,10 @@ def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, li
     names = [name for name in _MACHINE if any(name in bucket for bucket in sums.values())]
     rows = [
         {**place(start - origin + width * number)}
-        | {name: sum(bucket[name]) / len(bucket[name]) if bucket.get(name) else None for name in names}
+        | {
+            name: sum(bucket[name]) / len(bucket[name]) if bucket.get(name) else None
+            for name in names
+        }
         for number, bucket in sorted(sums.items())
     ]
     return _columns(rows, (*_X, *names))
@@ -319,7 +456,12 @@ def _marks(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], origin: float, place: Any
 ) -> list[dict[str, Any]]:
     commits = [
-        {**place(event.t_wall - origin), "step": event.step, "kind": "commit", "text": f"commit of step {event.step:,}"}
+        {
+            **place(event.t_wall - origin),
+            "step": event.step,
+            "kind": "commit",
+            "text": f"commit of step {event.step:,}",
+        }
         for event in events
         if event.name == ev.COMMIT and event.step is not None
     ]
@@ -327,32 +469,53 @@ def _marks(
     starts = []
     for generation in generations.values():
         starts.append(
-            {**place(generation.started_wall - origin), "kind": "generation", "text": f"generation {generation.number}"}
+            {
+                **place(generation.started_wall - origin),
+                "kind": "generation",
+                "text": f"generation {generation.number}",
+            }
         )
         if generation.unplanned:
             why = str(generation.reason or "no end recorded").replace("_", " ")
             text = f"generation {generation.number} ended: {why}"
-            starts.append({**place(generation.ended_wall - origin), "kind": "interruption", "text": text})
-    found += sorted(_spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"])  # interruptions are drawn above
+            starts.append(
+                {**place(generation.ended_wall - origin), "kind": "interruption", "text": text}
+            )
+    found += sorted(
+        _spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"]
+    )  # interruptions are drawn above
     bad = {
         event.step: {**place(event.t_wall - origin), "step": event.step}
         for event in events
-        if event.name == ev.STEP and "loss" in event.data and read_number(event.data["loss"]) is None
+        if event.name == ev.STEP
+        and "loss" in event.data
+        and read_number(event.data["loss"]) is None
     }
     found += [
         {**one, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
         for step, one in list(bad.items())[:_MOST_MARKS]
         if step is not None
     ]
-    return [{**mark, "seconds": _short(mark["seconds"]), "usd": _short(mark["usd"])} for mark in found]
+    return [
+        {**mark, "seconds": _short(mark["seconds"]), "usd": _short(mark["usd"])} for mark in found
+    ]
 
 
-def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[dict[str, Any]]:
-    """Return one lane per node and generation. Its segments show how the node's first rank spent the paid time."""
+def _lanes(
+    ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float
+) -> list[dict[str, Any]]:
+    """Return one lane per node and generation.
+
+    Its segments show how the node's first rank spent the paid time.
+    """
     found = []
-    nodes = ledger.nodes if len(ledger.nodes) <= _MOST_LANES else ledger.nodes[-_MOST_LANES:]
+    if len(ledger.nodes) <= _MOST_LANES:
+        nodes = ledger.nodes
+    else:
+        nodes = ledger.nodes[-_MOST_LANES:]
     for bill in nodes:
-        node, generation = bill.node, generations.get(bill.node.generation)
+        node = bill.node
+        generation = generations.get(bill.node.generation)
         if generation is None or not node.ranks:
             continue
         times = compute_rank_times(node, generation)[0]
@@ -366,7 +529,9 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
                 "usd": float(bill.usd),
                 "start": _short(node.started_wall - origin),
                 "end": _short(node.ended_wall - origin),
-                "ended": "running" if generation.running else str(generation.reason or "no end recorded"),
+                "ended": "running"
+                if generation.running
+                else str(generation.reason or "no end recorded"),
                 "step": generation.parent_step,
                 "segments": _segments(times.spans, node.started_wall - origin),
             }
@@ -375,7 +540,10 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
 
 
 def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
-    """Convert spans to [start, end, class with the most time]. Join equal neighbours; above 40, merge short ones."""
+    """Convert spans to [start, end, class with the most time].
+
+    Join equal neighbours; above 40, merge short ones.
+    """
     joined: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if span.end <= span.start:
@@ -386,7 +554,9 @@ def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
         else:
             joined.append([span.start, span.end, kind])
     if len(joined) > _MOST_SEGMENTS:
-        longest = sorted((end - begin for begin, end, _ in joined), reverse=True)[_MOST_SEGMENTS - 1]
+        longest = sorted((end - begin for begin, end, _ in joined), reverse=True)[
+            _MOST_SEGMENTS - 1
+        ]
         merged: list[list[Any]] = []
         for begin, end, kind in joined:
             if merged and (end - begin < longest or merged[-1][2] == kind):
@@ -394,15 +564,21 @@ def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
             else:
                 merged.append([begin, end, kind])
         joined = merged
-    return [[_short(start + begin / MICRO), _short(start + end / MICRO), kind] for begin, end, kind in joined]
+    return [
+        [_short(start + begin / MICRO), _short(start + end / MICRO), kind]
+        for begin, end, kind in joined
+    ]
 
 
 def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> list[dict[str, Any]]:
-    """Describe each rank of the newest generation: seconds per step, waits and last event. The slowest rank is first.
+    """Describe each rank of the newest generation: seconds per step, waits and last event.
 
-    All ranks wait for each other, so the duration of a step does not show which rank is a straggler. For each
-    step, rank 0 therefore records the rank with the longest own time, the ratio of this time to the median of the other
-    ranks, and the seconds beyond this median. All ranks wait these seconds; `lost_seconds` is their sum.
+    The slowest rank is first.
+
+    All ranks wait for each other, so the duration of a step does not show which rank is a
+    straggler. For each step, rank 0 therefore records the rank with the longest own time, the ratio
+    of this time to the median of the other ranks, and the seconds beyond this median. All ranks
+    wait these seconds; `lost_seconds` is their sum.
     """
     newest = max((event.generation for event in events if event.name == ev.STEP), default=0)
     mine = [event for event in events if event.generation == newest and event.rank >= 0]
@@ -414,13 +590,17 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         if event.name == ev.NODE_STARTED:
             host = event.data.get("instance_id") or event.data.get("host") or ""
             hosts |= {rank: (event.node, str(host)) for rank in event.data.get("ranks") or []}
-        elif event.name == ev.NODE_HEARTBEAT and (used := read_number(event.data.get("resident_bytes"))):
+        elif event.name == ev.NODE_HEARTBEAT and (
+            used := read_number(event.data.get("resident_bytes"))
+        ):
             memory[event.node] = used
     slowest: Counter[int] = Counter()
     counted: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
     lost: defaultdict[int, float] = defaultdict(float)
-    idle: defaultdict[int, float] = defaultdict(float)  # waits for other ranks, of the ranks that know them
+    idle: defaultdict[int, float] = defaultdict(
+        float
+    )  # waits for other ranks, of the ranks that know them
     seconds: dict[int, list[float]] = {}
     waits: Counter[int] = Counter()
     spent: Counter[int] = Counter()
@@ -436,14 +616,17 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         seconds.setdefault(event.rank, []).append(sum(parts.values()) / merged)
         waits[event.rank] += parts.get(LedgerClass.DATA_WAIT, 0.0)
         spent[event.rank] += sum(parts.values())
-        named, ratio = event.data.get("slowest_rank"), read_number(event.data.get("slowest_ratio"))
+        named = event.data.get("slowest_rank")
+        ratio = read_number(event.data.get("slowest_ratio"))
         if isinstance(named, int) and ratio is not None:
             slowest[named] += 1
             ratios.setdefault(named, []).append(ratio)
-            if (beyond := read_number(event.data.get("slowest_seconds"))) is not None:
+            beyond = read_number(event.data.get("slowest_seconds"))
+            if beyond is not None:
                 lost[named] += beyond
                 counted[named] += merged
-        if (waited := _waited(event.data)) is not None:
+        waited = _waited(event.data)
+        if waited is not None:
             idle[event.rank] += waited
     judged = sum(slowest.values())
     found = [
@@ -466,7 +649,9 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         }
         for rank in sorted(last)
     ]
-    found.sort(key=lambda one: (-(one["slowest_share"] or 0) * (one["slowest_ratio"] or 0), one["rank"]))
+    found.sort(
+        key=lambda one: (-(one["slowest_share"] or 0) * (one["slowest_ratio"] or 0), one["rank"])
+    )
     return found[:_MOST_RANKS]
 
 
@@ -482,7 +667,11 @@ def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:
 
 
 def _short(value: Any) -> Any:
-    """Round a float to seven significant digits, which is enough for a plot and halves the size of the page."""
+    """Round a float to seven significant digits, which is enough for a plot and halves the size of
+    the page.
+    """
     if not isinstance(value, float):
         return value
-    return float(f"{value:.7g}") if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(f"{value:.7g}")
+    return None

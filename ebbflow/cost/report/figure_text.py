@@ -27,7 +27,14 @@ from ebbflow.infra.untrusted_text import one_line
 
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
 CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")
-GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
+GENERATION_HEADER = (
+    "generation",
+    "from step",
+    "last step",
+    "paid rank-seconds",
+    "ended",
+    "culprit",
+)
 ATTEMPT_HEADER = ("attempt", "ended", "waited", "hours", "planned", "USD/h", "planned", "USD")
 PLACE_HEADER = ("attempt", "where", "why")
 _DAMAGE_SHOWN = 10
@@ -43,16 +50,26 @@ def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
     amounts = _format_amounts(report, [(line.rank_seconds, line.usd) for line in report.ledger])
     paid = report.paid_rank_seconds
     rows = [
-        (str(line.ledger_class).replace("_", " "), time, format_percent(line.rank_seconds / paid if paid else None),
-         dollars, line.kind)
+        (
+            str(line.ledger_class).replace("_", " "),
+            time,
+            format_percent(line.rank_seconds / paid if paid else None),
+            dollars,
+            line.kind,
+        )
         for line, (time, dollars) in zip(report.ledger, amounts, strict=True)
-    ]  # fmt: skip
-    kind = "estimated" if {line.kind for line in report.ledger} - {MEASURED} else MEASURED
+    ]
+    if {line.kind for line in report.ledger} - {MEASURED}:
+        kind = "estimated"
+    else:
+        kind = MEASURED
     return [*rows, (*_format_total(report, 1.0 if paid else None), kind)]
 
 
 def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Format the dollars by cause as rows with the columns of `CAUSE_HEADER`. The last row is the total.
+    """Format the dollars by cause as rows with the columns of `CAUSE_HEADER`.
+
+    The last row is the total.
 
     The displayed amounts sum to the displayed totals. Shares are shares of the total dollars.
     """
@@ -62,15 +79,23 @@ def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
     amounts = _format_amounts(report, [(line["rank_seconds"], line["usd"]) for line in causes])
     total = float(report.total_usd)
     rows = [
-        (shorten(one_line(line["cause"]), _LONGEST_CAUSE), time, format_percent(line["usd"] / total if total else None),
-         dollars)
+        (
+            shorten(one_line(line["cause"]), _LONGEST_CAUSE),
+            time,
+            format_percent(line["usd"] / total if total else None),
+            dollars,
+        )
         for line, (time, dollars) in zip(causes, amounts, strict=True)
-    ]  # fmt: skip
+    ]
     return [*rows, _format_total(report, 1.0 if total else None)]
 
 
-def _format_amounts(report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]) -> list[tuple[str, str]]:
-    """Format pairs of (rank-seconds, dollars), rounded so that each column sums to its displayed total."""
+def _format_amounts(
+    report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]
+) -> list[tuple[str, str]]:
+    """Format pairs of (rank-seconds, dollars), rounded so that each column sums to its displayed
+    total.
+    """
     decimals = usd_decimals(report.total_usd)
     time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
     dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
@@ -82,17 +107,23 @@ def _format_amounts(report: RunReport, amounts: Sequence[tuple[float, Decimal | 
 
 
 def _format_total(report: RunReport, share: float | None) -> tuple[str, str, str, str]:
-    total = NONE if is_unpriced(report) else format_usd(report.total_usd, usd_decimals(report.total_usd))
+    if is_unpriced(report):
+        total = NONE
+    else:
+        total = format_usd(report.total_usd, usd_decimals(report.total_usd))
     return "total", format_seconds(report.paid_rank_seconds), format_percent(share), total
 
 
 def shorten(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 1]}…"
 
 
 def format_key_figures(report: RunReport) -> dict[str, str]:
     """Return the known key figures as text, by name. All renderers show this text unchanged."""
-    actual, hours = report.actual, report.actual.get("wall_hours")
+    actual = report.actual
+    hours = report.actual.get("wall_hours")
     figures = {
         "job": one_line(report.job),
         "outcome": format_outcome(report),
@@ -106,10 +137,14 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "wall time": format_duration(None if hours is None else 3600 * hours),
         "speed": f"{format_number(actual.get('tokens_per_second'), 0)} {get_weight_unit(report)}/s",
         "MFU": format_mfu(report),
-        "network": describe_network(network, network["before"]) if (network := actual.get("network")) else NONE,
+        "network": describe_network(network, network["before"])
+        if (network := actual.get("network"))
+        else NONE,
         **{one_line(name): one_line(text) for name, text in (actual.get("profile") or {}).items()},
         **_quality(report),
-        "per 1,000 rollouts": NONE if is_unpriced(report) else format_usd(actual.get("usd_per_1000_rollouts")),
+        "per 1,000 rollouts": NONE
+        if is_unpriced(report)
+        else format_usd(actual.get("usd_per_1000_rollouts")),
         "final loss": format_number(get_final_loss(report)),
         "commits": format_count(actual.get("commits", 0), "commit"),
         "saves": _saves(actual.get("saves") or {}),
@@ -130,13 +165,20 @@ def _is_unknown(figure: str) -> bool:
 
 
 def format_mfu(report: RunReport) -> str:
-    """Format the model FLOPs utilisation, such as "41.0 % of measured peak", or the reason why it is not shown."""
+    """Format the model FLOPs utilisation, such as "41.0 % of measured peak", or the reason why it
+    is not shown.
+    """
     withheld = report.actual.get("mfu_withheld")
-    return f"withheld: {one_line(withheld)}" if withheld else format_share(report.actual.get("mfu"), "measured peak")
+    if withheld:
+        return f"withheld: {one_line(withheld)}"
+    return format_share(report.actual.get("mfu"), "measured peak")
 
 
 def format_outcome(report: RunReport) -> str:
-    """Format the outcome with its exit code. For a running job, format the job's start, host and command."""
+    """Format the outcome with its exit code.
+
+    For a running job, format the job's start, host and command.
+    """
     if report.running is None:
         return f"{report.outcome} (exit code {report.exit_code})"
     running = {name: one_line(str(value)) for name, value in report.running.items()}
@@ -152,11 +194,15 @@ def get_weight_unit(report: RunReport) -> str:
 
 def get_loss_unit(report: RunReport) -> str:
     unit = get_weight_unit(report)
-    return "nats per token" if unit == "tokens" else f"per {unit.removesuffix('s')}"
+    if unit == "tokens":
+        return "nats per token"
+    return f"per {unit.removesuffix('s')}"
 
 
 def _quality(report: RunReport) -> dict[str, str]:
-    """Format the quality of the model: loss and entropy for text, else the metrics of the workload's evaluation."""
+    """Format the quality of the model: loss and entropy for text, else the metrics of the
+    workload's evaluation.
+    """
     actual = report.actual
     if get_weight_unit(report) == "tokens":
         return {
@@ -165,22 +211,38 @@ def _quality(report: RunReport) -> dict[str, str]:
             "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
         }
     return {
-        one_line(name).replace("_", " "): format_number(value) for name, value in (actual.get("metrics") or {}).items()
+        one_line(name).replace("_", " "): format_number(value)
+        for name, value in (actual.get("metrics") or {}).items()
     }
 
 
 def _promise(report: RunReport) -> dict[str, str]:
-    """Format how exactly a job resumes, such as "bit for bit, not proven; same data by its sampler"."""
+    """Format how exactly a job resumes, such as "bit for bit, not proven; same data by its
+    sampler".
+    """
     found = report.events.get("promise")
     if not found:
         return {}
     tried = (report.events.get("certificate") or {}).get("holds")
     proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
-    proof = proof if found.get("level") == "bit for bit" else ""
-    data = f"same data by {one_line(found['same_data'])}" if found.get("same_data") else "perhaps other data"
-    words = [", ".join(filter(None, [one_line(found.get("level") or NONE), proof])), data, "every commit verified"]
+    if found.get("level") == "bit for bit":
+        proof = proof
+    else:
+        proof = ""
+    if found.get("same_data"):
+        data = f"same data by {one_line(found['same_data'])}"
+    else:
+        data = "perhaps other data"
+    words = [
+        ", ".join(filter(None, [one_line(found.get("level") or NONE), proof])),
+        data,
+        "every commit verified",
+    ]
     stall = (report.actual.get("saves") or {}).get("stall_seconds")
-    words += [] if stall is None else [f"{1000 * stall:.1f} ms stall per commit"]
+    if stall is None:
+        words += []
+    else:
+        words += [f"{1000 * stall:.1f} ms stall per commit"]
     return {"resume": "; ".join([*words, *map(one_line, found.get("reasons") or [])])}
 
 
@@ -188,16 +250,33 @@ def _certificate(report: RunReport) -> dict[str, str]:
     found = report.events.get("certificate")
     if not found:
         return {}
-    verdict = "holds" if found.get("holds") else "DOES NOT HOLD"
+    if found.get("holds"):
+        verdict = "holds"
+    else:
+        verdict = "DOES NOT HOLD"
     tried = format_count(len(found.get("interruptions") or []), "interruption")
-    return {"certificate": f"resume {verdict}: {tried} of {format_count(found.get('steps') or 0, 'step')}, bit for bit"}
+    return {
+        "certificate": (
+            f"resume {verdict}: {tried} of {format_count(found.get('steps') or 0, 'step')}, bit "
+            "for bit"
+        )
+    }
 
 
 def _saves(found: dict[str, Any]) -> str:
-    """Format the measured and the predicted time lost to checkpoints and redone steps; "n/a" if neither is known."""
-    lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
-    known = [] if lost is None else [f"stalls and redone steps {format_share(lost, 'paid time')}"]
-    known += [] if predicted is None else [f"predicted {format_percent(predicted)}"]
+    """Format the measured and the predicted time lost to checkpoints and redone steps; "n/a" if
+    neither is known.
+    """
+    lost = found.get("actual_loss")
+    predicted = found.get("predicted_loss")
+    if lost is None:
+        known = []
+    else:
+        known = [f"stalls and redone steps {format_share(lost, 'paid time')}"]
+    if predicted is None:
+        known += []
+    else:
+        known += [f"predicted {format_percent(predicted)}"]
     if known and found.get("skipped"):
         known[-1] += f"; {found['skipped']:,} left out"
     return ", ".join(known) or NONE
@@ -210,7 +289,10 @@ def describe_prices(report: RunReport) -> str:
         return f"simulated: priced as if on {one_line(format_pool(report.plan))}"
     if _nothing_paid(report):
         chosen = (report.plan or {}).get("chosen")
-        planned = f"it was to run on {one_line(format_pool(report.plan))}" if chosen else "it has no plan"
+        if chosen:
+            planned = f"it was to run on {one_line(format_pool(report.plan))}"
+        else:
+            planned = "it has no plan"
         return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
@@ -219,7 +301,11 @@ def describe_prices(report: RunReport) -> str:
 
 def is_unpriced(report: RunReport) -> bool:
     """Return whether the job's paid time has no known price."""
-    return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.total_usd and not _nothing_paid(report)
+    return (
+        report.actual.get("price_kind", UNPRICED) == UNPRICED
+        and not report.total_usd
+        and not _nothing_paid(report)
+    )
 
 
 def _nothing_paid(report: RunReport) -> bool:
@@ -227,23 +313,32 @@ def _nothing_paid(report: RunReport) -> bool:
 
 
 def format_pool(plan: dict[str, Any] | None) -> str:
-    """Format the chosen pool of a plan, such as "2 × g5.xlarge spot in use1-az4"; "n/a" if there is none."""
+    """Format the chosen pool of a plan, such as "2 × g5.xlarge spot in use1-az4"; "n/a" if there is
+    none.
+    """
     chosen = (plan or {}).get("chosen")
     if not chosen:
         return NONE
-    pool = f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+    pool = (
+        f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+    )
     place = chosen.get("zone") or chosen.get("region")  # old plans have neither
-    return f"{pool} in {place}" if place else pool
+    if place:
+        return f"{pool} in {place}"
+    return pool
 
 
 def get_final_loss(report: RunReport) -> float | None:
-    return report.loss_curve[-1][1] if report.loss_curve else None
+    if report.loss_curve:
+        return report.loss_curve[-1][1]
+    return None
 
 
 def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
     """Return the header of `format_comparison_rows`.
 
-    For a simulated run, the header says that planned figures apply to the pool, and actual figures to this machine.
+    For a simulated run, the header says that planned figures apply to the pool, and actual figures
+    to this machine.
     """
     if (report.plan or {}).get("simulated"):
         return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
@@ -256,7 +351,8 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     if not chosen:
         return []
     actual = report.actual
-    # The newest plan of a resumed job covers only the remaining work: hours and dollars are those of the first plan.
+    # The newest plan of a resumed job covers only the remaining work: hours and dollars are those
+    # of the first plan.
     forecast = report.money.get("forecast") or {
         "hours": chosen.get("expected_hours"),
         "compute_usd": chosen.get("expected_usd"),
@@ -270,7 +366,11 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
             format_number(chosen.get("tokens_per_second"), 0),
             format_number(actual.get("tokens_per_second"), 0),
         ),
-        ("MFU", format_share(chosen.get("mfu"), "data sheet peak"), format_share(actual.get("mfu"), "measured peak")),
+        (
+            "MFU",
+            format_share(chosen.get("mfu"), "data sheet peak"),
+            format_share(actual.get("mfu"), "measured peak"),
+        ),
         ("interruptions", format_number(forecast["interruptions"], 4), str(report.interruptions)),
     ]
     return [row for row in rows if not (_is_unknown(row[1]) and _is_unknown(row[2]))]
@@ -279,8 +379,8 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
 def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
     """Format the generations as rows with the columns of `GENERATION_HEADER`, oldest first.
 
-    The result is empty for a job with one generation. The displayed seconds sum to the ledger's total, less the seconds
-    of AWS Batch nodes that never joined a generation.
+    The result is empty for a job with one generation. The displayed seconds sum to the ledger's
+    total, less the seconds of AWS Batch nodes that never joined a generation.
     """
     lines = report.events.get("generations", [])
     if len(lines) < 2:
@@ -302,8 +402,8 @@ def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, 
 def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
     """Format the keys of the configuration as rows (key, value, source).
 
-    Args:
-        defaults: If True, format the keys that have their default value; if False, the keys that were set.
+    Args: defaults: If True, format the keys that have their default value; if False, the keys that
+        were set.
     """
     return [
         (one_line(row["key"]), one_line(value_text(row["value"])), one_line(row["source"]))
@@ -313,53 +413,69 @@ def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tupl
 
 
 def explain_figures(report: RunReport) -> list[str]:
-    """Return lines that explain how each kind of figure was obtained, and which costs are not counted."""
+    """Return lines that explain how each kind of figure was obtained, and which costs are not
+    counted.
+    """
     billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
-    exact = "" if _nothing_paid(report) else "exact at that price, "
+    if _nothing_paid(report):
+        exact = ""
+    else:
+        exact = "exact at that price, "
     lines = [
         *describe_damage(report),
         "measured: losses, steps, speed, and all time that agents and ranks recorded",
-        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, transfer left out)",
+        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, "
+        "transfer left out)",
     ]
     if report.money.get("light_steps_away"):
         lines.append(
-            "not counted: jobs of the steps around training (start, preflight, plan, prepare, report …), which ran "
-            "on other machines; they are in the provider's bill, for AWS Batch with the run's tags"
+            "not counted: jobs of the steps around training (start, preflight, plan, prepare, "
+            "report …), which ran on other machines; they are in the provider's bill, for AWS "
+            "Batch with the run's tags"
         )
     if inferred:
         why = "a node's end was not recorded, so it is billed to its last recorded event"
         if report.money.get("attempts"):
             why += (
-                ", or to the stop time that AWS Batch reports: time before its first event is start-up, time after the "
-                "last an interruption or idle; the sum is Batch's, the division compares two clocks"
+                ", or to the stop time that AWS Batch reports: time before its first event is "
+                "start-up, time after the last an interruption or idle; the sum is Batch's, the "
+                "division compares two clocks"
             )
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
     if rules:
-        lines.append(f"estimated: {', '.join(rules)}: by the provider's billing rules, for instances with a known id")
+        lines.append(
+            f"estimated: {', '.join(rules)}: by the provider's billing rules, for instances with "
+            "a known id"
+        )
     lines += format_node_prices(report)
     lines += [one_line(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
         lines.append("estimated: the plan's hours, dollars, speed and interruptions")
     share = report.actual.get("unattributed_share") or 0.0
     if share > 0.01:
-        lines.append(f"caution: {format_percent(share, 2)} of the paid time is unattributed, more than 1 %")
-    if (apart := abs((report.actual.get("network") or {}).get("clock_offset_seconds") or 0.0)) > _CLOCKS_APART_SECONDS:
         lines.append(
-            f"caution: the clocks of the nodes are {format_duration(apart)} apart: times of events, and the wall time, "
-            "are wrong by up to as much; paid time is not, because each node's own steady clock measures it"
+            f"caution: {format_percent(share, 2)} of the paid time is unattributed, more than 1 %"
+        )
+    apart = abs((report.actual.get("network") or {}).get("clock_offset_seconds") or 0.0)
+    if apart > _CLOCKS_APART_SECONDS:
+        lines.append(
+            f"caution: the clocks of the nodes are {format_duration(apart)} apart: times of "
+            "events, and the wall time, are wrong by up to as much; paid time is not, because "
+            "each node's own steady clock measures it"
         )
     if (report.money.get("hindsight") or {}).get("usd") is not None:
         lines.append(
-            "regret: against the cheapest use of the recorded prices of the same machines, with all prices known in "
-            "advance and capacity always available; estimated, an upper bound of what could have been saved"
+            "regret: against the cheapest use of the recorded prices of the same machines, with "
+            "all prices known in advance and capacity always available; estimated, an upper "
+            "bound of what could have been saved"
         )
     if report.savings_usd is not None:
         lines.append(
-            "savings: the on-demand price of the useful work (completed steps that are in the final weights), less the "
-            "total: start-up, saves and redone work reduce them"
+            "savings: the on-demand price of the useful work (completed steps that are in the "
+            "final weights), less the total: start-up, saves and redone work reduce them"
         )
     return lines
 
@@ -372,38 +488,64 @@ def describe_damage(report: RunReport) -> list[str]:
     places = format_count(len(damage), "place")
     lines = [f"DAMAGED: the event log is damaged in {places}; figures are computed from the rest"]
     for one in damage[:_DAMAGE_SHOWN]:
-        line = f" line {one['line']}" if one.get("line") else ""
+        if one.get("line"):
+            line = f" line {one['line']}"
+        else:
+            line = ""
         lines.append(f"damaged: {one_line(one['segment'])}{line}: {one_line(one['what'])}")
     if len(damage) > _DAMAGE_SHOWN:
-        lines.append(f"damaged: {len(damage) - _DAMAGE_SHOWN:,} more places are in report.json (events.damage)")
+        lines.append(
+            f"damaged: {len(damage) - _DAMAGE_SHOWN:,} more places are in report.json "
+            "(events.damage)"
+        )
     return lines
 
 
 def _price_in_full(report: RunReport) -> str:
-    """Describe the job's prices. If the planned pool's quote was applied, add the quote in dollars per hour."""
+    """Describe the job's prices.
+
+    If the planned pool's quote was applied, add the quote in dollars per hour.
+    """
     chosen = (report.plan or {}).get("chosen") or {}
-    text, quoted = describe_prices(report), chosen.get("quoted_usd_per_hour")
-    # The quote is for the planned pool. `format_node_prices` describes the prices of other machines.
+    text = describe_prices(report)
+    quoted = chosen.get("quoted_usd_per_hour")
+    # The quote is for the planned pool. `format_node_prices` describes the prices of other
+    # machines.
     if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
         return text
-    known = f" ({one_line(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
+    if report.actual.get("price_kind") == SIMULATED:
+        known = f" ({one_line(chosen.get('price_kind', NONE))})"
+    else:
+        known = ""
     return f"{text}, ${one_line(quoted)}/h per node{known}"
 
 
 def describe_finding(report: RunReport) -> str:
-    """Describe the root cause that `ebbflow diagnose` finds in the job, with the first fix; "" if it finds no cause."""
+    """Describe the root cause that `ebbflow diagnose` finds in the job, with the first fix; "" if
+    it finds no cause.
+    """
     found = report.events.get("finding")
     if not found:
         return ""
-    fix = f"; {one_line(found['fix'].partition('; ')[0])}" if found.get("fix") else ""
-    rehearsed = "; a fault was rehearsed" if (report.events.get("counts") or {}).get(FAULT_INJECTED) else ""
-    return f"{one_line(found['title'])} ({found['confidence']:.0%}){rehearsed}{fix}; see: {one_line(found['symptom'])}"
+    if found.get("fix"):
+        fix = f"; {one_line(found['fix'].partition('; ')[0])}"
+    else:
+        fix = ""
+    if (report.events.get("counts") or {}).get(FAULT_INJECTED):
+        rehearsed = "; a fault was rehearsed"
+    else:
+        rehearsed = ""
+    return (
+        f"{one_line(found['title'])} ({found['confidence']:.0%}){rehearsed}{fix}; see: "
+        f"{one_line(found['symptom'])}"
+    )
 
 
 def format_failures(report: RunReport) -> list[str]:
     """Format the failures as lines, oldest first."""
     return [
-        f"after {format_duration(failure['seconds'])}: {one_line(failure['what']).replace('_', ' ')}"
+        f"after {format_duration(failure['seconds'])}: "
+        f"{one_line(failure['what']).replace('_', ' ')}"
         + (f" ({one_line(failure['culprit'])})" if failure.get("culprit") else "")
         for failure in report.events.get("failures", [])
     ]
@@ -419,12 +561,18 @@ def format_regret(report: RunReport) -> str:
     if not found:
         return NONE
     decimals = usd_decimals(report.total_usd)
-    regret, optimum = format_usd(found["regret_usd"], decimals), format_usd(found["usd"], decimals)
-    return f"{regret} ({format_percent(found.get('regret_share'))}) over {optimum} in hindsight, estimated"
+    regret = format_usd(found["regret_usd"], decimals)
+    optimum = format_usd(found["usd"], decimals)
+    return (
+        f"{regret} ({format_percent(found.get('regret_share'))}) over {optimum} in hindsight, "
+        "estimated"
+    )
 
 
 def format_budget(report: RunReport) -> str:
-    """Format the spent share of the budget, such as "62.0 % of $5.0000, notified at 50 %"; "n/a" without one."""
+    """Format the spent share of the budget, such as "62.0 % of $5.0000, notified at 50 %"; "n/a"
+    without one.
+    """
     limit = (report.plan or {}).get("budget_usd")
     if not limit:
         return NONE
@@ -436,13 +584,18 @@ def format_budget(report: RunReport) -> str:
 
 def format_owner(report: RunReport) -> str:
     owner, project = (one_line(report.money.get(name) or NONE) for name in ("owner", "project"))
-    return NONE if owner == project == NONE else f"{owner}, project {project}"
+    if owner == project == NONE:
+        return NONE
+    return f"{owner}, project {project}"
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """Format one line per pair of pool and kind of price, with its cost; [] if there is only one pair."""
+    """Format one line per pair of pool and kind of price, with its cost; [] if there is only one
+    pair.
+    """
     found = report.money.get("prices") or []
-    nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
+    nodes = sum(line["nodes"] for line in found)
+    decimals = usd_decimals(report.total_usd)
     if len(found) < 2:
         return []
     return [
@@ -453,22 +606,29 @@ def format_node_prices(report: RunReport) -> list[str]:
 
 
 def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Format planned and actual figures of the AWS Batch attempts as rows with the columns of `ATTEMPT_HEADER`."""
+    """Format planned and actual figures of the AWS Batch attempts as rows with the columns of
+    `ATTEMPT_HEADER`.
+    """
     return [
         (
-            str(one["number"]),
-            (one_line(one["ended"] or "") or UNKNOWN).replace("_", " "),
-            format_duration(one["actual"]["wait_seconds"]),
-            format_number(one["actual"]["hours"]),
-            format_number(one["planned"]["hours"]),
-            format_usd(one["actual"]["usd_per_hour"], 4),
-            format_usd(one["planned"]["usd_per_hour"], 4),
-            format_usd(one["actual"]["usd"], 4),
+            str(attempt["number"]),
+            (one_line(attempt["ended"] or "") or UNKNOWN).replace("_", " "),
+            format_duration(attempt["actual"]["wait_seconds"]),
+            format_number(attempt["actual"]["hours"]),
+            format_number(attempt["planned"]["hours"]),
+            format_usd(attempt["actual"]["usd_per_hour"], 4),
+            format_usd(attempt["planned"]["usd_per_hour"], 4),
+            format_usd(attempt["actual"]["usd"], 4),
         )
-        for one in attempts
+        for attempt in attempts
     ]
 
 
 def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Format where and why each AWS Batch attempt was placed, as rows with the columns of `PLACE_HEADER`."""
-    return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
+    """Format where and why each AWS Batch attempt was placed, as rows with the columns of
+    `PLACE_HEADER`.
+    """
+    return [
+        (str(attempt["number"]), one_line(attempt["where"]), one_line(attempt["why"]))
+        for attempt in attempts
+    ]

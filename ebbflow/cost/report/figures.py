@@ -1,4 +1,6 @@
-"""Figures of a report: speed, quality, checkpoints, money, AWS Batch attempts and the optimum in hindsight."""
+"""Figures of a report: speed, quality, checkpoints, money, AWS Batch attempts and the optimum in
+hindsight.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,40 +20,63 @@ from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 from ebbflow.infra.events import Event, LedgerClass
 from ebbflow.infra.grouping import group_by_key, sum_by_key
 
-_WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
+_WORK = (
+    LedgerClass.USEFUL_STEP,
+    LedgerClass.DATA_WAIT,
+    LedgerClass.EVALUATION,
+    LedgerClass.CHECKPOINT_STALL,
+)
 _START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
-# Number of time steps (ticks) from the start of the first node to the deadline or the end. Prices change less often.
+# Number of time steps (ticks) from the start of the first node to the deadline or the end. Prices
+# change less often.
 _TICKS = 240
 
 
 def compute_actual_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> dict[str, Any]:
-    """Compute the `actual` part of a report: figures measured unless stated otherwise, None if unknown.
+    """Compute the `actual` part of a report: figures measured unless stated otherwise, None if
+    unknown.
 
     Returns:
         A dictionary with, among others:
 
         - weight_unit: Unit in which batch sizes and speeds are counted; "tokens" for text.
-        - tokens_per_second: Median speed of the steps that contributed to the final weights. It includes waits for data
-          and excludes saves and evaluations.
-        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is held_out_loss divided by
-          unigram_entropy_nats; below 1, the model beats the best guess without context.
-        - mfu: Model FLOPs per second, divided by the measured matrix product peak of the gang's machines; at most 1.
+        - tokens_per_second: Median speed of the steps that contributed to the final weights. It
+          includes waits for data and excludes saves and evaluations.
+        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is held_out_loss
+          divided by unigram_entropy_nats; below 1, the model beats the best guess without context.
+        - mfu: Model FLOPs per second, divided by the measured matrix product peak of the gang's
+          machines; at most 1.
         - metrics: Metrics of the last evaluation, by name.
-        - usd_per_1000_rollouts: The ledger's dollars per 1,000 rollouts that the last evaluation counted.
+        - usd_per_1000_rollouts: The ledger's dollars per 1,000 rollouts that the last evaluation
+          counted.
         - goodput: Share of the paid rank-seconds that was spent in useful steps.
         - learning_rate: The highest learning rate of all steps.
     """
-    executed = [event for event in events if event.name == ev.STEP and event.step and event.generation in generations]
+    executed = [
+        event
+        for event in events
+        if event.name == ev.STEP and event.step and event.generation in generations
+    ]
     kept = [event for event in executed if generations[event.generation].keeps(event.step or 0)]
     prepared = next((event.data for event in reversed(events) if event.name == ev.PREPARED), {})
     entropy = read_number(prepared.get("unigram_entropy_nats"))
-    metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == ev.EVALUATION]
+    metrics = [
+        event.data.get("metrics", {}) for event in reversed(events) if event.name == ev.EVALUATION
+    ]
     rollouts = read_number((metrics[0] if metrics else {}).get("rollouts"))
-    held_out = next((read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
-    times = [event.t_wall for event in events if event.name != ev.PRICES] or [0.0]  # prices may be recorded much later
-    useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
+    held_out = next(
+        (read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None
+    )
+    times = [event.t_wall for event in events if event.name != ev.PRICES] or [
+        0.0
+    ]  # prices may be recorded much later
+    useful = sum(
+        line.rank_microseconds
+        for line in ledger.lines
+        if line.ledger_class == LedgerClass.USEFUL_STEP
+    )
     return {
         "wall_hours": (max(times) - min(times)) / 3600,
         "steps": max((event.step for event in kept if event.step is not None), default=0),
@@ -63,11 +88,18 @@ def compute_actual_figures(
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
         "train_tokens": prepared.get("train_tokens"),
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
-        "metrics": {str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()},
+        "metrics": {
+            str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()
+        },
         "usd_per_1000_rollouts": float(ledger.total_usd) * 1000 / rollouts if rollouts else None,
         "network": _compare_networks(events),
-        "profile": next((one.data["lines"] for one in events[::-1] if (one.name, one.rank) == (ev.PROFILE, 0)), None),
-        "commits": len({event.data.get("key", event.step) for event in events if event.name == ev.COMMIT}),
+        "profile": next(
+            (one.data["lines"] for one in events[::-1] if (one.name, one.rank) == (ev.PROFILE, 0)),
+            None,
+        ),
+        "commits": len(
+            {event.data.get("key", event.step) for event in events if event.name == ev.COMMIT}
+        ),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
         "goodput": useful / ledger.paid_microseconds if ledger.paid_microseconds else None,
@@ -77,69 +109,99 @@ def compute_actual_figures(
 
 
 STEP_COLUMNS = (
-    "step", "seconds", "tokens_per_second", "learning_rate", "gradient_norm", "loss", "mfu", "usd", "generation",
+    "step",
+    "seconds",
+    "tokens_per_second",
+    "learning_rate",
+    "gradient_norm",
+    "loss",
+    "mfu",
+    "usd",
+    "generation",
     "kept",
-)  # fmt: skip
+)
 
 
 def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool | None, ...]]:
-    """List the figures of each executed step (`STEP_COLUMNS`), by generation and step. A redone step has several rows.
+    """List the figures of each executed step (`STEP_COLUMNS`), by generation and step.
 
-    Seconds and tokens per second are those of the slowest rank. MFU is computed from the first rank that recorded
-    FLOPs. Dollars are summed over all ranks. The column `kept` tells whether this execution of the step is part of the
-    final weights.
+    A redone step has several rows.
+
+    Seconds and tokens per second are those of the slowest rank. MFU is computed from the first rank
+    that recorded FLOPs. Dollars are summed over all ranks. The column `kept` tells whether this
+    execution of the step is part of the final weights.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    generations, peaks = read_generations(ordered), find_peaks(ordered)
-    executed: dict[tuple[int, int], list[tuple[float, float, Event]]] = {}  # (seconds, dollars, event) of each rank
+    generations = read_generations(ordered)
+    peaks = find_peaks(ordered)
+    executed: dict[
+        tuple[int, int], list[tuple[float, float, Event]]
+    ] = {}  # (seconds, dollars, event) of each rank
     for bill in compute_bills(ordered, generations).nodes:
-        curve, ranks = bill.curve, len(bill.node.ranks)
+        curve = bill.curve
+        ranks = len(bill.node.ranks)
         for event in (event for mine in bill.node.events.values() for event in mine):
             if event.name == ev.STEP and event.step is not None:
                 seconds = sum(event.data.get("seconds", {}).values())
                 wall = bill.node.started_wall + event.t_mono - bill.node.start
                 usd = float(curve.price_at(wall)) / 3600 / ranks * seconds
-                executed.setdefault((event.generation, event.step), []).append((seconds, usd, event))
+                executed.setdefault((event.generation, event.step), []).append(
+                    (seconds, usd, event)
+                )
     rows = []
     for (generation, step), parts in sorted(executed.items()):
         seconds, _, slowest = max(parts, key=lambda part: part[0])
-        flops = next((speed for *_, one in parts if (speed := compute_rate(one, "flops"))), None)  # of rank 0
+        flops = next(
+            (speed for *_, one in parts if (speed := compute_rate(one, "flops"))), None
+        )  # of rank 0
         peak = peaks.get(generation)
-        mfu = flops / peak if flops is not None and peak and flops <= peak else None
+        if flops is not None and peak and flops <= peak:
+            mfu = flops / peak
+        else:
+            mfu = None
         known = [
             next((read_number(one.data[key]) for *_, one in parts if key in one.data), None)
             for key in ("learning_rate", "gradient_norm", "loss")
         ]
         usd = sum(part[1] for part in parts)
-        speed, kept = compute_rate(slowest, "tokens"), generations[generation].keeps(step)
+        speed = compute_rate(slowest, "tokens")
+        kept = generations[generation].keeps(step)
         rows.append((step, seconds, speed, *known, mfu, usd, generation, kept))
     return rows
 
 
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
-    """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as `mfu_withheld`.
+    """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as
+    `mfu_withheld`.
 
-    An MFU above 1 is not reported, because the peak was then measured on a busy machine. If the MFU is unknown, both
-    `mfu` and `mfu_withheld` are None.
+    An MFU above 1 is not reported, because the peak was then measured on a busy machine. If the MFU
+    is unknown, both `mfu` and `mfu_withheld` are None.
     """
     peaks = find_peaks(events)
     shares = []
     for event in kept:
-        speed, peak = compute_rate(event, "flops"), peaks.get(event.generation)
+        speed = compute_rate(event, "flops")
+        peak = peaks.get(event.generation)
         shares.append(speed / peak if speed is not None and peak else None)
     mfu = _median(shares)
     if mfu is None or mfu <= 1.0:
         return {"mfu": mfu, "mfu_withheld": None}
-    return {"mfu": None, "mfu_withheld": f"{mfu:.1f} times the peak, which was measured while the machine was busy"}
+    return {
+        "mfu": None,
+        "mfu_withheld": f"{mfu:.1f} times the peak, which was measured while the machine was busy",
+    }
 
 
 def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     """Return the peak FLOPs per second of each generation, summed over its ranks.
 
-    A peak that was measured on a busy machine is too low, but no measurement is too high. The highest measurement of
-    each (machine, number of ranks, dtype) therefore applies to all generations.
+    A peak that was measured on a busy machine is too low, but no measurement is too high. The
+    highest measurement of each (machine, number of ranks, dtype) therefore applies to all
+    generations.
     """
-    machines: dict[tuple[str, int, int, int], str] = {}  # keys, here and below: run, attempt, generation, node
+    machines: dict[
+        tuple[str, int, int, int], str
+    ] = {}  # keys, here and below: run, attempt, generation, node
     peaks: dict[tuple[str, int, int, int], dict[int, float]] = {}
     dtypes: dict[tuple[str, int, int, int], str] = {}
     for event in events:
@@ -147,9 +209,14 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
         if event.name == ev.NODE_STARTED:
             machines[node] = event.data.get("instance_id") or event.data.get("host") or ""
         elif event.name == ev.PEAK:
-            peaks.setdefault(node, {})[event.rank] = read_number(event.data.get("flops_per_second")) or 0.0
+            peaks.setdefault(node, {})[event.rank] = (
+                read_number(event.data.get("flops_per_second")) or 0.0
+            )
             dtypes[node] = str(event.data.get("dtype"))
-    keys = {node: (machines.get(node) or node[-1], dtypes[node], len(ranks)) for node, ranks in peaks.items()}
+    keys = {
+        node: (machines.get(node) or node[-1], dtypes[node], len(ranks))
+        for node, ranks in peaks.items()
+    }
     best: dict[tuple[str | int, str, int], float] = {}
     for node, ranks in peaks.items():
         best[keys[node]] = max(best.get(keys[node], 0.0), sum(ranks.values()))
@@ -157,18 +224,21 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
 
 
 def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
-    """Compute the `saves` part of `actual`: measured and predicted cost of checkpoints and redone steps.
+    """Compute the `saves` part of `actual`: measured and predicted cost of checkpoints and redone
+    steps.
 
-    `actual_loss` is the measured share of the paid time lost to checkpoint stalls and redone steps. `predicted_loss` is
-    the estimate of that share. It is the mean of the predictions that the job made whenever it computed the checkpoint
-    interval. Unknown figures are None.
+    `actual_loss` is the measured share of the paid time lost to checkpoint stalls and redone steps.
+    `predicted_loss` is the estimate of that share. It is the mean of the predictions that the job
+    made whenever it computed the checkpoint interval. Unknown figures are None.
     """
     predicted = _numbers(events, ev.INTERVAL, "predicted_loss")
     classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
     lost = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class in classes)
     return {
         "skipped": sum(event.name == ev.COMMIT_SKIPPED for event in events),
-        "failed": len({(event.generation, event.step) for event in events if event.name == ev.COMMIT_FAILED}),
+        "failed": len(
+            {(event.generation, event.step) for event in events if event.name == ev.COMMIT_FAILED}
+        ),
         "stall_seconds": _median(_numbers(events, ev.COMMIT, "stall_seconds")),
         "durable_seconds": _median(_numbers(events, ev.COMMIT, "seconds")),
         "interval_seconds": _median(_numbers(events, ev.INTERVAL, "seconds")),
@@ -178,12 +248,20 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
 
 
 def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
-    """Return the newest network probe; its key `before` has the medians of earlier probes. None without probes."""
+    """Return the newest network probe; its key `before` has the medians of earlier probes.
+
+    None without probes.
+    """
     probes = [event.data for event in events if event.name == ev.NETWORK]
     if not probes:
         return None
     *before, last = probes
-    keys = ("bandwidth_bytes_per_second", "all_reduce_bytes_per_second", "round_trip_seconds", "clock_offset_seconds")
+    keys = (
+        "bandwidth_bytes_per_second",
+        "all_reduce_bytes_per_second",
+        "round_trip_seconds",
+        "clock_offset_seconds",
+    )
     earlier = {key: _median(read_number(one.get(key)) for one in before) for key in keys}
     return {**last, "before": {"probes": len(before), **earlier}}
 
@@ -195,11 +273,15 @@ def _numbers(events: Sequence[Event], name: str, key: str) -> list[float]:
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known else None
+    if known:
+        return median(known)
+    return None
 
 
 def read_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def compute_money_figures(
@@ -213,53 +295,76 @@ def compute_money_figures(
     Returns:
         JSON values, among them:
 
-        - forecast: Forecast of the first plan, for the whole job. Later plans cover only the remaining work.
-          `compute_usd` excludes storage and transfer, which the ledger does not meter. `useful_usd` is its part for
-          useful work; None for plans of older versions.
+        - forecast: Forecast of the first plan, for the whole job. Later plans cover only the
+          remaining work. `compute_usd` excludes storage and transfer, which the ledger does not
+          meter. `useful_usd` is its part for useful work; None for plans of older versions.
         - causes: Dollars by cause, with six decimals, that sum to the total.
         - cells: The same dollars and rank-seconds by cause and ledger class.
         - hindsight: Lowest possible cost, and regret (`compute_hindsight`).
         - thresholds: Shares of the budget (0 to 1) that were reached and notified.
         - prices: Nodes and dollars by pool and kind of price.
         - attempts: Planned and actual figures of the attempts on AWS Batch.
-        - light_steps_away: Whether the Metaflow steps before and after training also ran on other machines. The ledger
-          does not meter these machines.
+        - light_steps_away: Whether the Metaflow steps before and after training also ran on other
+          machines. The ledger does not meter these machines.
     """
-    changes = [(bill.node, at / MICRO) for bill in ledger.nodes for at, _ in bill.price.curve.changes]
+    changes = [
+        (bill.node, at / MICRO) for bill in ledger.nodes for at, _ in bill.price.curve.changes
+    ]
     return {
         "owner": ledger.owner,
         "project": ledger.project,
         "forecast": _find_forecast(events),
         "causes": [
-            {"cause": line.cause, "rank_seconds": line.rank_microseconds / MICRO, "usd": float(line.usd)}
+            {
+                "cause": line.cause,
+                "rank_seconds": line.rank_microseconds / MICRO,
+                "usd": float(line.usd),
+            }
             for line in ledger.causes
         ],
         "cells": [
-            {"cause": cause, "class": str(kind), "rank_seconds": micros / MICRO, "usd": float(round_amount(usd))}
+            {
+                "cause": cause,
+                "class": str(kind),
+                "rank_seconds": micros / MICRO,
+                "usd": float(round_amount(usd)),
+            }
             for cause, kind, micros, usd in ledger.cells
         ],
         "hindsight": compute_hindsight(events, generations, ledger),
-        "thresholds": sorted({event.data["threshold"] for event in events if event.name == ev.BUDGET}),
-        "instances": sorted({bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}),
+        "thresholds": sorted(
+            {event.data["threshold"] for event in events if event.name == ev.BUDGET}
+        ),
+        "instances": sorted(
+            {bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}
+        ),
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
         "price_changes": sum(node.started_wall < at < node.ended_wall for node, at in changes),
         "prices": _sum_by_price(ledger),
         "attempts": _compute_attempt_figures(events, ledger),
-        "light_steps_away": any(event.data.get("sent_away") for event in events if event.name == ev.PREFLIGHT),
+        "light_steps_away": any(
+            event.data.get("sent_away") for event in events if event.name == ev.PREFLIGHT
+        ),
     }
 
 
 def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
-    plan = next((event.data for event in events if event.name == ev.PLAN and event.data.get("chosen")), None)
+    plan = next(
+        (event.data for event in events if event.name == ev.PLAN and event.data.get("chosen")), None
+    )
     if plan is None:
         return None
     chosen = plan["chosen"]
-    expected, hours = chosen.get("expected_usd"), chosen.get("expected_hours")
-    compute, work = chosen.get("compute_usd", expected), (chosen.get("case") or {}).get("work_hours")
+    expected = chosen.get("expected_usd")
+    hours = chosen.get("expected_hours")
+    compute = chosen.get("compute_usd", expected)
+    work = (chosen.get("case") or {}).get("work_hours")
     return {
         "usd": expected,
         "compute_usd": compute,
-        "useful_usd": compute * work / hours if compute is not None and work is not None and hours else None,
+        "useful_usd": compute * work / hours
+        if compute is not None and work is not None and hours
+        else None,
         "hours": hours,
         "interruptions": chosen.get("interruptions"),
         "kind": "estimated",
@@ -267,7 +372,10 @@ def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
 
 
 def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
-    """Count the nodes and sum the dollars by pool and kind of price. The dollars sum to the total of the ledger."""
+    """Count the nodes and sum the dollars by pool and kind of price.
+
+    The dollars sum to the total of the ledger.
+    """
     grouped = group_by_key(
         (("" if bill.price.pool is None else str(bill.price.pool), bill.price.kind), bill)
         for bill in (*ledger.nodes, *ledger.unreported)
@@ -275,28 +383,46 @@ def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
     spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]
     return [
         {"pool": pool, "kind": kind, "nodes": len(bills), "usd": float(usd)}
-        for ((pool, kind), bills), usd in zip(grouped.items(), apportion(spent, total=ledger.total_usd), strict=True)
+        for ((pool, kind), bills), usd in zip(
+            grouped.items(), apportion(spent, total=ledger.total_usd), strict=True
+        )
     ]
 
 
 def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
-    """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there was none.
+    """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there
+    was none.
 
-    `planned` has the dollars per hour of all nodes, and estimates of the hours and dollars to finish the job there.
-    `actual` has the seconds for which the attempt waited for capacity, the hours for which it ran according to Batch,
-    and its dollars in the ledger. `ended` is the cause of its end, empty while unknown. `reason` is the text that Batch
-    gave.
+    `planned` has the dollars per hour of all nodes, and estimates of the hours and dollars to
+    finish the job there. `actual` has the seconds for which the attempt waited for capacity, the
+    hours for which it ran according to Batch, and its dollars in the ledger. `ended` is the cause
+    of its end, empty while unknown. `reason` is the text that Batch gave.
     """
-    last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == ev.BATCH_ATTEMPT}
+    last_events = {
+        str(event.data.get("job_id")): event.data
+        for event in events
+        if event.name == ev.BATCH_ATTEMPT
+    }
     bills = (*ledger.nodes, *ledger.unreported)
     paid = sum_by_key((bill.job.job_id, bill.usd) for bill in bills if bill.job is not None)
     found = []
     for number, attempt in enumerate(read_attempts(events).attempts, start=1):
         placement = attempt.placement
-        created, started, stopped = attempt.created_utc, attempt.started_utc, attempt.stopped_utc
-        hours = None if started is None or stopped is None else max(0.0, stopped - started) / 3600
-        waited_until = started if started is not None else stopped
-        dollars = float(round_amount(paid[attempt.job_id])) if attempt.job_id in paid else None
+        created = attempt.created_utc
+        started = attempt.started_utc
+        stopped = attempt.stopped_utc
+        if started is None or stopped is None:
+            hours = None
+        else:
+            hours = max(0.0, stopped - started) / 3600
+        if started is not None:
+            waited_until = started
+        else:
+            waited_until = stopped
+        if attempt.job_id in paid:
+            dollars = float(round_amount(paid[attempt.job_id]))
+        else:
+            dollars = None
         found.append(
             {
                 "number": number,
@@ -331,45 +457,65 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
 def compute_hindsight(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> dict[str, Any] | None:
-    """Compute the lowest possible cost of the same work if all prices had been known in advance, and the regret.
+    """Compute the lowest possible cost of the same work if all prices had been known in advance,
+    and the regret.
 
-    The regret is the job's total cost less this lowest cost. The compared pools have the job's instance type and number
-    of nodes: every zone with a recorded Spot price, and on-demand. Capacity is assumed to be always available, because
-    missing capacity is not recorded. The optimum is therefore a lower bound and the regret an upper bound, and both are
-    estimates. The work is the time of the steps that are part of the final weights, including data, evaluations and
-    checkpoints. Each start costs as much as the job's first start. If prices never changed, the cheapest pool is the
-    optimum; otherwise dynamic programming (`cost.report.optimum`) finds it.
+    The regret is the job's total cost less this lowest cost. The compared pools have the job's
+    instance type and number of nodes: every zone with a recorded Spot price, and on-demand.
+    Capacity is assumed to be always available, because missing capacity is not recorded. The
+    optimum is therefore a lower bound and the regret an upper bound, and both are estimates. The
+    work is the time of the steps that are part of the final weights, including data, evaluations
+    and checkpoints. Each start costs as much as the job's first start. If prices never changed, the
+    cheapest pool is the optimum; otherwise dynamic programming (`cost.report.optimum`) finds it.
 
     Args:
         events: Events of the job, ordered by time.
 
-    Returns:
-        Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid work, or if no
-        recorded pool could do the work.
+    Returns: Lowest cost and regret in dollars, and hours of work and start; None without a plan or
+        paid work, or if no recorded pool could do the work.
     """
-    plan = next((event.data for event in reversed(events) if event.name == ev.PLAN and event.data.get("chosen")), None)
+    plan = next(
+        (
+            event.data
+            for event in reversed(events)
+            if event.name == ev.PLAN and event.data.get("chosen")
+        ),
+        None,
+    )
     if plan is None or not ledger.nodes:
         return None
     newest = ledger.nodes[-1].node.generation
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
-    work, start = _compute_hours(ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang))
+    work, start = _compute_hours(
+        ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang)
+    )
     if work <= 0:
         return None
     known = read_price_curves(plan, _add_quotes(events, Pricing.of(events).history))
-    curves = {pool: curve for pool, curve in known.items() if pool.instance_type == plan["chosen"]["instance_type"]}
+    curves = {
+        pool: curve
+        for pool, curve in known.items()
+        if pool.instance_type == plan["chosen"]["instance_type"]
+    }
     begin = min(bill.node.started_wall for bill in ledger.nodes)
     end = max(bill.node.ended_wall for bill in ledger.nodes)
     if plan.get("deadline_hours"):
         since = plan.get("started_utc") or plan.get("made_utc") or begin
         end = max(end, float(since) + plan["deadline_hours"] * 3600)
     nodes = count_machines(gang)
-    if all(curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()):
-        usd = min(float(curve.price_at(begin)) for curve in curves.values()) * nodes * (work + start)
+    if all(
+        curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()
+    ):
+        usd = (
+            min(float(curve.price_at(begin)) for curve in curves.values()) * nodes * (work + start)
+        )
     else:
         usd = _find_optimum(curves, begin, end, nodes, work, start)
     if usd == math.inf:
         return None
-    regret = round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0  # adding 0.0 turns -0.0 into 0.0
+    regret = (
+        round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0
+    )  # adding 0.0 turns -0.0 into 0.0
     return {
         "usd": usd,
         "regret_usd": regret,
@@ -384,8 +530,12 @@ def compute_hindsight(
 def _compute_hours(
     bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
 ) -> tuple[float, float]:
-    """Return the hours of the gang's work, and the hours of the first generation's start plus shutdown."""
-    work, start, first = 0, 0, bills[0].node.generation
+    """Return the hours of the gang's work, and the hours of the first generation's start plus
+    shutdown.
+    """
+    work = 0
+    start = 0
+    first = bills[0].node.generation
     first_ranks = sum(len(bill.node.ranks) for bill in bills if bill.node.generation == first)
     for bill in bills:
         for rank in compute_rank_times(bill.node, generations[bill.node.generation]):
@@ -402,7 +552,8 @@ def _compute_hours(
 def read_price_curves(
     plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
-    """Return the price curve of one node by pool: first the plan's quote, then the recorded price changes.
+    """Return the price curve of one node by pool: first the plan's quote, then the recorded price
+    changes.
 
     Quotes for numbers of nodes other than the planned number are left out.
     """
@@ -414,13 +565,21 @@ def read_price_curves(
 
 
 def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
-    """Read the plan's quotes (dollars per hour of one node) of all pools with the planned number of nodes."""
+    """Read the plan's quotes (dollars per hour of one node) of all pools with the planned number of
+    nodes.
+    """
     chosen = plan["chosen"]
-    same_size = [candidate for candidate in [*plan.get("ranked", []), chosen] if candidate["nodes"] == chosen["nodes"]]
+    same_size = [
+        candidate
+        for candidate in [*plan.get("ranked", []), chosen]
+        if candidate["nodes"] == chosen["nodes"]
+    ]
     quotes = {parse_pool(candidate): parse_quote(candidate) for candidate in same_size}
     if chosen.get("on_demand_usd_per_hour") is not None:
         region = chosen.get("region") or ""
-        on_demand = PoolName(instance_type=chosen["instance_type"], market="on_demand", place=region)
+        on_demand = PoolName(
+            instance_type=chosen["instance_type"], market="on_demand", place=region
+        )
         quotes.setdefault(on_demand, Decimal(str(chosen["on_demand_usd_per_hour"])))
     return quotes
 
@@ -430,20 +589,29 @@ def _add_quotes(
 ) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
     """Use the quotes of all plans as price changes of the pools without recorded changes.
 
-    The ledger uses the quotes of all plans too. If this function used only the newest plan's quotes, the higher prices
-    of earlier plans would appear as regret.
+    The ledger uses the quotes of all plans too. If this function used only the newest plan's
+    quotes, the higher prices of earlier plans would appear as regret.
     """
     plans = (event for event in events if event.name == ev.PLAN and event.data.get("chosen"))
     quoted = group_by_key(
-        (pool, (event.t_wall, usd)) for event in plans for pool, usd in _read_quotes(event.data).items()
+        (pool, (event.t_wall, usd))
+        for event in plans
+        for pool, usd in _read_quotes(event.data).items()
     )
     return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}
 
 
 def _find_optimum(
-    curves: dict[PoolName, PriceCurve], begin: float, end: float, nodes: int, work: float, start: float
+    curves: dict[PoolName, PriceCurve],
+    begin: float,
+    end: float,
+    nodes: int,
+    work: float,
+    start: float,
 ) -> float:
-    """Compute the lowest cost in dollars of `work` hours between two Unix times; infinity if the time is too short."""
+    """Compute the lowest cost in dollars of `work` hours between two Unix times; infinity if the
+    time is too short.
+    """
     import numpy as np
 
     from ebbflow.cost.report.optimum import World, optimum_usd
@@ -454,9 +622,11 @@ def _find_optimum(
     edges = [round((begin + tick * 3600 * number) * MICRO) for number in range(_TICKS + 1)]
     # The mean price of each tick.
     prices = [
-        [float(curve.cost(left, right)) * nodes / tick for left, right in pairwise(edges)] for curve in curves.values()
+        [float(curve.cost(left, right)) * nodes / tick for left, right in pairwise(edges)]
+        for curve in curves.values()
     ]
-    # All pools count as one region: a move costs one start, because transfer between regions is not recorded.
+    # All pools count as one region: a move costs one start, because transfer between regions is not
+    # recorded.
     world = World(
         zones=tuple(str(pool) for pool in curves),
         regions=("",) * len(curves),

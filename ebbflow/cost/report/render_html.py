@@ -1,9 +1,10 @@
 """Render a job as one self-contained HTML page: live while the job runs, then its report.
 
-The page makes no requests to other hosts, and its Content-Security-Policy forbids them and all foreign scripts. Tables
-and SVG show everything without JavaScript. With JavaScript, `page/page.js` draws interactive plots (uPlot) and, while
-the job runs, loads the same page in a hidden frame to get newer content.
-Text from outside this program is always passed through `escape`. `cost.report.figure_text` formats the numbers.
+The page makes no requests to other hosts, and its Content-Security-Policy forbids them and all
+foreign scripts. Tables and SVG show everything without JavaScript. With JavaScript, `page/page.js`
+draws interactive plots (uPlot) and, while the job runs, loads the same page in a hidden frame to
+get newer content. Text from outside this program is always passed through `escape`.
+`cost.report.figure_text` formats the numbers.
 """
 
 import base64
@@ -16,7 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
+from ebbflow.cost.amounts import (
+    NONE,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_usd,
+)
 from ebbflow.cost.report import figure_text
 from ebbflow.cost.report.render_svg import list_figures, render_chart
 from ebbflow.cost.report.render_text import (
@@ -63,12 +71,23 @@ _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
 _MOST_SETTINGS = 12  # shown unfolded
 _RANK_HEADER = (
-    "rank", "node", "step", "slowest in", "own time / others'", "cost", "step time", "data wait", "waits for others",
-    "memory", "last event", "log",
-)  # fmt: skip
+    "rank",
+    "node",
+    "step",
+    "slowest in",
+    "own time / others'",
+    "cost",
+    "step time",
+    "data wait",
+    "waits for others",
+    "memory",
+    "last event",
+    "log",
+)
 _EVIDENCE = {"cascades": "failed after it", "usd_lost": "work lost", "because": "reason"}
 _LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
-# On narrow screens each row becomes a block with a line for each cell, so that no column is cut off.
+# On narrow screens each row becomes a block with a line for each cell, so that no column is cut
+# off.
 _AS_BLOCKS = """
 TABLE thead{display:none}
 TABLE table,TABLE tbody{display:block}
@@ -102,7 +121,11 @@ def escape(text: object) -> str:
 
 
 def render_html_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, colours: Sequence[str] = (), total: bool = False
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    colours: Sequence[str] = (),
+    total: bool = False,
 ) -> str:
     """Render a table and escape its cells. Cells beyond the last column of the header are left out.
 
@@ -114,25 +137,42 @@ def render_html_table(
         ' class="text"' if any(len(row[column]) > _LONGEST_NUMBER for row in rows) else ""
         for column in range(len(header))
     ]
-    head = "".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True))
+    head = "".join(
+        f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True)
+    )
     body = []
     for at, row in enumerate(rows):
-        mark = f'<i style="background:{colours[at]}"></i>' if at < len(colours) else ""
+        if at < len(colours):
+            mark = f'<i style="background:{colours[at]}"></i>'
+        else:
+            mark = ""
         cells = "".join(
-            _cell(row[column], label, kinds[column], mark if column == 0 else "") for column, label in enumerate(header)
+            _cell(row[column], label, kinds[column], mark if column == 0 else "")
+            for column, label in enumerate(header)
         )
         body.append(f"<tr{' class=total' if total and at == len(rows) - 1 else ''}>{cells}</tr>")
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=False)]
-    few = " few" if sum(widths) + 3 * len(widths) <= _NARROW_TABLE else ""
-    return f'<div class="wide{few}"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    if sum(widths) + 3 * len(widths) <= _NARROW_TABLE:
+        few = " few"
+    else:
+        few = ""
+    return (
+        "<div "
+        f'class="wide{few}"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    )
 
 
 def _cell(cell: str, label: str, kind: str, mark: str) -> str:
-    named = f' data-label="{escape(label)}"' if label else ""
+    if label:
+        named = f' data-label="{escape(label)}"'
+    else:
+        named = ""
     return f"<td{kind}{named}>{mark}{escape(cell).replace(chr(10), ' ')}</td>"
 
 
-def render(report: RunReport, *, earlier: Sequence[RunReport] = (), written: float | None = None) -> str:
+def render(
+    report: RunReport, *, earlier: Sequence[RunReport] = (), written: float | None = None
+) -> str:
     """Render the whole page.
 
     Args:
@@ -144,15 +184,25 @@ def render(report: RunReport, *, earlier: Sequence[RunReport] = (), written: flo
     return fill_page(main, data, title, running=report.outcome is None, written=written)
 
 
-def fill_page(main: str, data: str, title: str, *, running: bool, written: float | None = None) -> str:
-    """Put the content and its data (JSON) into an HTML document with styles, scripts and Content-Security-Policy."""
+def fill_page(
+    main: str, data: str, title: str, *, running: bool, written: float | None = None
+) -> str:
+    """Put the content and its data (JSON) into an HTML document with styles, scripts and
+    Content-Security-Policy.
+    """
     scripts, styles = _read_assets()
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; frame-src 'self' file:; "
-        "base-uri 'none'"
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in scripts
     )
-    now = time.time() if written is None else written
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; "
+        "frame-src 'self' file:; base-uri 'none'"
+    )
+    if written is None:
+        now = time.time()
+    else:
+        now = written
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -161,28 +211,37 @@ def fill_page(main: str, data: str, title: str, *, running: bool, written: float
         f"<title>{escape(title)}</title><style>{styles}</style></head>\n"
         f'<body data-state="{"running" if running else "ended"}" data-written="{now:.3f}">'
         f'<main>{main}</main><script type="application/json" id="data">{data}</script>'
-        f"{''.join(f'<script>{one}</script>' for one in scripts)}</body></html>\n"
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
 
 
 @cache
 def _read_assets() -> tuple[tuple[str, ...], str]:
     """Return the page's scripts and styles."""
-    scripts = tuple((_PAGE / name).read_text().strip() for name in ("feed.js", "uPlot.iife.min.js", "page.js"))
-    return scripts, (_PAGE / "uPlot.min.css").read_text() + (_PAGE / "page.css").read_text() + TABLE_STYLE
+    scripts = tuple(
+        (_PAGE / name).read_text().strip() for name in ("feed.js", "uPlot.iife.min.js", "page.js")
+    )
+    return scripts, (_PAGE / "uPlot.min.css").read_text() + (
+        _PAGE / "page.css"
+    ).read_text() + TABLE_STYLE
 
 
 def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[str, str]:
-    """Render the content of the page, and the data of its plots as JSON that is safe to embed in HTML."""
+    """Render the content of the page, and the data of its plots as JSON that is safe to embed in
+    HTML.
+    """
     figures, tables = list_figures(report, earlier)
     marks = report.charts.get("marks") or []
     drawn = [
-        f'<figure class="chart" id="figure-{one.id}"><figcaption>{escape(one.title)}</figcaption>'
-        f"{render_chart(one, tables[one.table], marks)}</figure>"
-        for one in figures
+        f'<figure class="chart" id="figure-{figure.id}"><figcaption>{escape(figure.title)}</figcaption>'
+        f"{render_chart(figure, tables[figure.table], marks)}</figure>"
+        for figure in figures
     ]
     data = {
-        "figures": [{**one._asdict(), "series": [series._asdict() for series in one.series]} for one in figures],
+        "figures": [
+            {**figure._asdict(), "series": [series._asdict() for series in figure.series]}
+            for figure in figures
+        ],
         "tables": tables,
         "marks": marks,
     }
@@ -196,7 +255,7 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
             for line in (describe_rehearsal(report, earlier) if report.outcome else ())
         ),
         _failure(report),
-        _plots(drawn, [one.id for one in figures]),
+        _plots(drawn, [figure.id for figure in figures]),
         _evaluations(report),
         _timeline(report),
         _money(report),
@@ -208,7 +267,10 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
         ),
         _attempts(report),
         _table_section(
-            "generations", "Generations", figure_text.GENERATION_HEADER, figure_text.format_generation_rows(report)
+            "generations",
+            "Generations",
+            figure_text.GENERATION_HEADER,
+            figure_text.format_generation_rows(report),
         ),
         _ranks(report),
         _events(report),
@@ -219,15 +281,27 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
         _section("trust", "How far to trust this", _list(figure_text.explain_figures(report))),
     ]
     text = json.dumps(without_nan(data), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
-    return "".join(sections), text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return "".join(sections), text.replace("<", "\\u003c").replace(">", "\\u003e").replace(
+        "&", "\\u0026"
+    )
 
 
 def _header(report: RunReport, verdict: str) -> str:
-    tone = "on" if report.outcome is None else "bad" if report.exit_code else "good"
+    if report.outcome is None:
+        tone = "on"
+    elif report.exit_code:
+        tone = "bad"
+    else:
+        tone = "good"
     title, more = describe_title(report)
-    small = f" <small>{escape(more)}</small>" if more else ""
+    if more:
+        small = f" <small>{escape(more)}</small>"
+    else:
+        small = ""
     state = escape(report.state.replace("_", " "))
-    damaged = "".join(f'<p class="message">{escape(line)}</p>' for line in figure_text.describe_damage(report)[:1])
+    damaged = "".join(
+        f'<p class="message">{escape(line)}</p>' for line in figure_text.describe_damage(report)[:1]
+    )
     return (
         f'<header id="header"><h1>{escape(title)}{small}</h1>'
         f'<p class="badge {tone}">{state}<span id="age"></span></p>'
@@ -238,7 +312,11 @@ def _header(report: RunReport, verdict: str) -> str:
 def _tile(tile: Tile) -> str:
     meter = ""
     if tile.share is not None:
-        width, over = min(100.0, max(0.0, 100 * tile.share)), " class=over" if tile.share > 1 else ""
+        width = min(100.0, max(0.0, 100 * tile.share))
+        if tile.share > 1:
+            over = " class=over"
+        else:
+            over = ""
         meter = f'<div class="meter"><i{over} style="width:{width:.1f}%"></i></div>'
     return (
         f'<div class="tile"><span>{escape(tile.name)}</span><b>{escape(tile.number)}</b>{meter}'
@@ -248,11 +326,14 @@ def _tile(tile: Tile) -> str:
 
 def _stop(report: RunReport) -> str:
     text = describe_stop(report)
-    return f'<p id="stop"><b>Safe to stop?</b> {escape(text)}</p>' if text else ""
+    if text:
+        return f'<p id="stop"><b>Safe to stop?</b> {escape(text)}</p>'
+    return ""
 
 
 def _failure(report: RunReport) -> str:
-    """Render the failures, the evidence of the first failure, and the command that continues the job.
+    """Render the failures, the evidence of the first failure, and the command that continues the
+    job.
 
     The first failure usually caused all later failures.
     """
@@ -265,9 +346,13 @@ def _failure(report: RunReport) -> str:
         failure = find_deciding_failure(failures)
         known: dict[str, Any] = failure.get("evidence") or {}
         named = {
-            _EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(name, value) for name, value in known.items()
+            _EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(name, value)
+            for name, value in known.items()
         }
-        evidence = _definitions(named) if named else ""
+        if named:
+            evidence = _definitions(named)
+        else:
+            evidence = ""
         lines = figure_text.format_failures(report)
         listed = _list(lines[:_MOST_EVENTS])
         parts.append(evidence + listed if len(lines) > 1 else listed + evidence)
@@ -277,27 +362,47 @@ def _failure(report: RunReport) -> str:
         if stack := report.events.get("stack"):
             text = "\n".join(escape_controls(line) for line in stack["lines"])
             path = _log_path(report, failure["generation"], stack["rank"])
-            parts.append(f"<p>Rank {stack['rank']} printed last ({escape(path)}):</p><pre>{escape(text)}</pre>")
+            parts.append(
+                f"<p>Rank {stack['rank']} printed last "
+                f"({escape(path)}):</p><pre>{escape(text)}</pre>"
+            )
             place = f" --generation {failure['generation']} --rank {stack['rank']}"
-        logs = f"ebbflow logs {one_line(report.job)}{place}\nebbflow diagnose {one_line(report.job)}"
+        logs = (
+            f"ebbflow logs {one_line(report.job)}{place}\nebbflow diagnose {one_line(report.job)}"
+        )
         parts.append(f"<p>All of its output, and the diagnosis:</p><pre>{escape(logs)}</pre>")
     following = suggest_next_step(report)
     if following is not None:
-        parts.append(f"<h3>What next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
-    title = "Why it ended, first failure first" if ended else "What went wrong, first failure first"
-    return _section("failure", title, "".join(parts)) if parts else ""
+        parts.append(
+            "<h3>What "
+            f"next</h3><p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>"
+        )
+    if ended:
+        title = "Why it ended, first failure first"
+    else:
+        title = "What went wrong, first failure first"
+    if parts:
+        return _section("failure", title, "".join(parts))
+    return ""
 
 
 def _log_path(report: RunReport, generation: int, rank: int) -> str:
-    """Return the path of a rank's log on its node, as a pattern, because the folder's name ends with a random id."""
+    """Return the path of a rank's log on its node, as a pattern, because the folder's name ends
+    with a random id.
+    """
     return f"runs/{one_line(report.job)}/logs/{generation:06d}-*/rank-{rank}.log"
 
 
 def _evidence_text(name: str, value: Any) -> str:
     if isinstance(value, list):
-        ranks = f"rank{'' if len(value) == 1 else 's'} " if name == "cascades" else ""
+        if name == "cascades":
+            ranks = f"rank{'' if len(value) == 1 else 's'} "
+        else:
+            ranks = ""
         return one_line(ranks + ", ".join(map(str, value)))
-    return format_usd(value) if isinstance(value, float) else one_line(value)
+    if isinstance(value, float):
+        return format_usd(value)
+    return one_line(value)
 
 
 def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
@@ -305,68 +410,101 @@ def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
         return _section("plots", "Training", '<p class="quiet">no step has been recorded yet</p>')
     names = {"step": "step", "seconds": "wall time", "usd": "dollars"}
     choices = "".join(
-        f'<label><input type="radio" name="axis" value="{key}"{" checked" if key == "step" else ""}> {name}</label>'
+        '<label><input type="radio" name="axis" '
+        f'value="{key}"{" checked" if key == "step" else ""}> {name}</label>'
         for key, name in names.items()
     )
-    keys = "dashed red: interruption; grey: start of a generation; green tick: commit; red: non-finite loss"
+    keys = (
+        "dashed red: interruption; grey: start of a generation; green tick: commit; red: "
+        "non-finite loss"
+    )
     return (
-        f'<section id="plots" data-figures="{" ".join(ids)}"><h2>Training</h2>'
-        f'<fieldset id="axis"><legend class="quiet">horizontal axis (drag to zoom, double-click to reset)</legend>'
-        f'{choices}</fieldset><div class="figures">{"".join(drawn)}</div><p class="quiet">{keys}</p></section>'
+        f'<section id="plots" data-figures="{" ".join(ids)}"><h2>Training</h2><fieldset '
+        'id="axis"><legend class="quiet">horizontal axis (drag to zoom, double-click to '
+        f'reset)</legend>{choices}</fieldset><div class="figures">{"".join(drawn)}</div><p '
+        f'class="quiet">{keys}</p></section>'
     )
 
 
 def _evaluations(report: RunReport) -> str:
-    """Render a workload's metrics per evaluation, and its pictures as images, in which scripts do not run."""
+    """Render a workload's metrics per evaluation, and its pictures as images, in which scripts do
+    not run.
+    """
     found = report.charts.get("evaluations") or {}
-    rows, pictures = found.get("rows") or [], found.get("pictures") or {}
+    rows = found.get("rows") or []
+    pictures = found.get("pictures") or {}
     if figure_text.get_weight_unit(report) == "tokens" and not pictures:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    cells = [(str(row["step"]), *(format_number(row["metrics"].get(name)) for name in names)) for row in rows]
-    table = render_html_table(("step", *(one_line(name).replace("_", " ") for name in names)), cells) if rows else ""
+    cells = [
+        (str(row["step"]), *(format_number(row["metrics"].get(name)) for name in names))
+        for row in rows
+    ]
+    if rows:
+        table = render_html_table(
+            ("step", *(one_line(name).replace("_", " ") for name in names)), cells
+        )
+    else:
+        table = ""
     drawn = [
         f"<figure><figcaption>{escape(name)}, step {escape(found.get('pictures_step'))}</figcaption>"
         f'<img alt="{escape(name)}" style="max-width:100%" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"></figure>'
         for name, picture in pictures.items()
     ]
-    return _section("evaluations", "Evaluations", "".join(drawn) + table) if drawn or table else ""
+    if drawn or table:
+        return _section("evaluations", "Evaluations", "".join(drawn) + table)
+    return ""
 
 
 def _timeline(report: RunReport) -> str:
-    """Render one bar per node and generation on a common time axis. The colours stand for classes of paid time."""
+    """Render one bar per node and generation on a common time axis.
+
+    The colours stand for classes of paid time.
+    """
     lanes = report.charts.get("lanes") or []
     if not lanes:
         return ""
     end = max(lane["end"] for lane in lanes) or 1.0
     start = min(lane["start"] for lane in lanes)
     scale = 100 / max(end - start, 1e-9)
-    rows, used = [], {}
+    rows = []
+    used = {}
     for lane in lanes:
         parts = []
         paid = max(lane["end"] - lane["start"], 1e-9)
         for begin, until, kind in lane["segments"]:
             used[kind] = True
             usd = lane["usd"] * (until - begin) / paid
-            text = f"{kind.replace('_', ' ')}: {format_duration(until - begin)}, {format_usd(usd or None)}"
+            text = (
+                f"{kind.replace('_', ' ')}: {format_duration(until - begin)}, "
+                f"{format_usd(usd or None)}"
+            )
             parts.append(
-                f'<i style="left:{(begin - start) * scale:.2f}%;width:{max(0.05, (until - begin) * scale):.2f}%;'
+                "<i "
+                f'style="left:{(begin - start) * scale:.2f}%;width:{max(0.05, (until - begin) * scale):.2f}%;'
                 f'background:{COLOURS[LedgerClass(kind)]}" title="{escape(text)}"></i>'
             )
         where = f"{one_line(lane['machine'])}: {one_line(lane['pool'])}"
         label = (
-            f"generation {lane['generation']}, node {lane['node']} {where} "
-            f"at {format_usd(lane['usd_per_hour'] or None)}/h, from step {lane['step']:,}, {format_duration(paid)}, "
-            f"{format_usd(lane['usd'] or None)}, ended by: {one_line(lane['ended']).replace('_', ' ')}"
+            f"generation {lane['generation']}, node {lane['node']} {where} at "
+            f"{format_usd(lane['usd_per_hour'] or None)}/h, from step {lane['step']:,}, "
+            f"{format_duration(paid)}, {format_usd(lane['usd'] or None)}, ended by: "
+            f"{one_line(lane['ended']).replace('_', ' ')}"
         )
         text = escape(label)
         rows.append(
-            f'<div class="laneof">{text}</div><div class="lane" role="img" aria-label="{text}">{"".join(parts)}</div>'
+            f'<div class="laneof">{text}</div><div class="lane" role="img" '
+            f'aria-label="{text}">{"".join(parts)}</div>'
         )
     left_out = report.charts.get("lanes_left_out") or 0
-    more = f'<p class="quiet">{left_out:,} earlier nodes are left out</p>' if left_out else ""
-    return _section("timeline", "Timeline: nodes of each generation", "".join(rows) + _keys([*used]) + more)
+    if left_out:
+        more = f'<p class="quiet">{left_out:,} earlier nodes are left out</p>'
+    else:
+        more = ""
+    return _section(
+        "timeline", "Timeline: nodes of each generation", "".join(rows) + _keys([*used]) + more
+    )
 
 
 def _keys(kinds: Sequence[str]) -> str:
@@ -379,13 +517,20 @@ def _keys(kinds: Sequence[str]) -> str:
 
 
 def _money(report: RunReport) -> str:
-    """Render one bar per cause of cost, divided by class of paid time. The ledger's table explains the colours."""
+    """Render one bar per cause of cost, divided by class of paid time.
+
+    The ledger's table explains the colours.
+    """
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
     ledger = render_html_table(
-        figure_text.LEDGER_HEADER, figure_text.format_ledger_rows(report), colours=colours, total=True
+        figure_text.LEDGER_HEADER,
+        figure_text.format_ledger_rows(report),
+        colours=colours,
+        total=True,
     )
     cells = group_by_key((str(cell["cause"]), cell) for cell in report.money.get("cells") or [])
-    rows, causes = figure_text.format_cause_rows(report), report.money.get("causes") or []
+    rows = figure_text.format_cause_rows(report)
+    causes = report.money.get("causes") or []
     widest = max((cause["rank_seconds"] for cause in causes), default=0.0) or 1.0
     bars = []
     for (name, seconds, share, usd), cause in zip(rows, causes, strict=False):
@@ -393,15 +538,22 @@ def _money(report: RunReport) -> str:
             f'<span style="flex:0 0 {100 * cell["rank_seconds"] / widest:.2f}%;'
             f'background:{COLOURS[LedgerClass(cell["class"])]}" '
             f'title="{escape(_cell_text(cell))}"></span>'
-            for cell in cells.get(str(cause["cause"])) or [{**cause, "class": LedgerClass.UNATTRIBUTED}]
+            for cell in cells.get(str(cause["cause"]))
+            or [{**cause, "class": LedgerClass.UNATTRIBUTED}]
         )
         text = f"{name}: {seconds} rank-seconds, {share}, {usd}"
         bars.append(
-            f'<div class="cause"><span>{escape(name)}</span><div class="bar" role="img" aria-label="{escape(text)}" '
-            f'title="{escape(text)}">{parts}</div>'
+            f'<div class="cause"><span>{escape(name)}</span><div class="bar" role="img" '
+            f'aria-label="{escape(text)}" title="{escape(text)}">{parts}</div>'
             f'<b>{escape(usd)}<br><small class="quiet">{escape(share)}</small></b></div>'
         )
-    total = f'<div class="cause"><strong>total</strong><span></span><b>{escape(rows[-1][3])}</b></div>' if rows else ""
+    if rows:
+        total = (
+            "<div "
+            f'class="cause"><strong>total</strong><span></span><b>{escape(rows[-1][3])}</b></div>'
+        )
+    else:
+        total = ""
     prices = escape(figure_text.format_key_figures(report)["prices"])
     table = f'<h3>By class of time</h3>{ledger}<p class="quiet">{prices}</p>'
     return _section("money", "Where the money went", "".join(bars) + total + table)
@@ -413,19 +565,30 @@ def _cell_text(cell: dict[str, Any]) -> str:
 
 
 def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """Return rows that compare plan and run. For an ended job, add the parts of the difference in dollars."""
+    """Return rows that compare plan and run.
+
+    For an ended job, add the parts of the difference in dollars.
+    """
     rows = [*figure_text.format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows
     others = [one for one in report.money.get("causes") or [] if one["cause"] != "useful work"]
-    extra = sum(one["usd"] for one in others)
-    useful, forecast = float(report.total_usd) - extra, report.money.get("forecast") or {}
-    planned, rest, made_of = forecast.get("useful_usd"), None, NONE
+    extra = sum(other["usd"] for other in others)
+    useful = float(report.total_usd) - extra
+    forecast = report.money.get("forecast") or {}
+    planned = forecast.get("useful_usd")
+    rest = None
+    made_of = NONE
     if planned is not None:
         rest = forecast["compute_usd"] - planned
-        largest = max(others, key=lambda one: one["usd"], default=None)
-        of_it = f", of which {one_line(largest['cause'])} cost {format_usd(largest['usd'])}" if largest else ""
-        signed = [f"{'+' if usd > 0 else ''}{format_usd(usd)}" for usd in (useful - planned, extra - rest)]
+        largest = max(others, key=lambda other: other["usd"], default=None)
+        if largest:
+            of_it = f", of which {one_line(largest['cause'])} cost {format_usd(largest['usd'])}"
+        else:
+            of_it = ""
+        signed = [
+            f"{'+' if usd > 0 else ''}{format_usd(usd)}" for usd in (useful - planned, extra - rest)
+        ]
         made_of = f"useful work {signed[0]}, everything else {signed[1]}{of_it}"
     return [
         *rows,
@@ -439,31 +602,39 @@ def _ranks(report: RunReport) -> str:
     ranks = report.charts.get("ranks") or []
     if not ranks:
         return ""
-    end = max(one["last_seconds"] for one in ranks)
+    end = max(rank["last_seconds"] for rank in ranks)
     rows = [
         (
-            str(one["rank"]),
-            f"{one['node']} {one_line(one['host'])}".strip(),
-            NONE if one["step"] is None else f"{one['step']:,}",
-            format_percent(one["slowest_share"], 0),
-            format_number(one["slowest_ratio"], 2),
-            format_usd(one.get("lost_usd")),
-            f"{format_number(one['step_seconds'], 3)} s",
-            format_percent(one["data_share"]),
-            format_percent(one.get("wait_share")),
-            NONE if one["node_resident_bytes"] is None else f"{one['node_resident_bytes'] / 2**30:.2f} GiB/node",
+            str(rank["rank"]),
+            f"{rank['node']} {one_line(rank['host'])}".strip(),
+            NONE if rank["step"] is None else f"{rank['step']:,}",
+            format_percent(rank["slowest_share"], 0),
+            format_number(rank["slowest_ratio"], 2),
+            format_usd(rank.get("lost_usd")),
+            f"{format_number(rank['step_seconds'], 3)} s",
+            format_percent(rank["data_share"]),
+            format_percent(rank.get("wait_share")),
+            NONE
+            if rank["node_resident_bytes"] is None
+            else f"{rank['node_resident_bytes'] / 2**30:.2f} GiB/node",
             "newest"
-            if end - one["last_seconds"] < 0.05
-            else f"{format_duration(end - one['last_seconds'])} before the newest",
-            f"rank-{one['rank']}.log",
+            if end - rank["last_seconds"] < 0.05
+            else f"{format_duration(end - rank['last_seconds'])} before the newest",
+            f"rank-{rank['rank']}.log",
         )
-        for one in ranks[:64]
+        for rank in ranks[:64]
     ]
-    more = f"; {len(ranks) - 64:,} more ranks are left out" if len(ranks) > 64 else ""
+    if len(ranks) > 64:
+        more = f"; {len(ranks) - 64:,} more ranks are left out"
+    else:
+        more = ""
     folder = _log_path(report, ranks[0].get("generation", 0), 0).rpartition("/")[0]
     logs = f"{folder} on each node; from anywhere: ebbflow logs {one_line(report.job)} --rank N"
     note = f"newest generation, the most often slowest rank first{more}; logs are in {logs}"
-    slowest = f"<p><b>Which rank is slow?</b> {escape(words)}</p>" if (words := describe_slowest_rank(report)) else ""
+    if words := describe_slowest_rank(report):
+        slowest = f"<p><b>Which rank is slow?</b> {escape(words)}</p>"
+    else:
+        slowest = ""
     table = render_html_table(_RANK_HEADER, rows)
     return _section("ranks", "Ranks", f'{slowest}{table}<p class="quiet">{escape(note)}</p>')
 
@@ -482,32 +653,55 @@ def _events(report: RunReport) -> str:
         )
         for one in found[-_MOST_EVENTS:]
     ]
-    more = f'<p class="quiet">the newest {_MOST_EVENTS} of {len(found):,}</p>' if len(found) > _MOST_EVENTS else ""
+    if len(found) > _MOST_EVENTS:
+        more = f'<p class="quiet">the newest {_MOST_EVENTS} of {len(found):,}</p>'
+    else:
+        more = ""
     table = render_html_table(("after", "generation", "step", "event", "details"), rows)
-    box = '<input id="search" type="search" placeholder="search events" aria-label="search events" hidden>'
+    box = (
+        '<input id="search" type="search" placeholder="search events" aria-label="search events" '
+        "hidden>"
+    )
     return _section("events", "Events", box + table + more)
 
 
 def _configuration(report: RunReport, earlier: Sequence[RunReport]) -> str:
     if not report.configuration:
         return ""
-    chosen, defaults = (figure_text.format_configuration_rows(report, defaults=each) for each in (False, True))
+    chosen, defaults = (
+        figure_text.format_configuration_rows(report, defaults=each) for each in (False, True)
+    )
     header = ("key", "value", "source")
     folded = (
         f'<details id="defaults"><summary>{format_count(len(defaults), "default")}</summary>'
         f"{render_html_table(header[:2], defaults)}</details>"
     )
-    listed = render_html_table(header, chosen) if chosen else ""
+    if chosen:
+        listed = render_html_table(header, chosen)
+    else:
+        listed = ""
     if len(chosen) > _MOST_SETTINGS:
-        listed = f'<details id="chosen"><summary>{len(chosen)} settings, with their sources</summary>{listed}</details>'
-    before = earlier[-1] if earlier else None
+        listed = (
+            f'<details id="chosen"><summary>{len(chosen)} settings, with their '
+            f"sources</summary>{listed}</details>"
+        )
+    if earlier:
+        before = earlier[-1]
+    else:
+        before = None
     changed = find_changed_settings(report, before)
     differs = ""
     if before is not None and changed:
         names = ("key", one_line(before.job), one_line(report.job))
-        differs = f"<h3>Changed since {escape(one_line(before.job))}</h3>{render_html_table(names, changed)}"
+        differs = (
+            "<h3>Changed since "
+            f"{escape(one_line(before.job))}</h3>{render_html_table(names, changed)}"
+        )
     command = reproduce_command(report)
-    again = f"<h3>The same configuration again</h3><pre>{escape(command)}</pre>" if command else ""
+    if command:
+        again = f"<h3>The same configuration again</h3><pre>{escape(command)}</pre>"
+    else:
+        again = ""
     return _section("configuration", "Configuration", differs + listed + folded + again)
 
 
@@ -515,12 +709,16 @@ def _environment(report: RunReport) -> str:
     checks = report.events.get("checks") or []
     if not checks:
         return ""
-    rows = [(one_line(one["title"]), one_line(one["status"]), one_line(one["detail"])) for one in checks]
+    rows = [
+        (one_line(check["title"]), one_line(check["status"]), one_line(check["detail"]))
+        for check in checks
+    ]
     table = render_html_table(("check", "result", "found"), rows)
     return _section(
         "environment",
         "Environment",
-        f'<details id="checks"><summary>{len(rows)} checks before the start</summary>{table}</details>',
+        f'<details id="checks"><summary>{len(rows)} checks before the '
+        f"start</summary>{table}</details>",
     )
 
 
@@ -530,7 +728,9 @@ def _comparison(report: RunReport, earlier: Sequence[RunReport]) -> str:
     every = [*earlier, report]
     note = f'<p class="quiet">{escape(describe_price_kinds(every))}</p>'
     return _section(
-        "earlier", "Beside the jobs before it", render_html_table(JOB_HEADER, format_job_rows(every)) + note
+        "earlier",
+        "Beside the jobs before it",
+        render_html_table(JOB_HEADER, format_job_rows(every)) + note,
     )
 
 
@@ -539,7 +739,9 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _definitions(figures: dict[str, str]) -> str:
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in figures.items())
+    rows = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in figures.items()
+    )
     return f"<dl>{rows}</dl>"
 
 
@@ -547,16 +749,23 @@ def _attempts(report: RunReport) -> str:
     attempts = report.money.get("attempts") or []
     if not attempts:
         return ""
-    figures = render_html_table(figure_text.ATTEMPT_HEADER, figure_text.format_attempt_rows(attempts))
+    figures = render_html_table(
+        figure_text.ATTEMPT_HEADER, figure_text.format_attempt_rows(attempts)
+    )
     return _section(
         "attempts",
         "Attempts",
-        figures + render_html_table(figure_text.PLACE_HEADER, figure_text.format_placement_rows(attempts)),
+        figures
+        + render_html_table(figure_text.PLACE_HEADER, figure_text.format_placement_rows(attempts)),
     )
 
 
-def _table_section(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return _section(name, title, render_html_table(header, rows)) if rows else ""
+def _table_section(
+    name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    if rows:
+        return _section(name, title, render_html_table(header, rows))
+    return ""
 
 
 def _section(name: str, title: str, content: str) -> str:

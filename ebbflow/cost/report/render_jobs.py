@@ -1,4 +1,6 @@
-"""Render the jobs of a team as one self-contained HTML page: states, dollars by day and owner, failures by cause."""
+"""Render the jobs of a team as one self-contained HTML page: states, dollars by day and owner,
+failures by cause.
+"""
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -11,8 +13,17 @@ from ebbflow.cost.report.verdict import describe_cause, describe_simulation
 from ebbflow.infra.untrusted_text import one_line
 
 _HEADER = (
-    "job", "project", "owner", "state", "progress", "spent", "forecast", "savings", "interruptions", "first failure",
-)  # fmt: skip
+    "job",
+    "project",
+    "owner",
+    "state",
+    "progress",
+    "spent",
+    "forecast",
+    "savings",
+    "interruptions",
+    "first failure",
+)
 _MOST_DAYS = 60
 
 
@@ -28,12 +39,15 @@ def render_jobs_page(
         reports: Reports by name of the job; a job that never started has none.
         charges: FOCUS rows of all jobs (`cost.focus`).
     """
-    spent, states = sum(row[4] for row in rows), [row[3] for row in rows]
-    saved = [float(one.savings_usd) for one in reports.values() if one.savings_usd is not None]
+    spent = sum(row[4] for row in rows)
+    states = [row[3] for row in rows]
+    saved = [
+        float(report.savings_usd) for report in reports.values() if report.savings_usd is not None
+    ]
     running = states.count("running")
     verdict = f"{format_count(len(rows), 'job')}, {running:,} running; {format_usd(spent)} spent"
     verdict += f", {format_usd(sum(saved))} saved against the on-demand price of the useful work"
-    simulated = sum(one.actual.get("price_kind") == SIMULATED for one in reports.values())
+    simulated = sum(report.actual.get("price_kind") == SIMULATED for report in reports.values())
     if simulated:
         verdict += f"; prices of {format_count(simulated, 'job')} are simulated"
     table = render_html_table(_HEADER, [_cells(row, reports.get(row[0])) for row in rows])
@@ -44,10 +58,16 @@ def render_jobs_page(
     return fill_page(main, '{"figures":[]}', "Ebbflow jobs", running=False)
 
 
-def _cells(row: tuple[str, str, str, str, float, float | None], report: RunReport | None) -> tuple[str, ...]:
+def _cells(
+    row: tuple[str, str, str, str, float, float | None], report: RunReport | None
+) -> tuple[str, ...]:
     job, project, owner, state, spent, forecast = row
-    found = {} if report is None else report.progress
-    done, total = found.get("step"), found.get("steps")
+    if report is None:
+        found = {}
+    else:
+        found = report.progress
+    done = found.get("step")
+    total = found.get("steps")
     return (
         one_line(job),
         one_line(project),
@@ -79,7 +99,8 @@ def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
     for day, owners in sorted(days.items())[-_MOST_DAYS:]:
         total = sum(owners.values())
         names = ", ".join(
-            f"{owner} {format_usd(usd)}" for owner, usd in sorted(owners.items(), key=lambda one: -one[1])
+            f"{owner} {format_usd(usd)}"
+            for owner, usd in sorted(owners.items(), key=lambda item: -item[1])
         )
         bars.append(
             f'<div class="cause"><span>{escape(day)} <small class="quiet">{escape(names)}</small></span>'
@@ -90,7 +111,9 @@ def _by_day(charges: Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_cause(reports: Mapping[str, RunReport]) -> str:
-    """Render one row per cause of interruptions, with the number of interrupted jobs and the total cost."""
+    """Render one row per cause of interruptions, with the number of interrupted jobs and the total
+    cost.
+    """
     found: dict[str, tuple[int, float]] = {}
     for report in reports.values():
         for line in report.money.get("causes") or []:
@@ -99,7 +122,10 @@ def _by_cause(reports: Mapping[str, RunReport]) -> str:
                 jobs, usd = found.get(cause, (0, 0.0))
                 found[cause] = jobs + 1, usd + line["usd"]
     rows = [
-        (cause, str(jobs), format_usd(usd)) for cause, (jobs, usd) in sorted(found.items(), key=lambda one: -one[1][1])
+        (cause, str(jobs), format_usd(usd))
+        for cause, (jobs, usd) in sorted(found.items(), key=lambda item: -item[1][1])
     ]
     table = render_html_table(("cause", "jobs", "cost of interruptions"), rows)
-    return f'<section id="causes"><h2>Failures by cause</h2>{table}</section>' if rows else ""
+    if rows:
+        return f'<section id="causes"><h2>Failures by cause</h2>{table}</section>'
+    return ""

@@ -1,4 +1,6 @@
-"""Line charts of a job as SVG, for print and for browsers without JavaScript, and their data for interactive plots."""
+"""Line charts of a job as SVG, for print and for browsers without JavaScript, and their data for
+interactive plots.
+"""
 
 import html
 from collections.abc import Sequence
@@ -10,14 +12,20 @@ from ebbflow.cost.report.figure_text import get_loss_unit, get_weight_unit
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.untrusted_text import one_line
 
-_WIDTH, _HEIGHT = 560, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 30
+_WIDTH = 560
+_HEIGHT = 230
+_LEFT = 64
+_RIGHT = 12
+_TOP = 12
+_BOTTOM = 30
 _COMPARED_POINTS = 120
 _GIB = 2**30
 
 
 class ChartLine(NamedTuple):
-    """A line of a chart: the name of the column with its values, its label, colour (a CSS variable) and style."""
+    """A line of a chart: the name of the column with its values, its label, colour (a CSS variable)
+    and style.
+    """
 
     key: str
     label: str
@@ -29,7 +37,9 @@ class ChartLine(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A line chart: its title, its lines, and the name of the table that has the values of the lines."""
+    """A line chart: its title, its lines, and the name of the table that has the values of the
+    lines.
+    """
 
     id: str
     title: str
@@ -37,14 +47,20 @@ class Figure(NamedTuple):
     series: tuple[ChartLine, ...]
 
 
-def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[list[Figure], dict[str, Any]]:
+def list_figures(
+    report: RunReport, earlier: Sequence[RunReport] = ()
+) -> tuple[list[Figure], dict[str, Any]]:
     """Return the charts that have data, and their values as {table: {column: values}}."""
     charts = report.charts
     if not charts.get("steps", {}).get("step"):
         charts = {**charts, "steps": _old_columns(report)}
-    steps, (compared, names) = _with_forecast(report, _with_held_out(charts)), _compare(report, earlier)
+    steps = _with_forecast(report, _with_held_out(charts))
+    (compared, names) = _compare(report, earlier)
     machine = {
-        name: [value / _GIB if value is not None and name.endswith("_bytes") else value for value in values]
+        name: [
+            value / _GIB if value is not None and name.endswith("_bytes") else value
+            for value in values
+        ]
         for name, values in (charts.get("machine") or {}).items()
     }
     tables = {"steps": steps, "machine": machine, "compare": compared}
@@ -61,21 +77,55 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
         ChartLine("wait", "of it waiting for other ranks", "c1"),
         ChartLine("stall", "checkpoint stall", "c4"),
     )
-    memory = ChartLine("resident_bytes", "ranks", "c1"), ChartLine("memory_available_bytes", "available", "c3")
+    memory = (
+        ChartLine("resident_bytes", "ranks", "c1"),
+        ChartLine("memory_available_bytes", "available", "c3"),
+    )
     entropy = ChartLine("entropy", "unigram entropy", "c4", 1.2, dash=(4, 4), span=True)
     held_out = ChartLine("held_out", "held-out", "c2", 0, points=True)
     found = [
-        Figure("loss", f"Training loss, {get_loss_unit(report)}", "steps", (*loss, held_out, entropy)),
-        Figure("speed", f"Throughput, {unit} per second", "steps", (ChartLine("speed", f"{unit}/s", "c1"),)),
+        Figure(
+            "loss", f"Training loss, {get_loss_unit(report)}", "steps", (*loss, held_out, entropy)
+        ),
+        Figure(
+            "speed",
+            f"Throughput, {unit} per second",
+            "steps",
+            (ChartLine("speed", f"{unit}/s", "c1"),),
+        ),
         Figure("mfu", "MFU, % of the measured peak", "steps", (ChartLine("mfu", "MFU", "c3"),)),
         Figure("usd", "Dollars", "steps", money),
         Figure("split", "Seconds per step", "steps", split),
-        Figure("rate", "Learning rate", "steps", (ChartLine("learning_rate", "learning rate", "c1"),)),
-        Figure("norm", "Gradient norm", "steps", (ChartLine("gradient_norm", "gradient norm", "c1"),)),
-        Figure("busy", "GPU utilisation, %", "machine", (ChartLine("gpu_busy_percent", "mean of nodes", "c3"),)),
-        Figure("gpumem", "GPU memory of a node, GiB", "machine", (ChartLine("gpu_memory_used_bytes", "used", "c1"),)),
-        Figure("heat", "GPU temperature, °C", "machine", (ChartLine("gpu_celsius", "hottest, mean of nodes", "c2"),)),
-        Figure("power", "GPU power of a node, W", "machine", (ChartLine("gpu_watts", "mean of nodes", "c4"),)),
+        Figure(
+            "rate", "Learning rate", "steps", (ChartLine("learning_rate", "learning rate", "c1"),)
+        ),
+        Figure(
+            "norm", "Gradient norm", "steps", (ChartLine("gradient_norm", "gradient norm", "c1"),)
+        ),
+        Figure(
+            "busy",
+            "GPU utilisation, %",
+            "machine",
+            (ChartLine("gpu_busy_percent", "mean of nodes", "c3"),),
+        ),
+        Figure(
+            "gpumem",
+            "GPU memory of a node, GiB",
+            "machine",
+            (ChartLine("gpu_memory_used_bytes", "used", "c1"),),
+        ),
+        Figure(
+            "heat",
+            "GPU temperature, °C",
+            "machine",
+            (ChartLine("gpu_celsius", "hottest, mean of nodes", "c2"),),
+        ),
+        Figure(
+            "power",
+            "GPU power of a node, W",
+            "machine",
+            (ChartLine("gpu_watts", "mean of nodes", "c4"),),
+        ),
         Figure("memory", "Memory of a node, GiB", "machine", memory),
     ]
     lines = tuple(
@@ -86,7 +136,11 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
     kept = []
     for figure in found:
         table = tables[figure.table]
-        known = tuple(one for one in figure.series if any(value is not None for value in table.get(one.key, ())))
+        known = tuple(
+            one
+            for one in figure.series
+            if any(value is not None for value in table.get(one.key, ()))
+        )
         if known and known != (entropy,) and (figure.id != "compare" or len(known) > 1):
             kept.append(figure._replace(series=known))
     used = {figure.table for figure in kept}
@@ -94,21 +148,31 @@ def list_figures(report: RunReport, earlier: Sequence[RunReport] = ()) -> tuple[
 
 
 def _old_columns(report: RunReport) -> dict[str, Any]:
-    """Make the table of values per step from the loss curve. Old reports have no `charts` and need this."""
+    """Make the table of values per step from the loss curve.
+
+    Old reports have no `charts` and need this.
+    """
     steps: list[float | None] = [float(step) for step, _ in report.loss_curve]
     losses = [loss for _, loss in report.loss_curve]
-    return thin_columns({"step": steps, "seconds": [*steps], "usd": [*steps], "loss": losses}) if steps else {}
+    if steps:
+        return thin_columns({"step": steps, "seconds": [*steps], "usd": [*steps], "loss": losses})
+    return {}
 
 
 def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
     """Add the held-out losses as a column to the values per step."""
-    steps, held = charts.get("steps") or {}, charts.get("held_out") or {}
+    steps = charts.get("steps") or {}
+    held = charts.get("held_out") or {}
     if not held.get("step") or not steps.get("step"):
         return dict(steps)
-    rows = [{name: values[at] for name, values in steps.items()} for at in range(len(steps["step"]))]
+    rows = [
+        {name: values[at] for name, values in steps.items()} for at in range(len(steps["step"]))
+    ]
     rows += [
         {"step": step, "seconds": seconds, "usd": usd, "held_out": value}
-        for step, seconds, usd, value in zip(*(held[name] for name in ("step", "seconds", "usd", "value")), strict=True)
+        for step, seconds, usd, value in zip(
+            *(held[name] for name in ("step", "seconds", "usd", "value")), strict=True
+        )
     ]
     rows.sort(key=lambda row: row["step"])
     merged: list[dict[str, Any]] = []
@@ -125,20 +189,32 @@ def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Add columns with spent, forecast and budgeted dollars. For a running job, add a row for its estimated end."""
+    """Add columns with spent, forecast and budgeted dollars.
+
+    For a running job, add a row for its estimated end.
+    """
     if not columns.get("step"):
         return columns
-    found, entropy = report.progress, report.actual.get("unigram_entropy_nats")
-    columns = {**columns, "usd_spent": [*columns["usd"]], "usd_forecast": [None] * len(columns["step"])}
-    forecast, eta = found.get("forecast_usd"), found.get("eta_seconds")
+    found = report.progress
+    entropy = report.actual.get("unigram_entropy_nats")
+    columns = {
+        **columns,
+        "usd_spent": [*columns["usd"]],
+        "usd_forecast": [None] * len(columns["step"]),
+    }
+    forecast = found.get("forecast_usd")
+    eta = found.get("eta_seconds")
     if forecast is not None and eta:
         columns["usd_forecast"][-1] = columns["usd"][-1]
         end = {"step": found["steps"], "seconds": columns["seconds"][-1] + eta, "usd": forecast}
         columns = {name: [*values, end.get(name)] for name, values in columns.items()}
         columns["usd_forecast"][-1] = forecast
-    size, top = len(columns["step"]), max(columns["usd"][-1], forecast or 0.0)
+    size = len(columns["step"])
+    top = max(columns["usd"][-1], forecast or 0.0)
     budget = found.get("budget_usd")
-    if budget and budget <= 3 * top:  # a distant budget would flatten the curve; the number is in the bar above
+    if (
+        budget and budget <= 3 * top
+    ):  # a distant budget would flatten the curve; the number is in the bar above
         columns["usd_budget"] = [budget] * size
     losses = [one for one in columns.get("loss", ()) if one is not None]
     if entropy is not None and losses and entropy <= 1.5 * max(losses):
@@ -146,21 +222,29 @@ def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str
     return columns
 
 
-def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str, list[Any]], list[str]]:
-    """Put the loss curves of this job and of the newest four jobs with the same loss unit into one table.
+def _compare(
+    report: RunReport, earlier: Sequence[RunReport]
+) -> tuple[dict[str, list[Any]], list[str]]:
+    """Put the loss curves of this job and of the newest four jobs with the same loss unit into one
+    table.
 
     Each curve has at most 120 points.
 
     Returns:
         The columns step, job0 (this job), job1, …, and the names of these jobs.
     """
-    same = [one for one in earlier if one.loss_curve and get_loss_unit(one) == get_loss_unit(report)][-4:]
+    same = [
+        one for one in earlier if one.loss_curve and get_loss_unit(one) == get_loss_unit(report)
+    ][-4:]
     if not same or not report.loss_curve:
         return {}, []
     curves = []
     for one in (report, *same[::-1]):
         points = one.loss_curve
-        picked = {points[number * (len(points) - 1) // (_COMPARED_POINTS - 1)] for number in range(_COMPARED_POINTS)}
+        picked = {
+            points[number * (len(points) - 1) // (_COMPARED_POINTS - 1)]
+            for number in range(_COMPARED_POINTS)
+        }
         curves.append({step: loss for step, loss in picked if loss is not None})
     steps = sorted({step for curve in curves for step in curve})
     columns: dict[str, list[Any]] = {"step": steps}
@@ -169,59 +253,90 @@ def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[dict[str,
     return columns, [one_line(one.job) for one in (report, *same[::-1])]
 
 
-def render_chart(figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]) -> str:
-    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as interruptions.
+def render_chart(
+    figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]
+) -> str:
+    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as
+    interruptions.
 
     Below a figure with several lines, a legend in HTML names them.
     """
     xs = table["step"]
     values = [value for one in figure.series for value in table[one.key] if value is not None]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    first, last = xs[0], xs[-1]
+    first = xs[0]
+    last = xs[-1]
 
     def x(step: float) -> float:
         return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / max(1, last - first), 1)
 
     def y(value: float) -> float:
-        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (high + margin - value) / (high - low + 2 * margin), 1)
+        return round(
+            _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high + margin - value) / (high - low + 2 * margin),
+            1,
+        )
 
     drawn = []
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        value, step = low + share * (high - low), first + share * (last - first)
+        value = low + share * (high - low)
+        step = first + share * (last - first)
         drawn.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
-            f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{_tick(value)}</text>'
-            f'<text x="{x(step)}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{round(step):,}</text>'
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" '
+            f'y2="{y(value)}"/><text x="{_LEFT - 8}" y="{y(value) + 4}" '
+            f'text-anchor="end">{_tick(value)}</text><text x="{x(step)}" y="{_HEIGHT - 8}" '
+            f'text-anchor="{anchor}">{round(step):,}</text>'
         )
     for mark in marks if figure.table == "steps" else ():
         if first <= mark["step"] <= last:
-            top = _HEIGHT - _BOTTOM - 6 if mark["kind"] == "commit" else _TOP
+            if mark["kind"] == "commit":
+                top = _HEIGHT - _BOTTOM - 6
+            else:
+                top = _TOP
             drawn.append(
-                f'<line class="mark {mark["kind"]}" x1="{x(mark["step"])}" x2="{x(mark["step"])}" y1="{top}" '
+                f'<line class="mark {mark["kind"]}" x1="{x(mark["step"])}" '
+                f'x2="{x(mark["step"])}" y1="{top}" '
                 f'y2="{_HEIGHT - _BOTTOM}"><title>{html.escape(one_line(mark["text"]))}</title></line>'
             )
     for one in figure.series:
         for piece in _pieces(xs, table[one.key], one):
             if one.points or len(piece) == 1:
-                drawn += [f'<circle class="{one.colour}" cx="{x(s)}" cy="{y(v)}" r="3"/>' for s, v in piece]
+                drawn += [
+                    f'<circle class="{one.colour}" cx="{x(s)}" cy="{y(v)}" r="3"/>'
+                    for s, v in piece
+                ]
                 continue
             path = " ".join(f"{x(step)},{y(value)}" for step, value in piece)
-            dash = f' stroke-dasharray="{one.dash[0]} {one.dash[1]}"' if one.dash else ""
+            if one.dash:
+                dash = f' stroke-dasharray="{one.dash[0]} {one.dash[1]}"'
+            else:
+                dash = ""
             drawn.append(f'<polyline class="{one.colour}"{dash} points="{path}"/>')
     names = ", ".join(one.label for one in figure.series)
-    label = html.escape(f"{figure.title}: {names}; {_tick(low)} to {_tick(high)}, steps {first:,.0f} to {last:,.0f}")
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    label = html.escape(
+        f"{figure.title}: {names}; {_tick(low)} to {_tick(high)}, steps {first:,.0f} to {last:,.0f}"
+    )
+    svg = (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{label}">{"".join(drawn)}</svg>'
+    )
     if len(figure.series) < 2:
         return svg
     keys = (
-        f'<span><i style="background:var(--{one.colour})"></i>{html.escape(one.label)}</span>' for one in figure.series
+        f'<span><i style="background:var(--{one.colour})"></i>{html.escape(one.label)}</span>'
+        for one in figure.series
     )
     return f'{svg}<div class="keys">{"".join(keys)}</div>'
 
 
-def _pieces(xs: Sequence[float], values: Sequence[float | None], one: ChartLine) -> list[list[tuple[float, float]]]:
-    """Split a line at missing values. If `ChartLine.span` is set, connect the points across missing values instead."""
+def _pieces(
+    xs: Sequence[float], values: Sequence[float | None], one: ChartLine
+) -> list[list[tuple[float, float]]]:
+    """Split a line at missing values.
+
+    If `ChartLine.span` is set, connect the points across missing values instead.
+    """
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in zip(xs, values, strict=True):
         if value is not None:

@@ -26,7 +26,8 @@ _PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept
 class NextStep(NamedTuple):
     """Suggestion for continuing a job.
 
-    `explanation` has no full stop at the end. `command` is a shell command for the folder in which the job was started.
+    `explanation` has no full stop at the end. `command` is a shell command for the folder in which
+    the job was started.
     """
 
     explanation: str
@@ -36,8 +37,9 @@ class NextStep(NamedTuple):
 def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep | None:
     """Suggest how to continue a job; None if it is completed or running.
 
-    After an interruption or a failure, suggest `resume`, which continues the run with the same plan and configuration.
-    On AWS Batch, and after an exceeded limit or a bad setting, suggest a new `run`, which restores the last commit.
+    After an interruption or a failure, suggest `resume`, which continues the run with the same plan
+    and configuration. On AWS Batch, and after an exceeded limit or a bad setting, suggest a new
+    `run`, which restores the last commit.
 
     Args:
         program: Shell command that runs `ebbflow` (`infra.program.own_command`).
@@ -45,53 +47,90 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
     if report.outcome in (None, Outcome.COMPLETED):
         return None
     explanation, settings = _advise(report)
-    if (own := script_command(report, "--job", report.job)) is not None:  # it ran here, without the flow
+    own = script_command(report, "--job", report.job)
+    if own is not None:  # it ran here, without the flow
         return NextStep(explanation, own.replace("ebbflow", program, 1))
-    if settings is None and report.money.get("attempts"):  # on AWS Batch a new run plans the next placement
-        explanation, settings = f"{explanation} {_SAME_REMOTE_OPTIONS}", []
+    if settings is None and report.money.get(
+        "attempts"
+    ):  # on AWS Batch a new run plans the next placement
+        explanation = f"{explanation} {_SAME_REMOTE_OPTIONS}"
+        settings = []
     run = one_line(report.events.get("run") or "")
     if settings is None and run:
         return NextStep(explanation, f"{program} resume train --origin-run-id {shlex.quote(run)}")
     command = f"{program} run --job {shlex.quote(one_line(report.job))}"
-    permits = [_PERMITS[report.outcome]] if report.outcome in _PERMITS else []
-    return NextStep(explanation, " ".join([command, *permits, *(f"--set {setting}" for setting in settings or [])]))
+    if report.outcome in _PERMITS:
+        permits = [_PERMITS[report.outcome]]
+    else:
+        permits = []
+    return NextStep(
+        explanation,
+        " ".join([command, *permits, *(f"--set {setting}" for setting in settings or [])]),
+    )
 
 
 def _advise(report: RunReport) -> tuple[str, list[str] | None]:
-    """Return advice for continuing the job, and the settings that a new run must change (None: use `resume`)."""
-    plan, outcome = report.plan or {}, report.outcome
+    """Return advice for continuing the job, and the settings that a new run must change (None: use
+    `resume`).
+    """
+    plan = report.plan or {}
+    outcome = report.outcome
     refusal = plan.get("refusal") or {}
     if outcome is Outcome.INTERRUPTED:
         return "to continue from the last commit", None
     if outcome in (Outcome.FAILED, Outcome.CRASH_LOOP):
         return "fix the failure, then continue from the last commit", None
     if outcome is Outcome.BUDGET:
-        # Spend as much again on top of the old budget, and at least what the plan's refusal asked for.
+        # Spend as much again on top of the old budget, and at least what the plan's refusal asked
+        # for.
         spent = float(report.total_usd)
-        budget = spent + max(spent, plan.get("budget_usd") or 0.0) if spent else 0.0
+        if spent:
+            budget = spent + max(spent, plan.get("budget_usd") or 0.0)
+        else:
+            budget = 0.0
         budget_text = _round_up(max(budget, refusal.get("enough") or 0.0), "DOLLARS")
-        return f"to continue with a larger budget {_SAME_OPTIONS}", [f"cost.budget_usd={budget_text}"]
+        return f"to continue with a larger budget {_SAME_OPTIONS}", [
+            f"cost.budget_usd={budget_text}"
+        ]
     if outcome is Outcome.DEADLINE:
         hours = plan.get("deadline_hours") or report.actual.get("wall_hours") or 0.0
         deadline = _round_up(refusal.get("enough") or 2 * hours, "HOURS")
-        explanation = f"to continue with a later deadline, which counts from the next start {_SAME_OPTIONS}"
+        explanation = (
+            f"to continue with a later deadline, which counts from the next start {_SAME_OPTIONS}"
+        )
         return explanation, [f"cost.deadline_hours={deadline}"]
     if outcome is Outcome.NON_FINITE:
         steps = [step for step, loss in report.loss_curve if loss is None]
-        at = f" at step {max(steps):,}" if steps else ""
-        rate = report.actual.get("learning_rate")  # the highest one, which is the configured one after the warm-up
+        if steps:
+            at = f" at step {max(steps):,}"
+        else:
+            at = ""
+        rate = report.actual.get(
+            "learning_rate"
+        )  # the highest one, which is the configured one after the warm-up
         explanation = f"the same run would fail again{at}: lower the learning rate {_SAME_OPTIONS}"
         return explanation, [f"training.learning_rate={f'{rate / 2:.3g}' if rate else 'RATE'}"]
     if outcome is Outcome.NO_RESTORE:
-        return f"restore an intact commit and continue, or discard all steps and start over {_SAME_OPTIONS}", []
+        return (
+            "restore an intact commit and continue, or discard all steps and start over "
+            f"{_SAME_OPTIONS}",
+            [],
+        )
     if outcome is Outcome.ROLLED_BACK:
-        return f"restore the newer commits and continue, or continue from the older one {_SAME_OPTIONS}", []
+        return (
+            "restore the newer commits and continue, or continue from the older one "
+            f"{_SAME_OPTIONS}",
+            [],
+        )
     hint = one_line(refusal.get("hint") or "")
     return f"fix the failure{f' ({hint})' if hint else ''} and run again {_SAME_OPTIONS}", []
 
 
 def _round_up(value: float, placeholder: str) -> str:
-    """Round a positive number up to two significant digits. Return `placeholder` for any other value."""
+    """Round a positive number up to two significant digits.
+
+    Return `placeholder` for any other value.
+    """
     if not math.isfinite(value) or value <= 0:
         return placeholder
     exact = Decimal(str(value))
@@ -109,12 +148,16 @@ _LONGEST_END = 20
 def render(report: RunReport, *, program: str = PROGRAM) -> str:
     """Render the whole report.
 
-    Args:
-        program: Shell command that runs `ebbflow`. The report shows it in the command that continues the job.
+    Args: program: Shell command that runs `ebbflow`. The report shows it in the command that
+        continues the job.
     """
     figures = figure_text.format_key_figures(report)
     sections = [
-        [f"{name:<{max(map(len, figures))}}  {value}" for name, value in figures.items() if name != "job"],
+        [
+            f"{name:<{max(map(len, figures))}}  {value}"
+            for name, value in figures.items()
+            if name != "job"
+        ],
         format_table(
             figure_text.format_ledger_rows(report),
             ("where the paid time went", "rank-seconds", "share", "USD", "figure"),
@@ -125,7 +168,9 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     if compared := figure_text.format_comparison_rows(report):
         sections.append(format_table(compared, figure_text.get_comparison_header(report)))
     if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
-        sections.append(format_table(figure_text.format_attempt_rows(attempts), figure_text.ATTEMPT_HEADER))
+        sections.append(
+            format_table(figure_text.format_attempt_rows(attempts), figure_text.ATTEMPT_HEADER)
+        )
         placed = map(": ".join, figure_text.format_placement_rows(attempts))
         sections.append(["where each attempt was placed, and why:", *_wrapped([*placed])])
     if started := figure_text.format_generation_rows(report):
@@ -133,7 +178,10 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     if found := figure_text.format_failures(report):
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
-        listed += [f"diagnosis: {finding}"] if (finding := figure_text.describe_finding(report)) else []
+        if finding := figure_text.describe_finding(report):
+            listed += [f"diagnosis: {finding}"]
+        else:
+            listed += []
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
     if slow := describe_slowest_rank(report, if_slow=True):
         sections.append(_wrapped([slow]))
@@ -145,40 +193,73 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     title = f"report of job {figures['job']}"
     lines = [f"┌─ {title} ".ljust(WIDTH - 1, "─")]
     for index, section in enumerate(sections):
-        lines += [BAR] if index else []
+        if index:
+            lines += [BAR]
+        else:
+            lines += []
         lines += [f"{BAR} {line}".rstrip() for line in section]
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
 
 
-_CLOSING = ("budget", "goodput", "held-out loss", "final loss", "redone")  # key figures of the closing block
+_CLOSING = (
+    "budget",
+    "goodput",
+    "held-out loss",
+    "final loss",
+    "redone",
+)  # key figures of the closing block
 _LONGEST_CLOSING = 15
 
 
 def render_closing(
-    report: RunReport, page: str, *, program: str = PROGRAM, notes: Sequence[str] = (), width: int = 80
+    report: RunReport,
+    page: str,
+    *,
+    program: str = PROGRAM,
+    notes: Sequence[str] = (),
+    width: int = 80,
 ) -> str:
-    """Render the end of a job in at most 15 lines: the verdict, failures, key figures and the next step.
+    """Render the end of a job in at most 15 lines: the verdict, failures, key figures and the next
+    step.
 
     Args:
         page: Path of the report page.
         notes: Further lines, such as the verdict of a rehearsal.
         width: Columns to wrap at. Commands are never wrapped.
     """
-    figures, following = figure_text.format_key_figures(report), suggest_next_step(report, program=program)
-    mark = "✓" if report.outcome is Outcome.COMPLETED else "✗"
-    verdict, message = render_verdict(report), one_line(report.events.get("message") or "")
+    figures = figure_text.format_key_figures(report)
+    following = suggest_next_step(report, program=program)
+    if report.outcome is Outcome.COMPLETED:
+        mark = "✓"
+    else:
+        mark = "✗"
+    verdict = render_verdict(report)
+    message = one_line(report.events.get("message") or "")
     lines = [f"{mark} {verdict}", *notes]
-    failures, completed = figure_text.format_failures(report), report.outcome is Outcome.COMPLETED
+    failures = figure_text.format_failures(report)
+    completed = report.outcome is Outcome.COMPLETED
     if len(failures) > 1 or completed:  # else it is in the verdict
-        name = "survived" if completed else "cause"
+        if completed:
+            name = "survived"
+        else:
+            name = "cause"
         lines += [f"  {name:<9} {failure}" for failure in failures[:2]]
     if message and message not in verdict:
         lines.append(f"  message   {message}")
     if slow := describe_slowest_rank(report, if_slow=True):
         lines.append(f"  slow      {slow}")
-    shown = [f"{name} {figures[name]}" for name in _CLOSING if name in figures and not figures[name].startswith("0 ")]
-    lines += [f"  figures   {'; '.join(shown)}"] if shown else []
-    wrapped = [piece for line in lines for piece in wrap_line(line, width, indent=" " * (12 if line[0] == " " else 2))]
+    shown = [
+        f"{name} {figures[name]}"
+        for name in _CLOSING
+        if name in figures and not figures[name].startswith("0 ")
+    ]
+    if shown:
+        lines += [f"  figures   {'; '.join(shown)}"]
+    else:
+        lines += []
+    wrapped = []
+    for line in lines:
+        wrapped.extend(wrap_line(line, width, indent=" " * (12 if line[0] == " " else 2)))
     end = [f"  report    {page}", f"  all       ebbflow report {one_line(report.job)}"]
     if following:
         explained = wrap_line(f"  next      {following.explanation}:", width, indent=" " * 12)
@@ -207,28 +288,39 @@ def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[s
     quiet = [
         one
         for one in others
-        if one.outcome is Outcome.COMPLETED and not one.interruptions and _decisive(one) == _decisive(report)
+        if one.outcome is Outcome.COMPLETED
+        and not one.interruptions
+        and _decisive(one) == _decisive(report)
     ]
     if not quiet:
         compared = "no uninterrupted run of these settings is on this machine; --compare runs one"
     else:
         equal = quiet[-1].weights_sha256 == report.weights_sha256
-        compared = f"weights {'equal to' if equal else 'DIFFER from'} the uninterrupted run {one_line(quiet[-1].job)}"
+        compared = (
+            f"weights {'equal to' if equal else 'DIFFER from'} the uninterrupted run "
+            f"{one_line(quiet[-1].job)}"
+        )
     return [f"  rehearsal survived; {compared}"]
 
 
 def _decisive(report: RunReport) -> dict[str, Any]:
-    return {row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)}
+    return {
+        row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)
+    }
 
 
 def format_table(
-    rows: Sequence[Sequence[str]], header: Sequence[str], *, left: int = 1, width: int | None = WIDTH - 2
+    rows: Sequence[Sequence[str]],
+    header: Sequence[str],
+    *,
+    left: int = 1,
+    width: int | None = WIDTH - 2,
 ) -> list[str]:
     """Format the rows as lines below the header. Each column is as wide as its widest cell.
 
-    Args:
-        left: Number of leading columns that are left-aligned. All other columns are right-aligned.
-        width: Maximum length of the rule below the header, in characters; None for the length of the header.
+    Args: left: Number of leading columns that are left-aligned. All other columns are
+        right-aligned. width: Maximum length of the rule below the header, in characters; None for
+        the length of the header.
     """
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
@@ -244,11 +336,16 @@ def format_table(
 
 
 def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format the newest generations as a table. Names of culprits are shortened to fit on one line."""
+    """Format the newest generations as a table.
+
+    Names of culprits are shortened to fit on one line.
+    """
     more = len(rows) - _LISTED_GENERATIONS
     *names, last = figure_text.GENERATION_HEADER
     shown = rows[-_LISTED_GENERATIONS:]
-    lines = format_table([[*row[:-2], figure_text.shorten(row[-2], _LONGEST_END)] for row in shown], names)
+    lines = format_table(
+        [[*row[:-2], figure_text.shorten(row[-2], _LONGEST_END)] for row in shown], names
+    )
     left = WIDTH - 2 - len(lines[0]) - 2
     culprits = [last, "─" * left, *(figure_text.shorten(row[-1], left) for row in shown)]
     table = [f"{line}  {culprit}" for line, culprit in zip(lines, culprits, strict=True)]
@@ -259,25 +356,59 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
     return [
         piece
         for line in lines
-        for piece in textwrap.wrap(line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ", break_on_hyphens=False)
+        for piece in textwrap.wrap(
+            line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ", break_on_hyphens=False
+        )
         or ["·"]
     ]
 
 
 # Columns of the CSV: plain numbers and text, dollars with six decimals.
 JOB_COLUMNS: tuple[str, ...] = (
-    "job", "owner", "project", "outcome", "pool", "price_kind", "forecast_usd", "total_usd", "savings_usd",
-    "hindsight_usd", "regret_usd", "forecast_hours", "wall_hours", "paid_rank_seconds", "goodput", "interruptions",
-    "failures", "redone_steps", "steps", "tokens_per_second", "final_loss",
-)  # fmt: skip
-JOB_HEADER = ("job", "outcome", "pool", "forecast", "paid", "savings", "regret", "hours", "goodput", "interr.", "loss")
+    "job",
+    "owner",
+    "project",
+    "outcome",
+    "pool",
+    "price_kind",
+    "forecast_usd",
+    "total_usd",
+    "savings_usd",
+    "hindsight_usd",
+    "regret_usd",
+    "forecast_hours",
+    "wall_hours",
+    "paid_rank_seconds",
+    "goodput",
+    "interruptions",
+    "failures",
+    "redone_steps",
+    "steps",
+    "tokens_per_second",
+    "final_loss",
+)
+JOB_HEADER = (
+    "job",
+    "outcome",
+    "pool",
+    "forecast",
+    "paid",
+    "savings",
+    "regret",
+    "hours",
+    "goodput",
+    "interr.",
+    "loss",
+)
 _LONGEST_NAME = 34
 
 
 def build_job_row(report: RunReport) -> dict[str, Any]:
     """Build the row of one job: a value for each of `JOB_COLUMNS`, None if unknown."""
-    money, actual = report.money, report.actual
-    forecast, found = money.get("forecast") or {}, money.get("hindsight") or {}
+    money = report.money
+    actual = report.actual
+    forecast = money.get("forecast") or {}
+    found = money.get("hindsight") or {}
     known = {
         "job": one_line(report.job),
         "owner": one_line(money.get("owner") or ""),
@@ -285,7 +416,9 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
         "outcome": report.state,
         "pool": one_line(figure_text.format_pool(report.plan)),
         "price_kind": one_line(actual.get("price_kind") or ""),
-        "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),  # compute alone, like total_usd
+        "forecast_usd": forecast.get(
+            "compute_usd", forecast.get("usd")
+        ),  # compute alone, like total_usd
         "total_usd": report.total_usd,
         "savings_usd": report.savings_usd,
         "hindsight_usd": found.get("usd"),
@@ -301,28 +434,49 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
 
 
 def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
-    """Format one row per job with the columns of `JOB_HEADER`. For several jobs, a last row has the totals."""
+    """Format one row per job with the columns of `JOB_HEADER`.
+
+    For several jobs, a last row has the totals.
+    """
     decimals = usd_decimals(max((report.total_usd for report in reports), default=0))
     rows = [_cells(build_job_row(report), decimals) for report in reports]
     if len(reports) > 1:
         total = sum(report.total_usd for report in reports)
         saved = [report.savings_usd for report in reports]
-        savings = None if None in saved else sum(usd for usd in saved if usd is not None)
+        if None in saved:
+            savings = None
+        else:
+            savings = sum(usd for usd in saved if usd is not None)
         rows.append(
-            ("total", "", "", "", format_usd(total, decimals), format_usd(savings, decimals), "", "",
-             format_percent(_goodput(reports)), str(sum(report.interruptions for report in reports)), "")
-        )  # fmt: skip
+            (
+                "total",
+                "",
+                "",
+                "",
+                format_usd(total, decimals),
+                format_usd(savings, decimals),
+                "",
+                "",
+                format_percent(_goodput(reports)),
+                str(sum(report.interruptions for report in reports)),
+                "",
+            )
+        )
     return rows
 
 
 def render_table(reports: Sequence[RunReport]) -> str:
-    """Render several jobs as a table of unlimited width, followed by notes on prices and damaged event logs."""
+    """Render several jobs as a table of unlimited width, followed by notes on prices and damaged
+    event logs.
+    """
     table = format_table(format_job_rows(reports), JOB_HEADER, left=3, width=None)
     lines = [*(line.rstrip() for line in table), describe_price_kinds(reports)]
     for report in reports:
         if damage := report.events.get("damage"):
             job = one_line(report.job)
-            lines.append(f"{job}: the event log is damaged in {len(damage)} places: ebbflow report {job}")
+            lines.append(
+                f"{job}: the event log is damaged in {len(damage)} places: ebbflow report {job}"
+            )
     return "\n".join(lines)
 
 
@@ -350,7 +504,16 @@ def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:
 
 
 def _goodput(reports: Sequence[RunReport]) -> float | None:
-    """Return the share of all paid rank-seconds that was spent in useful steps; None if nothing was paid."""
-    lines = [line for report in reports for line in report.ledger if line.ledger_class == LedgerClass.USEFUL_STEP]
+    """Return the share of all paid rank-seconds that was spent in useful steps; None if nothing was
+    paid.
+    """
+    lines = [
+        line
+        for report in reports
+        for line in report.ledger
+        if line.ledger_class == LedgerClass.USEFUL_STEP
+    ]
     paid = sum(report.paid_microseconds for report in reports)
-    return sum(line.rank_microseconds for line in lines) / paid if paid else None
+    if paid:
+        return sum(line.rank_microseconds for line in lines) / paid
+    return None

@@ -1,6 +1,7 @@
 """Report of a job, built from its events. All renderers and report.json show the same numbers.
 
-The events may be any prefix of the log: a job that failed, was killed or is still running has a report too.
+The events may be any prefix of the log: a job that failed, was killed or is still running has a
+report too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from ebbflow.cost.ledger.generations import (
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.report.charts import build_charts, compute_progress, find_kept_steps
-from ebbflow.cost.report.figures import STEP_COLUMNS, compute_actual_figures, compute_money_figures, list_step_figures
+from ebbflow.cost.report.figures import (
+    STEP_COLUMNS,
+    compute_actual_figures,
+    compute_money_figures,
+    list_step_figures,
+)
 from ebbflow.infra.bundle import redact
 from ebbflow.infra.diagnose.job import diagnose_job
 from ebbflow.infra.errors import Outcome
@@ -38,13 +44,53 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _FIELDS = (  # of report.json; old reports lack the last five
-    "schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256",
-    "loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events",
-    "configuration", "money", "progress", "charts", "running",
-)  # fmt: skip
-_EVIDENCE = ("rank", "step", "phase", "where", "because", "certainty", "cascades", "dump", "next_action", "usd_lost")
-_TRACEBACK, _FEW_LINES, _MOST_LINES, _LONGEST_LINE = "Traceback (most recent call last)", 15, 60, 400
-_NOTABLE = {ev.BUDGET, ev.FAULT_DETECTED, ev.FAULT_INJECTED, ev.GENERATION_ENDED, ev.GUARD, ev.NOTICE, ev.OUTCOME}
+    "schema",
+    "job",
+    "outcome",
+    "exit_code",
+    "interruptions",
+    "failures",
+    "redone_steps",
+    "weights_sha256",
+    "loss_curve",
+    "ledger",
+    "total_usd",
+    "paid_rank_seconds",
+    "savings_usd",
+    "plan",
+    "actual",
+    "events",
+    "configuration",
+    "money",
+    "progress",
+    "charts",
+    "running",
+)
+_EVIDENCE = (
+    "rank",
+    "step",
+    "phase",
+    "where",
+    "because",
+    "certainty",
+    "cascades",
+    "dump",
+    "next_action",
+    "usd_lost",
+)
+_TRACEBACK = "Traceback (most recent call last)"
+_FEW_LINES = 15
+_MOST_LINES = 60
+_LONGEST_LINE = 400
+_NOTABLE = {
+    ev.BUDGET,
+    ev.FAULT_DETECTED,
+    ev.FAULT_INJECTED,
+    ev.GENERATION_ENDED,
+    ev.GUARD,
+    ev.NOTICE,
+    ev.OUTCOME,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,51 +100,65 @@ class RunReport:
     job: str
     outcome: Outcome | None  # outcome of the job; None while it is running
     interruptions: int  # number of generations with an unplanned end, whatever the cause
-    failures: int  # number of these interruptions that were caused by Ebbflow's code or the user's code
+    failures: (
+        int  # number of these interruptions that were caused by Ebbflow's code or the user's code
+    )
     redone_steps: int  # number of executed steps whose result was discarded
     weights_sha256: str | None
-    # pairs (step, loss), ordered by step. A redone step has the loss of its last execution; a non-finite loss is None.
+    # pairs (step, loss), ordered by step. A redone step has the loss of its last execution; a
+    # non-finite loss is None.
     loss_curve: list[tuple[int, float | None]]
     ledger: tuple[LedgerLine, ...]  # paid time and dollars by class
     total_usd: Decimal  # total cost, with six decimals like all dollar amounts of a report
     paid_microseconds: int
-    # the cost of the useful steps at the on-demand price, less `total_usd`; None if that price is unknown. It is
-    # negative if overheads and interruptions cost more than the cheaper market saved.
+    # the cost of the useful steps at the on-demand price, less `total_usd`; None if that price is
+    # unknown. It is negative if overheads and interruptions cost more than the cheaper market
+    # saved.
     savings_usd: Decimal | None
     plan: dict[str, Any] | None  # the newest plan
     actual: dict[str, Any]  # measured figures (`cost.report.figures.compute_actual_figures`)
-    # number of events by name, failures and notable events ordered by time, damage to the event log, and generations
-    # (parent step, last step, paid rank-seconds, end)
+    # number of events by name, failures and notable events ordered by time, damage to the event
+    # log, and generations (parent step, last step, paid rank-seconds, end)
     events: dict[str, Any]
-    # each key with its value and source (default, file:line, environment or --set); empty if it was not recorded
+    # each key with its value and source (default, file:line, environment or --set); empty if it was
+    # not recorded
     configuration: list[dict[str, Any]] = field(default_factory=list)
-    # owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in old
-    # reports
+    # owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`);
+    # empty in old reports
     money: dict[str, Any] = field(default_factory=dict)
     # steps, estimated end and cost, and the work that killing the job now would lose
     # (`cost.report.charts.compute_progress`)
     progress: dict[str, Any] = field(default_factory=dict)
-    # series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old reports
+    # series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old
+    # reports
     charts: dict[str, Any] = field(default_factory=dict)
-    # the launcher that is running the job (since_utc, host, user, pid, command, heartbeat_age_seconds); None if the job
-    # is not running
+    # the launcher that is running the job (since_utc, host, user, pid, command,
+    # heartbeat_age_seconds); None if the job is not running
     running: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field as a JSON value, because the artifact `run_report` was a dictionary in older releases."""
+        """Return a field as a JSON value, because the artifact `run_report` was a dictionary in
+        older releases.
+        """
         return self.to_json()[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the report as JSON, so that other versions of Ebbflow can read the artifact `run_report`."""
+        """Pickle the report as JSON, so that other versions of Ebbflow can read the artifact
+        `run_report`.
+        """
         return RunReport.from_json, (self.to_json(),)
 
     @property
     def exit_code(self) -> int | None:
-        return None if self.outcome is None else self.outcome.exit_code
+        if self.outcome is None:
+            return None
+        return self.outcome.exit_code
 
     @property
     def state(self) -> str:
-        return "running" if self.outcome is None else str(self.outcome)
+        if self.outcome is None:
+            return "running"
+        return str(self.outcome)
 
     @property
     def paid_rank_seconds(self) -> float:
@@ -107,13 +167,24 @@ class RunReport:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values without NaN. Dollars are rounded to six decimals."""
         ledger = [
-            {"class": str(one.ledger_class), "rank_seconds": one.rank_seconds, "usd": float(one.usd), "kind": one.kind}
+            {
+                "class": str(one.ledger_class),
+                "rank_seconds": one.rank_seconds,
+                "usd": float(one.usd),
+                "kind": one.kind,
+            }
             for one in self.ledger
         ]
         values = vars(self) | {"schema": SCHEMA, "exit_code": self.exit_code, "ledger": ledger}
-        values |= {"outcome": self.outcome and str(self.outcome), "paid_rank_seconds": self.paid_rank_seconds}
+        values |= {
+            "outcome": self.outcome and str(self.outcome),
+            "paid_rank_seconds": self.paid_rank_seconds,
+        }
         values["total_usd"] = float(self.total_usd)
-        values["savings_usd"] = None if self.savings_usd is None else float(self.savings_usd)
+        if self.savings_usd is None:
+            values["savings_usd"] = None
+        else:
+            values["savings_usd"] = float(self.savings_usd)
         return without_nan({name: values[name] for name in _FIELDS})
 
     @classmethod
@@ -126,7 +197,10 @@ class RunReport:
         if data.get("schema") != SCHEMA:
             raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
         known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
-        known["outcome"] = None if data["outcome"] is None else Outcome(data["outcome"])
+        if data["outcome"] is None:
+            known["outcome"] = None
+        else:
+            known["outcome"] = Outcome(data["outcome"])
         known["loss_curve"] = [(int(step), loss) for step, loss in data["loss_curve"]]
         known["ledger"] = tuple(
             LedgerLine(
@@ -139,7 +213,10 @@ class RunReport:
         )
         known["total_usd"] = _parse_usd(data["total_usd"])
         known["paid_microseconds"] = round(data["paid_rank_seconds"] * MICRO)
-        known["savings_usd"] = None if data["savings_usd"] is None else _parse_usd(data["savings_usd"])
+        if data["savings_usd"] is None:
+            known["savings_usd"] = None
+        else:
+            known["savings_usd"] = _parse_usd(data["savings_usd"])
         return cls(**known)
 
 
@@ -152,9 +229,8 @@ def build_report(
 ) -> RunReport:
     """Build the report of a job from its events, in any order.
 
-    Args:
-        running: The launcher that is running the job (`RunReport.running`); None if the job has ended.
-        damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
+    Args: running: The launcher that is running the job (`RunReport.running`); None if the job has
+        ended. damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
         logs: Function that returns the output of the ranks. It is called only if something failed.
 
     Raises:
@@ -166,8 +242,12 @@ def build_report(
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     final = find_final_outcome(ordered)
     refusal = find_later_refusal(ordered)
-    if final is not None and refusal is not None:  # the job did not run with the settings of the refused run
-        ordered = [event for event in ordered if event.name != ev.CONFIGURED or event.run == final.run]
+    if (
+        final is not None and refusal is not None
+    ):  # the job did not run with the settings of the refused run
+        ordered = [
+            event for event in ordered if event.name != ev.CONFIGURED or event.run == final.run
+        ]
     generations = read_generations(ordered, running=running is not None)
     ledger = _fold(ordered, running is not None, damage)
     plan = find_last(ordered, ev.PLAN)
@@ -177,7 +257,10 @@ def build_report(
     useful_usd = ledger.useful_on_demand_usd
     charts = build_charts(ordered, generations, ledger)
     failures = list_failures(ordered, generations)
-    output = list(logs()) if failures else []
+    if failures:
+        output = list(logs())
+    else:
+        output = []
     kept = find_kept_steps(ordered, generations)  # all ranks record the same loss
     return RunReport(
         job=ordered[0].job,
@@ -186,7 +269,9 @@ def build_report(
         failures=sum(generation.user_code for generation in unplanned),
         redone_steps=ledger.redone_steps,
         weights_sha256=None if final is None else final.data.get("weights_sha256"),
-        loss_curve=[(one.step or 0, without_nan(one.data["loss"])) for one in kept if "loss" in one.data],
+        loss_curve=[
+            (one.step or 0, without_nan(one.data["loss"])) for one in kept if "loss" in one.data
+        ],
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,
@@ -201,12 +286,18 @@ def build_report(
             "notable": list_notable_events(ordered),
             "generations": _list_generations(ordered, generations, ledger),
             "run": ordered[-1].run,
-            "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
+            "damage": [
+                {"segment": one.segment, "line": one.line, "what": one.what} for one in damage
+            ],
             "message": None if running else _make_message(final, refusal),
-            "refused": None if refusal is None else {"run": refusal.run, "outcome": refusal.data["outcome"]},
+            "refused": None
+            if refusal is None
+            else {"run": refusal.run, "outcome": refusal.data["outcome"]},
             "promise": None if (said := find_last(ordered, ev.PROMISE)) is None else said.data,
             "checks": _list_checks(ordered),
-            "certificate": None if (last := find_last(ordered, ev.CERTIFICATE)) is None else last.data,
+            "certificate": None
+            if (last := find_last(ordered, ev.CERTIFICATE)) is None
+            else last.data,
         },
         configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
@@ -217,49 +308,80 @@ def build_report(
 
 
 def find_deciding_failure(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first failure of the last failed generation, because the job survived all earlier ones; {} if none."""
-    return next((one for one in failures if one.get("generation") == failures[-1].get("generation")), {})
+    """Return the first failure of the last failed generation, because the job survived all earlier
+    ones; {} if none.
+    """
+    return next(
+        (
+            failure
+            for failure in failures
+            if failure.get("generation") == failures[-1].get("generation")
+        ),
+        {},
+    )
 
 
 def _find_stack(failure: dict[str, Any], output: Sequence[LogLine]) -> dict[str, Any] | None:
-    """Return what the failed rank printed last, as {rank, lines}: its last traceback with causes, else a few lines."""
+    """Return what the failed rank printed last, as {rank, lines}: its last traceback with causes,
+    else a few lines.
+    """
     mine = [line for line in output if line.generation == failure.get("generation")]
     rank = (failure.get("evidence") or {}).get("rank")
-    rank = next((line.rank for line in mine if rank is None and line.text.startswith(_TRACEBACK)), rank)
+    rank = next(
+        (line.rank for line in mine if rank is None and line.text.startswith(_TRACEBACK)), rank
+    )
     texts = [line.text for line in mine if line.rank == rank]
     starts = [at for at, text in enumerate(texts) if text.startswith(_TRACEBACK)]
-    while len(starts) > 1 and any(" exception" in text for text in texts[max(0, starts[-1] - 3) : starts[-1]]):
+    while len(starts) > 1 and any(
+        " exception" in text for text in texts[max(0, starts[-1] - 3) : starts[-1]]
+    ):
         starts.pop()  # this exception followed from the one before it
     shown = "\n".join((texts[starts[-1] :] if starts else texts[-_FEW_LINES:])[-_MOST_LINES:])
     lines = [text[:_LONGEST_LINE] for text in redact(shown)[0].split("\n")]  # reports are passed on
-    return {"rank": rank, "lines": lines} if shown else None
+    if shown:
+        return {"rank": rank, "lines": lines}
+    return None
 
 
 def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> dict[str, Any] | None:
-    """Return the root cause that `ebbflow diagnose` finds: {symptom, title, family, confidence, fix}, or None."""
+    """Return the root cause that `ebbflow diagnose` finds: {symptom, title, family, confidence,
+    fix}, or None.
+    """
     findings = diagnose_job(events, output).findings
     root = next((each.to_json() for each in findings if each.role == "root"), None)
-    return root and {name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")}
+    return root and {
+        name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")
+    }
 
 
 def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
     """List the results of the newest preflight: title, status and detail."""
     newest = find_last(events, ev.PREFLIGHT)
-    results = [] if newest is None else newest.data.get("results") or []
+    if newest is None:
+        results = []
+    else:
+        results = newest.data.get("results") or []
     return [
-        {name: str(one.get(name) or "") for name in ("title", "status", "detail")} for one in results if "title" in one
+        {name: str(result.get(name) or "") for name in ("title", "status", "detail")}
+        for result in results
+        if "title" in result
     ]
 
 
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """Compute the ledger from the events. The message of an error lists the damage to the log as its likely cause."""
+    """Compute the ledger from the events.
+
+    The message of an error lists the damage to the log as its likely cause.
+    """
     try:
         return fold(events, running=running)
     except LedgerError as error:
         if not damage:
             raise
         places = "".join(f"\n  damage: {one.text}" for one in damage[:10])
-        raise LedgerError(f"{error}\n  the event log is damaged in {len(damage)} places{places}") from error
+        raise LedgerError(
+            f"{error}\n  the event log is damaged in {len(damage)} places{places}"
+        ) from error
 
 
 def _list_generations(
@@ -286,71 +408,115 @@ def _list_generations(
 
 
 def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneration]) -> Outcome:
-    """Return the recorded outcome of the job. If none was recorded, return the outcome that the last events imply."""
+    """Return the recorded outcome of the job.
+
+    If none was recorded, return the outcome that the last events imply.
+    """
     recorded = find_final_outcome(events)
     if recorded is not None:
         return Outcome(recorded.data["outcome"])
-    newest = generations[max(generations)] if generations else None
+    if generations:
+        newest = generations[max(generations)]
+    else:
+        newest = None
     if newest is not None:
         if newest.planned:
             return Outcome(newest.reason)
-        return Outcome.FAILED if newest.user_code else Outcome.INTERRUPTED
+        if newest.user_code:
+            return Outcome.FAILED
+        return Outcome.INTERRUPTED
     plan = find_last(events, ev.PLAN)
     if plan is not None and plan.data.get("refusal"):
         return Outcome(plan.data["refusal"]["outcome"])
-    checks = [result for event in events if event.name == ev.PREFLIGHT for result in event.data.get("results") or []]
-    refused = any(one.get("status") == "failed" and one.get("severity") == "error" for one in checks)
+    checks = []
+    for event in events:
+        if event.name == ev.PREFLIGHT:
+            checks.extend(event.data.get("results") or [])
+    refused = any(
+        check.get("status") == "failed" and check.get("severity") == "error" for check in checks
+    )
     # A run that passed preflight and made no plan was interrupted.
-    return Outcome.PREFLIGHT if plan is None and refused else Outcome.INTERRUPTED
+    if plan is None and refused:
+        return Outcome.PREFLIGHT
+    return Outcome.INTERRUPTED
 
 
 def _make_message(final: Event | None, refusal: Event | None) -> str | None:
     """Return the outcome's message, with a note if preflight refused a later run."""
-    message = None if final is None else final.data.get("message")
+    if final is None:
+        message = None
+    else:
+        message = final.data.get("message")
     if refusal is None:
         return message
-    why = f"run {refusal.run} was refused ({refusal.data['outcome']}: {refusal.data.get('message')})"
+    why = (
+        f"run {refusal.run} was refused ({refusal.data['outcome']}: {refusal.data.get('message')})"
+    )
     return "; ".join(filter(None, [message, f"{why}, and the job stays as it was"]))
 
 
 def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan with the lists of ranked and rejected pools replaced by their lengths."""
     summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
-    counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
-    return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
+    counts = plan.get("counts") or {
+        "ranked": len(plan.get("ranked", [])),
+        "": len(plan.get("rejected", [])),
+    }
+    return {
+        **summary,
+        "ranked": counts["ranked"],
+        "rejected": sum(counts.values()) - counts["ranked"],
+    }
 
 
 def _parse_usd(number: float) -> Decimal:
     return round_amount(Decimal(str(number)))
 
 
-def list_failures(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[dict[str, Any]]:
-    """List the failures of a job by time as {seconds, t_wall, generation, what, culprit, evidence (if any)}.
+def list_failures(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration]
+) -> list[dict[str, Any]]:
+    """List the failures of a job by time as {seconds, t_wall, generation, what, culprit, evidence
+    (if any)}.
 
-    A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed check, a refused plan, a
-    commit that could not be restored, or a store that was restored from an older snapshot. Later failures usually
-    follow from the first failure. `seconds` counts from the job's first event.
+    A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed
+    check, a refused plan, a commit that could not be restored, or a store that was restored from an
+    older snapshot. Later failures usually follow from the first failure. `seconds` counts from the
+    job's first event.
     """
-    found = [_describe_interruption(events, generation) for generation in generations.values() if generation.unplanned]
+    found = [
+        _describe_interruption(events, generation)
+        for generation in generations.values()
+        if generation.unplanned
+    ]
     for event in events:
         found += _describe_failures(event)
     causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
-    last = {str(event.data.get("job_id")): event for event in events if event.name == ev.BATCH_ATTEMPT}
+    last = {
+        str(event.data.get("job_id")): event for event in events if event.name == ev.BATCH_ATTEMPT
+    }
     for job_id, event in last.items():
         cause = causes.get(job_id) or str(event.data.get("cause") or "unknown")
         if cause != "ended":
             stopped = min(event.t_wall, event.data.get("stopped_utc") or event.t_wall)
             where = f"Batch job in queue {event.data.get('queue') or '?'}"
-            where = "pods on Kubernetes" if event.data.get("queue") == "kubernetes" else where
+            if event.data.get("queue") == "kubernetes":
+                where = "pods on Kubernetes"
+            else:
+                where = where
             what = f"{where}: {cause.replace('_', ' ')}"
-            found.append(_failure(stopped, event.generation, what, str(event.data.get("reason") or "")))
+            found.append(
+                _failure(stopped, event.generation, what, str(event.data.get("reason") or ""))
+            )
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])
     return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
 
 
 def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """List the events that a report shows individually, by time, as {seconds, generation, name, step, text}."""
+    """List the events that a report shows individually, by time, as {seconds, generation, name,
+    step, text}.
+    """
     start = min((event.t_wall for event in events), default=0.0)
     return [
         {
@@ -369,43 +535,65 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_interruption(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
+def _describe_interruption(
+    events: Sequence[Event], generation: RecordedGeneration
+) -> dict[str, Any]:
     """Describe the unplanned end of a generation as a failure.
 
-    The failure's time is the time of the detected fault. If no fault was detected, it is the recorded end of the
-    generation, else the generation's last event.
+    The failure's time is the time of the detected fault. If no fault was detected, it is the
+    recorded end of the generation, else the generation's last event.
     """
     mine = [event for event in events if event.generation == generation.number]
     detected = next((event for event in mine if event.name == ev.FAULT_DETECTED), None)
     sign = detected or next((event for event in mine if event.name == ev.GENERATION_ENDED), None)
-    culprit = "" if detected is None else str(detected.data.get("culprit") or "")
-    notice = next((event for event in mine if event.name == ev.NOTICE and event.data.get("does") == "leave"), None)
+    if detected is None:
+        culprit = ""
+    else:
+        culprit = str(detected.data.get("culprit") or "")
+    notice = next(
+        (event for event in mine if event.name == ev.NOTICE and event.data.get("does") == "leave"),
+        None,
+    )
     if notice is None:
         noticed = ""
     else:
-        noticed = f"node {notice.node} had a notice by {notice.data['source']}: {notice.data['action']}"
+        noticed = (
+            f"node {notice.node} had a notice by {notice.data['source']}: {notice.data['action']}"
+        )
     found = _failure(
         generation.ended_wall if sign is None else sign.t_wall,
         generation.number,
         f"generation {generation.number}: {generation.reason or 'no end recorded: killed or lost'}",
         culprit or generation.culprit or noticed,
     )
-    known = {} if detected is None else {name: detected.data.get(name) for name in _EVIDENCE}
+    if detected is None:
+        known = {}
+    else:
+        known = {name: detected.data.get(name) for name in _EVIDENCE}
     evidence = {name: value for name, value in known.items() if value not in (None, "", [])}
-    return {**found, "evidence": evidence} if evidence else found
+    if evidence:
+        return {**found, "evidence": evidence}
+    return found
 
 
 def _describe_failures(event: Event) -> list[dict[str, Any]]:
-    """Return the failures recorded in one preflight, plan, restore or rollback event; empty for other events."""
+    """Return the failures recorded in one preflight, plan, restore or rollback event; empty for
+    other events.
+    """
 
     def failure(what: str, culprit: str) -> dict[str, Any]:
         return _failure(event.t_wall, event.generation, what, culprit)
 
     if event.name == ev.PREFLIGHT:
         return [
-            failure(f"preflight: {result.get('title') or result.get('id')}", str(result.get("detail") or ""))
+            failure(
+                f"preflight: {result.get('title') or result.get('id')}",
+                str(result.get("detail") or ""),
+            )
             for result in event.data.get("results", [])
-            if isinstance(result, dict) and result.get("status") == "failed" and result.get("severity") != "warning"
+            if isinstance(result, dict)
+            and result.get("status") == "failed"
+            and result.get("severity") != "warning"
         ]
     if event.name == ev.PLAN and event.data.get("refusal"):
         refusal = event.data["refusal"]
@@ -414,13 +602,20 @@ def _describe_failures(event: Event) -> list[dict[str, Any]]:
         return [
             failure(
                 f"commit {rejected.get('key')} rejected",
-                str(rejected.get("reason")) + (f"; lost: {rejected['lost']}" if "lost" in rejected else ""),
+                str(rejected.get("reason"))
+                + (f"; lost: {rejected['lost']}" if "lost" in rejected else ""),
             )
             for rejected in event.data.get("rejected") or []
         ]
     if event.name == ev.ROLLBACK:
-        has = f"goes on from step {event.data.get('found_step')}" if event.data.get("found_key") else "begins anew"
-        what = f"the store was restored from an older snapshot: the commit of step {event.step} is missing"
+        if event.data.get("found_key"):
+            has = f"goes on from step {event.data.get('found_step')}"
+        else:
+            has = "begins anew"
+        what = (
+            f"the store was restored from an older snapshot: the commit of step {event.step} is "
+            "missing"
+        )
         return [failure(what, f"accepted with --accept-rollback; the job {has}")]
     return []
 
@@ -435,19 +630,29 @@ def loss_frame(report: RunReport) -> pandas.DataFrame:
 
     steps = [step for step, _ in report.loss_curve]
     losses = [loss for _, loss in report.loss_curve]
-    return pandas.DataFrame({"step": pandas.Series(steps, dtype="int64"), "loss": pandas.Series(losses, dtype="float")})
+    return pandas.DataFrame(
+        {"step": pandas.Series(steps, dtype="int64"), "loss": pandas.Series(losses, dtype="float")}
+    )
 
 
 def ledger_frame(report: RunReport) -> pandas.DataFrame:
-    """Make a DataFrame with the columns class, rank_seconds, usd and kind. `usd` is Decimal, so that sums are exact."""
+    """Make a DataFrame with the columns class, rank_seconds, usd and kind.
+
+    `usd` is Decimal, so that sums are exact.
+    """
     import pandas
 
-    rows = [(str(line.ledger_class), line.rank_seconds, line.usd, line.kind) for line in report.ledger]
+    rows = [
+        (str(line.ledger_class), line.rank_seconds, line.usd, line.kind) for line in report.ledger
+    ]
     return pandas.DataFrame(rows, columns=["class", "rank_seconds", "usd", "kind"])
 
 
 def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
-    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`). NaN means unknown."""
+    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`).
+
+    NaN means unknown.
+    """
     import pandas
 
     frame = pandas.DataFrame(list_step_figures(events), columns=list(STEP_COLUMNS))

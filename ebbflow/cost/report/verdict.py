@@ -1,9 +1,18 @@
-"""Summary of a job for page, terminal and Metaflow card: title, one sentence, and four numbers (tiles)."""
+"""Summary of a job for page, terminal and Metaflow card: title, one sentence, and four numbers
+(tiles).
+"""
 
 import shlex
 from typing import NamedTuple
 
-from ebbflow.cost.amounts import NONE, format_count, format_duration, format_number, format_percent, format_usd
+from ebbflow.cost.amounts import (
+    NONE,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_usd,
+)
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.figure_text import describe_damage, is_unpriced, shorten
 from ebbflow.cost.report.report import RunReport, find_deciding_failure
@@ -11,7 +20,8 @@ from ebbflow.infra.config.load import value_text
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.untrusted_text import one_line
 
-_LONGEST_CAUSE, _LONGEST_NAME = 160, 80
+_LONGEST_CAUSE = 160
+_LONGEST_NAME = 80
 _STRAGGLING = 1.3  # times the others' own time, as in the alert EbbflowStraggler
 _LOST_SHARE = 0.05  # of each step, as in the guard
 _ENDINGS = {
@@ -27,7 +37,9 @@ _ENDINGS = {
 
 
 class Tile(NamedTuple):
-    """One large number of the report: its name, text and explanation, and the filled share (0 to 1) of its bar."""
+    """One large number of the report: its name, text and explanation, and the filled share (0 to 1)
+    of its bar.
+    """
 
     name: str
     number: str
@@ -36,7 +48,9 @@ class Tile(NamedTuple):
 
 
 def describe_model(report: RunReport) -> str:
-    """Describe what the job trains: the user's script or workload, or the size of the built-in model; "" if unknown."""
+    """Describe what the job trains: the user's script or workload, or the size of the built-in
+    model; "" if unknown.
+    """
     known = {row["key"]: row.get("value") for row in report.configuration}
     if script := known.get("script"):
         return f"script {one_line(str(script).rpartition('/')[2])}"
@@ -52,63 +66,107 @@ def describe_model(report: RunReport) -> str:
         )
         if known.get(f"model.{name}")
     ]
-    return ", ".join(parts) if known.get("model.num_layers") else ""
+    if known.get("model.num_layers"):
+        return ", ".join(parts)
+    return ""
 
 
 def describe_title(report: RunReport) -> tuple[str, str]:
     """Return the title and the subtitle of a job's page.
 
-    These are the job's name and the model. For a job without a name, they are the model and the job's id.
+    These are the job's name and the model. For a job without a name, they are the model and the
+    job's id.
     """
-    name, model = shorten(one_line(report.job), _LONGEST_NAME), describe_model(report)
-    return (model, f"job {name}") if name.isdecimal() and model else (name, model)
+    name = shorten(one_line(report.job), _LONGEST_NAME)
+    model = describe_model(report)
+    if name.isdecimal() and model:
+        return (model, f"job {name}")
+    return (name, model)
 
 
 def render_verdict(report: RunReport) -> str:
-    """Summarize the job in one sentence with its progress or outcome, time, dollars, and cost of interruptions."""
+    """Summarize the job in one sentence with its progress or outcome, time, dollars, and cost of
+    interruptions.
+    """
     if report.outcome is None:
         return f"Running: {_ahead(report)}"
     hours = report.actual.get("wall_hours")
-    after = f" after {format_duration(3600 * hours)}" if hours else ""
+    if hours:
+        after = f" after {format_duration(3600 * hours)}"
+    else:
+        after = ""
     if report.outcome is Outcome.COMPLETED:
         after = after.replace(" after", " in")
     ending = _ENDINGS.get(report.outcome, f"Ended ({report.state.replace('_', ' ')})")
     parts = [f"{ending}{after}{_price(report)}"]
-    parts += [cost] if (cost := _interruption_cost(report)) else []
+    if cost := _interruption_cost(report):
+        parts += [cost]
+    else:
+        parts += []
     if report.outcome is Outcome.COMPLETED:
         certificate = report.events.get("certificate") or {}
-        parts += ["resume certified bit for bit"] if certificate.get("holds") else []
-        parts += [f"final weights {report.weights_sha256[:12]}"] if report.weights_sha256 else []
+        if certificate.get("holds"):
+            parts += ["resume certified bit for bit"]
+        else:
+            parts += []
+        if report.weights_sha256:
+            parts += [f"final weights {report.weights_sha256[:12]}"]
+        else:
+            parts += []
     else:
-        parts += [cause] if (cause := describe_cause(report)) else []
-        done, total = report.progress.get("step"), report.progress.get("steps")
-        parts += [f"{done:,} of {total:,} steps are done"] if done and total else []
+        if cause := describe_cause(report):
+            parts += [cause]
+        else:
+            parts += []
+        done = report.progress.get("step")
+        total = report.progress.get("steps")
+        if done and total:
+            parts += [f"{done:,} of {total:,} steps are done"]
+        else:
+            parts += []
     return "; ".join(parts)
 
 
 def describe_cause(report: RunReport) -> str:
-    """Return the deciding failure with its culprit, else the outcome's message; "" if both are missing."""
+    """Return the deciding failure with its culprit, else the outcome's message; "" if both are
+    missing.
+    """
     failure = find_deciding_failure(report.events.get("failures") or [])
     if not failure:
         return shorten(one_line(report.events.get("message") or ""), _LONGEST_CAUSE)
-    what, culprit = one_line(failure["what"]), one_line(failure.get("culprit") or "")
+    what = one_line(failure["what"])
+    culprit = one_line(failure.get("culprit") or "")
     return shorten(f"{what.replace('_', ' ')}{f' ({culprit})' if culprit else ''}", _LONGEST_CAUSE)
 
 
 def describe_stop(report: RunReport) -> str:
-    """Describe the work and dollars that killing the job now would lose; "" unless the job is running."""
+    """Describe the work and dollars that killing the job now would lose; "" unless the job is
+    running.
+    """
     found = report.progress
     if report.outcome is not None or not found:
         return ""
-    steps, commit = found.get("at_risk_steps") or 0, found.get("commit_step")
-    since = f"since the commit of step {commit:,}" if commit else "because nothing is committed yet"
+    steps = found.get("at_risk_steps") or 0
+    commit = found.get("commit_step")
+    if commit:
+        since = f"since the commit of step {commit:,}"
+    else:
+        since = "because nothing is committed yet"
     if not steps:
-        return f"yes, a kill now loses no finished step {since}" if commit else "yes, no step is finished yet"
-    cost = f" ({format_duration(found.get('at_risk_seconds'))}, {format_usd(found.get('at_risk_usd'))})"
-    known = cost if found.get("at_risk_seconds") is not None else ""
+        if commit:
+            return f"yes, a kill now loses no finished step {since}"
+        return "yes, no step is finished yet"
+    cost = (
+        f" ({format_duration(found.get('at_risk_seconds'))}, "
+        f"{format_usd(found.get('at_risk_usd'))})"
+    )
+    if found.get("at_risk_seconds") is not None:
+        known = cost
+    else:
+        known = ""
     return (
-        f"yes with Ctrl-C or SIGTERM, which saves first and loses none; a kill now loses {format_count(steps, 'step')}"
-        f"{known} {since}"
+        "yes with Ctrl-C or SIGTERM, which saves first and loses none; a kill now loses "
+        f"{format_count(steps, 'step')}{known} {since}"
     )
 
 
@@ -119,37 +177,54 @@ def describe_slowest_rank(report: RunReport, *, if_slow: bool = False) -> str:
         if_slow: Return "" if no rank is slow.
     """
     ranks = report.charts.get("ranks") or []
-    judged = [one for one in ranks if one.get("slowest_ratio") and one.get("slowest_share")]
+    judged = [rank for rank in ranks if rank.get("slowest_ratio") and rank.get("slowest_share")]
     if not judged:
         return ""
     worst = judged[0]
-    where = f"rank {worst['rank']} on node {one_line(worst['node'])} {one_line(worst['host'])}".strip()
+    where = (
+        f"rank {worst['rank']} on node {one_line(worst['node'])} {one_line(worst['host'])}".strip()
+    )
     often = f"in {format_percent(worst['slowest_share'], 0)} of the steps"
     times = f"{format_number(worst['slowest_ratio'], 2)} × the others' median, {often}"
-    each, step = worst.get("lost_step_seconds"), worst.get("step_seconds") or 0.0
-    slow = worst["slowest_ratio"] >= _STRAGGLING or (each is not None and each >= _LOST_SHARE * step > 0)
+    each = worst.get("lost_step_seconds")
+    step = worst.get("step_seconds") or 0.0
+    slow = worst["slowest_ratio"] >= _STRAGGLING or (
+        each is not None and each >= _LOST_SHARE * step > 0
+    )
     if not slow or worst["slowest_share"] < max(0.5, 1.5 / len(ranks)):
-        return "" if if_slow else f"no rank is slow: the one that was slowest most often, {where}, took {times}"
+        if if_slow:
+            return ""
+        return f"no rank is slow: the one that was slowest most often, {where}, took {times}"
     if each is None:
         return f"{where} is slow: {times}"
     lost = format_duration(worst["lost_seconds"])
     if report.total_usd:
         lost += f" and {format_usd(worst['lost_usd'])}{describe_simulation(report)}"
-    return f"{where} is slow: {1000 * each:,.0f} ms more than the others' median {often}, which cost {lost}"
+    return (
+        f"{where} is slow: {1000 * each:,.0f} ms more than the others' median {often}, which "
+        f"cost {lost}"
+    )
 
 
 def _ahead(report: RunReport) -> str:
     found = report.progress
-    done, total, eta = found.get("step") or 0, found.get("steps"), found.get("eta_seconds")
-    steps = f"{done:,} of {total:,} steps ({format_percent(done / total, 0)})" if total else format_count(done, "step")
-    spent = (
-        "dollars unknown"
-        if is_unpriced(report)
-        else f"{format_usd(report.total_usd)} spent{describe_simulation(report)}"
-    )
+    done = found.get("step") or 0
+    total = found.get("steps")
+    eta = found.get("eta_seconds")
+    if total:
+        steps = f"{done:,} of {total:,} steps ({format_percent(done / total, 0)})"
+    else:
+        steps = format_count(done, "step")
+    if is_unpriced(report):
+        spent = "dollars unknown"
+    else:
+        spent = f"{format_usd(report.total_usd)} spent{describe_simulation(report)}"
     end = ""
     if eta is not None:
-        price = "" if is_unpriced(report) else f" for about {format_usd(found.get('forecast_usd'))}"
+        if is_unpriced(report):
+            price = ""
+        else:
+            price = f" for about {format_usd(found.get('forecast_usd'))}"
         end = f"; ends in about {format_duration(eta)}{price} (estimated)"
     cost = _interruption_cost(report)
     return f"{steps}, {spent}{end}{f'; {cost}' if cost else ''}"
@@ -167,36 +242,60 @@ def _price(report: RunReport) -> str:
     usual = total + float(report.savings_usd)
     if usual <= 0:
         return text
-    where = "below" if usual >= total else "above"
+    if usual >= total:
+        where = "below"
+    else:
+        where = "above"
     return f"{text}, {format_percent(abs(1 - total / usual), 0)} {where} on-demand"
 
 
 def describe_simulation(report: RunReport) -> str:
     """Return " (simulated prices)" if the job's prices were simulated, else ""."""
-    return " (simulated prices)" if report.actual.get("price_kind") == SIMULATED else ""
+    if report.actual.get("price_kind") == SIMULATED:
+        return " (simulated prices)"
+    return ""
 
 
 def _interruption_cost(report: RunReport) -> str:
-    causes = [one for one in report.money.get("causes") or [] if str(one["cause"]).startswith("interruption")]
+    causes = [
+        one
+        for one in report.money.get("causes") or []
+        if str(one["cause"]).startswith("interruption")
+    ]
     if not report.interruptions or not causes:
         return ""
-    seconds = sum(one["rank_seconds"] for one in causes) / max(1, len(report.charts.get("ranks") or []))
-    usd = "" if is_unpriced(report) else f" and {format_usd(sum(one['usd'] for one in causes))}"
+    seconds = sum(cause["rank_seconds"] for cause in causes) / max(
+        1, len(report.charts.get("ranks") or [])
+    )
+    if is_unpriced(report):
+        usd = ""
+    else:
+        usd = f" and {format_usd(sum(cause['usd'] for cause in causes))}"
     return f"{_count_endings(report)} cost {format_duration(seconds)}{usd}"
 
 
 def _count_endings(report: RunReport) -> str:
-    """Return a text such as "1 interruption", "3 failures" (of the code) or "1 interruption and 2 failures"."""
+    """Return a text such as "1 interruption", "3 failures" (of the code) or "1 interruption and 2
+    failures".
+    """
     both = (report.interruptions - report.failures, "interruption"), (report.failures, "failure")
     return " and ".join(format_count(*one) for one in both if one[0]) or "0 interruptions"
 
 
 def list_tiles(report: RunReport) -> list[Tile]:
     """List the four large numbers of the report: progress or outcome, dollars, goodput and time."""
-    found, running = report.progress, report.outcome is None
-    done, total = found.get("step") or report.actual.get("steps") or 0, found.get("steps")
-    share = done / total if total else None
-    steps = f"{done:,} of {total:,} steps" if total else format_count(done, "step")
+    found = report.progress
+    running = report.outcome is None
+    done = found.get("step") or report.actual.get("steps") or 0
+    total = found.get("steps")
+    if total:
+        share = done / total
+    else:
+        share = None
+    if total:
+        steps = f"{done:,} of {total:,} steps"
+    else:
+        steps = format_count(done, "step")
     if running:
         progress = Tile("progress", NONE if share is None else format_percent(share), steps, share)
     else:
@@ -210,11 +309,16 @@ def _dollars(report: RunReport) -> Tile:
     found = report.progress
     if is_unpriced(report):
         return Tile("spent" if report.outcome is None else "cost", NONE, "the price is unknown")
-    budget, forecast = found.get("budget_usd"), found.get("forecast_usd")
+    budget = found.get("budget_usd")
+    forecast = found.get("forecast_usd")
     words: list[str] = []
     if forecast is not None:
-        low, high = format_usd(found.get("low_usd")), format_usd(found.get("high_usd"))
-        band = f"{low} to {high}, " if low != high else ""
+        low = format_usd(found.get("low_usd"))
+        high = format_usd(found.get("high_usd"))
+        if low != high:
+            band = f"{low} to {high}, "
+        else:
+            band = ""
         words.append(f"about {format_usd(forecast)} at the end ({band}estimated)")
     share = None
     if budget:
@@ -222,24 +326,40 @@ def _dollars(report: RunReport) -> Tile:
         words.append(f"{format_percent(share)} of the budget of {format_usd(budget)}")
     if simulated := describe_simulation(report):
         words.append(simulated.strip(" ()"))
-    return Tile("spent" if report.outcome is None else "cost", format_usd(report.total_usd), "; ".join(words), share)
+    return Tile(
+        "spent" if report.outcome is None else "cost",
+        format_usd(report.total_usd),
+        "; ".join(words),
+        share,
+    )
 
 
 def _time(report: RunReport) -> Tile:
-    hours, eta = report.actual.get("wall_hours"), report.progress.get("eta_seconds")
+    hours = report.actual.get("wall_hours")
+    eta = report.progress.get("eta_seconds")
     wall = format_duration(None if hours is None else 3600 * hours)
     if report.outcome is not None:
         return Tile("wall time", wall, _count_endings(report))
-    ends = "unknown until steps are timed" if eta is None else f"{format_duration(eta)}"
+    if eta is None:
+        ends = "unknown until steps are timed"
+    else:
+        ends = f"{format_duration(eta)}"
     return Tile("time to finish", ends, f"estimated; {wall} so far")
 
 
 def summarize_status(report: RunReport) -> list[str]:
-    """Return the lines of `ebbflow watch --once`: title, verdict, tiles, and the work that a kill now would lose."""
+    """Return the lines of `ebbflow watch --once`: title, verdict, tiles, and the work that a kill
+    now would lose.
+    """
     model = describe_model(report)
     lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
-    lines += [f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}" for tile in list_tiles(report)]
-    lines += [f"{line}: ebbflow report {one_line(report.job)}" for line in describe_damage(report)[:1]]
+    lines += [
+        f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}"
+        for tile in list_tiles(report)
+    ]
+    lines += [
+        f"{line}: ebbflow report {one_line(report.job)}" for line in describe_damage(report)[:1]
+    ]
     if slow := describe_slowest_rank(report, if_slow=True):
         lines.append(f"{'slow rank':15} {slow}")
     if stop := describe_stop(report):
@@ -247,36 +367,62 @@ def summarize_status(report: RunReport) -> list[str]:
     return lines
 
 
-def find_changed_settings(report: RunReport, before: RunReport | None) -> list[tuple[str, str, str]]:
-    """List the settings that differ from the earlier job `before`, as (key, value before, value now)."""
+def find_changed_settings(
+    report: RunReport, before: RunReport | None
+) -> list[tuple[str, str, str]]:
+    """List the settings that differ from the earlier job `before`, as (key, value before, value
+    now).
+    """
     if before is None or not before.configuration or not report.configuration:
         return []
     old, new = (_values(one) for one in (before, report))
-    return [(key, old.get(key, NONE), new.get(key, NONE)) for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [
+        (key, old.get(key, NONE), new.get(key, NONE))
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _values(report: RunReport) -> dict[str, str]:
-    return {one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration}
+    return {
+        one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration
+    }
 
 
 def script_command(report: RunReport, *options: str) -> str | None:
-    """Return the command that runs the job's script on this machine; None if `ebbflow run SCRIPT` did not start it."""
-    given = {row["key"]: row["value"] for row in report.configuration if row["source"] == "argument"}
+    """Return the command that runs the job's script on this machine; None if `ebbflow run SCRIPT`
+    did not start it.
+    """
+    given = {
+        row["key"]: row["value"] for row in report.configuration if row["source"] == "argument"
+    }
     if not given.get("script"):
         return None
-    words = ["ebbflow", "run", given["script"], *options, *(["--"] if given.get("script_args") else [])]
+    words = [
+        "ebbflow",
+        "run",
+        given["script"],
+        *options,
+        *(["--"] if given.get("script_args") else []),
+    ]
     return shlex.join(one_line(str(word)) for word in [*words, *(given.get("script_args") or ())])
 
 
 def reproduce_command(report: RunReport) -> str:
-    """Return the command that runs the same configuration again under a new name; "" if it was not recorded."""
+    """Return the command that runs the same configuration again under a new name; "" if it was not
+    recorded.
+    """
     rows = report.configuration
-    if (own := script_command(report)) is not None or not rows:
+    own = script_command(report)
+    if own is not None or not rows:
         return own or ""
     sources = [str(row["source"]).rpartition(":") for row in rows]
     files = [path for path, _, line in sources if path and line.isdecimal()]
     words = ["ebbflow", "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
     for row in rows:
         if row["source"] == "--set":
-            words += ["--set", shlex.quote(f"{one_line(row['key'])}={one_line(value_text(row['value']))}")]
+            words += [
+                "--set",
+                shlex.quote(f"{one_line(row['key'])}={one_line(value_text(row['value']))}"),
+            ]
     return " ".join(words)

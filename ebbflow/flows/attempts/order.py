@@ -1,8 +1,8 @@
 """Order: the instruction from Metaflow's scheduler to one attempt of a training step.
 
-The scheduler writes the order into the job's store under the attempt's name, because an AWS Batch job inherits no
-environment from its submitter. Each node reads the order by this name and does not list the store, because a listing
-may not show a new object yet.
+The scheduler writes the order into the job's store under the attempt's name, because an AWS Batch
+job inherits no environment from its submitter. Each node reads the order by this name and does not
+list the store, because a listing may not show a new object yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ebbflow.infra.store import Store
 
 # JSON for the submitting process (`ebbflow.flows.attempts.submission`).
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
-# Why an attempt has no placement. Its step then runs on the scheduler's machine and fails with this message.
+# Why an attempt has no placement. Its step then runs on the scheduler's machine and fails with this
+# message.
 UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
 TRAIN: Does = "train"
 Does = Literal["train", "gang", "again", "stop"]
@@ -38,14 +39,17 @@ class AttemptName:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOrder:
-    """Instruction to one attempt of a training step: where and how to train, or to end without training."""
+    """Instruction to one attempt of a training step: where and how to train, or to end without
+    training.
+    """
 
-    # "train", or one of three ways to end without training: "gang" (the flow continues with a gang of `nodes` nodes),
-    # "again" (`train_node` starts another round) or "stop" (the job ends)
+    # "train", or one of three ways to end without training: "gang" (the flow continues with a gang
+    # of `nodes` nodes), "again" (`train_node` starts another round) or "stop" (the job ends)
     does: Does = TRAIN
     nodes: int = 1
     processes_per_node: int = 1  # number of ranks on each node
-    placement: dict[str, Any] | None = None  # `cost.capacity.Placement` as JSON; None unless the attempt trains
+    # `cost.capacity.Placement` as JSON; None unless the attempt trains
+    placement: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None  # plan of this attempt as JSON; None: the run's plan applies
     outcome: str = ""  # outcome of the job, for "stop"
     message: str = ""  # why the job ends, for "stop"
@@ -55,7 +59,10 @@ class AttemptOrder:
 
     @classmethod
     def get(cls, job_store: Store, name: AttemptName) -> AttemptOrder | None:
-        """Return the attempt's order, or None if the scheduler wrote no order. Raises StoreError."""
+        """Return the attempt's order, or None if the scheduler wrote no order.
+
+        Raises StoreError.
+        """
         if job_store.head(name.key) is None:
             return None
         known = json.loads(job_store.get(name.key))

@@ -1,7 +1,8 @@
-"""Choose a queue for one attempt from prices, past attempts and the remaining work, or give a reason to stop.
+"""Choose a queue for one attempt from prices, past attempts and the remaining work, or give a
+reason to stop.
 
-Placing an attempt blocks Metaflow's scheduler, so it has time limits. `place_attempt` raises only `JobIsRunning`, if
-another launcher has taken over the job.
+Placing an attempt blocks Metaflow's scheduler, so it has time limits. `place_attempt` raises only
+`JobIsRunning`, if another launcher has taken over the job.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as 
 class PlacementRequest:
     """Request to place one attempt."""
 
-    flow: SimpleNamespace  # the artifacts that the step will find (`job`, `settings`, `capacity` and so on)
+    # the artifacts that the step will find (`job`, `settings`, `capacity` and so on)
+    flow: SimpleNamespace
     name: AttemptName
     round: int  # number of the round of `train_node`, from 1
     one_node: bool  # the step is `train_node`, which cannot run a gang of several nodes
@@ -56,20 +58,27 @@ class PlacementRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Result of placing an attempt: its order (where and how to train), or the reason why there is no order."""
+    """Result of placing an attempt: its order (where and how to train), or the reason why there is
+    no order.
+    """
 
-    order: AttemptOrder | None = None  # the attempt's order; None if the attempt could not be placed
+    # The attempt's order; None if the attempt could not be placed
+    order: AttemptOrder | None = None
     trouble: str = ""  # why there is no order, or only one from the run's plan; "" without trouble
 
 
-def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
+def place_attempt(
+    request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS
+) -> PlacementResult:
     """Choose a queue for an attempt at current prices.
 
-    If this fails or takes too long, choose a pool from the plan that the run made at its start, within another 30 s.
-    Raises JobIsRunning if another launcher has taken over the job.
+    If this fails or takes too long, choose a pool from the plan that the run made at its start,
+    within another 30 s. Raises JobIsRunning if another launcher has taken over the job.
     """
     try:
-        return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
+        return PlacementResult(
+            order=within(deadline_seconds, lambda: _place_afresh(request), "placing")
+        )
     except JobIsRunning:  # another launcher has taken over the job, so this run ends
         raise
     except Exception as error:  # a hook that raises would end the run
@@ -78,11 +87,14 @@ def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLI
     again = replace(request, abandoned=threading.Event())
     try:
         return PlacementResult(
-            order=within(PLANNED_SECONDS, lambda: _place_by_run_plan(again), "placing"), trouble=trouble
+            order=within(PLANNED_SECONDS, lambda: _place_by_run_plan(again), "placing"),
+            trouble=trouble,
         )
     except Exception as error:
         again.abandoned.set()
-        return PlacementResult(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
+        return PlacementResult(
+            trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}"
+        )
 
 
 def _place_afresh(request: PlacementRequest) -> AttemptOrder:
@@ -92,44 +104,69 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
     from ebbflow.infra.batch import batch_client, training_queues
     from ebbflow.infra.kubernetes.cluster import open_cluster
 
-    job, on_batch = _job(request), request.backend == "batch"
+    job = _job(request)
+    on_batch = request.backend == "batch"
     config = job.config
-    client = batch_client(config.batch.region) if on_batch else open_cluster()
+    if on_batch:
+        client = batch_client(config.batch.region)
+    else:
+        client = open_cluster()
     with job.events(_process(request)) as log:
         events = read_events(job.store)
         events += settle_attempts(job, events, client, log)
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
         if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
-            return _put_order(job, request, AttemptOrder(does="stop", outcome=ending[0].value, message=ending[1]))
+            return _put_order(
+                job, request, AttemptOrder(does="stop", outcome=ending[0].value, message=ending[1])
+            )
         clock = ClockReading.of(job.store)
         now = history.latest_utc(clock.utc)
         evidence = open_evidence(config, now)
         plan = make_fresh_plan(job, events, request.flow.examined, now, evidence)
-        queues = training_queues(config.batch, client) if on_batch else pods.pod_markets()
+        if on_batch:
+            queues = training_queues(config.batch, client)
+        else:
+            queues = pods.pod_markets()
         try:
             newest = max((event.generation for event in events), default=0)
             known = {"held": evidence.held, "after_generation": newest}
             return _place(request, job, log, plan, history, queues, clock, **known)
         except CostError as error:
-            return _put_order(job, request, AttemptOrder(does="stop", outcome=error.outcome.value, message=str(error)))
+            return _put_order(
+                job,
+                request,
+                AttemptOrder(does="stop", outcome=error.outcome.value, message=str(error)),
+            )
 
 
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
-    """Choose a queue from the run's plan and the configured queues, without querying Batch, prices or events.
+    """Choose a queue from the run's plan and the configured queues, without querying Batch, prices
+    or events.
 
-    The caller must not stop the job because of an error raised here, even a CostError, since the function ignores
-    current information.
+    The caller must not stop the job because of an error raised here, even a CostError, since the
+    function ignores current information.
     """
     from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan
     from ebbflow.infra.batch import declared_queues
 
     job = _job(request)
-    queues = declared_queues(job.config.batch) if request.backend == "batch" else pods.pod_markets()
+    if request.backend == "batch":
+        queues = declared_queues(job.config.batch)
+    else:
+        queues = pods.pod_markets()
     with job.events(_process(request)) as log:
         clock = ClockReading.of(job.store)
-        return _place(request, job, log, Plan.from_json(request.flow.capacity), AttemptHistory(), queues, clock)
+        return _place(
+            request,
+            job,
+            log,
+            Plan.from_json(request.flow.capacity),
+            AttemptHistory(),
+            queues,
+            clock,
+        )
 
 
 def _job(request: PlacementRequest) -> Job:
@@ -157,21 +194,29 @@ def _place(
     held: Sequence[Reservation] | None = None,
     after_generation: int = 0,
 ) -> AttemptOrder:
-    """Choose a pool, record the plan and the placement as events, and put the attempt's order into the store.
+    """Choose a pool, record the plan and the placement as events, and put the attempt's order into
+    the store.
 
-    Args:
-        after_generation: Number of the newest known generation. `give_up_reason` needs it to find later commits.
+    Args: after_generation: Number of the newest known generation. `give_up_reason` needs it to find
+        later commits.
 
     Raises:
         CostError: No queue can run the job, or the job's limits allow no further attempt.
     """
     from ebbflow.cost.capacity import choose_placement
 
-    placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=clock.utc, held=held)
+    placed = choose_placement(
+        job.config, plan=plan, history=history, queues=queues, now_utc=clock.utc, held=held
+    )
     ahead = max(history.latest_utc(clock.utc) - clock.own_utc, clock.ahead_seconds, key=abs)
     if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
-        note = f"the launcher's clock is {abs(ahead) / 60:.1f} min {'behind' if ahead > 0 else 'ahead of'} the store's"
-        placed = replace(placed, reason=f"{note} or AWS Batch's, and times are corrected; {placed.reason}")
+        note = (
+            f"the launcher's clock is {abs(ahead) / 60:.1f} min "
+            f"{'behind' if ahead > 0 else 'ahead of'} the store's"
+        )
+        placed = replace(
+            placed, reason=f"{note} or AWS Batch's, and times are corrected; {placed.reason}"
+        )
         if placed.start_by_utc is not None:  # the submitting process uses the launcher's clock
             placed = replace(placed, start_by_utc=placed.start_by_utc - ahead)
     order = make_order(request, plan, placed)
@@ -197,7 +242,9 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """Raise TimeoutError after the deadline of this placement, since the scheduler may have written another order."""
+    """Raise TimeoutError after the deadline of this placement, since the scheduler may have written
+    another order.
+    """
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")
 
@@ -205,9 +252,10 @@ def _refuse_if_abandoned(request: PlacementRequest) -> None:
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
     """Turn a placement into an order (see `AttemptOrder.does`).
 
-    The step `train_node` cannot run several nodes. If the placement has several nodes, the order is "gang", so that the
-    step `train` runs them. For the last attempt that Metaflow allows `train_node`, the order is "again": the flow then
-    runs the step once more, and Metaflow counts its attempts from 0.
+    The step `train_node` cannot run several nodes. If the placement has several nodes, the order is
+    "gang", so that the step `train` runs them. For the last attempt that Metaflow allows
+    `train_node`, the order is "again": the flow then runs the step once more, and Metaflow counts
+    its attempts from 0.
     """
     from ebbflow.cost.capacity import with_placement
 
@@ -216,11 +264,17 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
         return replace(order, does="gang")
     if request.one_node and request.last:  # another round has new retries
         return replace(order, does="again")
-    return replace(order, placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json())
+    return replace(
+        order, placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json()
+    )
 
 
 def make_fresh_plan(
-    job: Job, events: Sequence[Event], examined: dict[str, Any] | None, now: float, evidence: CapacityEvidence
+    job: Job,
+    events: Sequence[Event],
+    examined: dict[str, Any] | None,
+    now: float,
+    evidence: CapacityEvidence,
 ) -> Plan:
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
@@ -240,10 +294,11 @@ def make_fresh_plan(
 def give_up_reason(
     history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
-    """Return the outcome and message with which the job must end because too many attempts in a row failed, else None.
+    """Return the outcome and message with which the job must end because too many attempts in a row
+    failed, else None.
 
-    An attempt does not count as failed if a commit followed it, if its machine was lost, or if it belongs to a run
-    other than `run`, because a new run may have fixed the cause.
+    An attempt does not count as failed if a commit followed it, if its machine was lost, or if it
+    belongs to a run other than `run`, because a new run may have fixed the cause.
 
     Args:
         on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused attempts on Spot and in
@@ -265,9 +320,18 @@ def give_up_reason(
     if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
-    outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
-    batch_reason = f"; the last one: {last[0].reason}" if last[0].reason else ""
-    return outcome, f"{len(last)} attempts in a row failed ({words}), and another would too{batch_reason}"
+    if never and not unmakeable:
+        outcome = Outcome.NO_CAPACITY
+    else:
+        outcome = Outcome.FAILED
+    if last[0].reason:
+        batch_reason = f"; the last one: {last[0].reason}"
+    else:
+        batch_reason = ""
+    return (
+        outcome,
+        f"{len(last)} attempts in a row failed ({words}), and another would too{batch_reason}",
+    )
 
 
 def describe_order(order: AttemptOrder) -> str:
@@ -279,6 +343,7 @@ def describe_order(order: AttemptOrder) -> str:
         return "another round, since this was the step's last attempt"
     placement = order.placement or {}
     return (
-        f"{placement.get('nodes')} × {placement.get('instance_type')} {str(placement.get('market')).replace('_', '-')} "
-        f"in queue {str(placement.get('queue')).rpartition('/')[2]}: {placement.get('reason')}"
+        f"{placement.get('nodes')} × {placement.get('instance_type')} "
+        f"{str(placement.get('market')).replace('_', '-')} in queue "
+        f"{str(placement.get('queue')).rpartition('/')[2]}: {placement.get('reason')}"
     )

@@ -1,17 +1,20 @@
-"""Submission of one step to Kubernetes, in the process on the launching machine that then waits for its pods.
+"""Submission of one step to Kubernetes, in the process on the launching machine that then waits for
+its pods.
 
-Metaflow starts this process for each step (`kubernetes step`). This module patches the Kubernetes client of that
-process, and no internals of Metaflow:
+Metaflow starts this process for each step (`kubernetes step`). This module patches the Kubernetes
+client of that process, and no internals of Metaflow:
 
-- It retries requests after temporary failures (429, 5xx, no connection), so that training continues while the API
-  server is down. If Kubernetes refuses to create the Job or JobSet, the run ends with a one-line message.
-- It lets the Jobs of a JobSet's workers replace lost pods, and adds a Kueue queue if one is configured. It gives each
-  Job and JobSet a fixed name, so that a repeated create request does not create a second one.
-- It watches the pods. It deletes a Job or JobSet that does not start in time, so that Metaflow retries the attempt with
-  a new placement. It evicts pods whose node is about to be taken away. It records the attempt's times and its end for
-  the bill.
-- When the process ends, it deletes the Job or JobSet, so that the pods save a checkpoint and exit. Metaflow itself
-  would run a command in node 0's pod.
+- It retries requests after temporary failures (429, 5xx, no connection), so that training continues
+  while the API server is down. If Kubernetes refuses to create the Job or JobSet, the run ends with
+  a one-line message.
+- It lets the Jobs of a JobSet's workers replace lost pods, and adds a Kueue queue if one is
+  configured. It gives each Job and JobSet a fixed name, so that a repeated create request does not
+  create a second one.
+- It watches the pods. It deletes a Job or JobSet that does not start in time, so that Metaflow
+  retries the attempt with a new placement. It evicts pods whose node is about to be taken away. It
+  records the attempt's times and its end for the bill.
+- When the process ends, it deletes the Job or JobSet, so that the pods save a checkpoint and exit.
+  Metaflow itself would run a command in node 0's pod.
 """
 
 import atexit
@@ -30,13 +33,21 @@ from ebbflow.flows.attempts.submission import StartLimits, submit_events
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
 from ebbflow.infra.errors import CloudError, CloudForbidden, Outcome
-from ebbflow.infra.kubernetes.cluster import QUEUE_LABEL, QUOTA, QUOTA_FIX, AttemptWatch, Cluster, open_cluster
+from ebbflow.infra.kubernetes.cluster import (
+    QUEUE_LABEL,
+    QUOTA,
+    QUOTA_FIX,
+    AttemptWatch,
+    Cluster,
+    open_cluster,
+)
 
 _NO_RETRY = 202  # Metaflow's exit code of a task that must not be retried
 _TRANSIENT = (429, 500, 502, 503, 504)
 _OUTAGE_SECONDS = 900.0  # without an API server; then the attempt counts as failed
 _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
-_NOTICED_SECONDS = 90.0  # in which a cluster notices that a node is lost; the gang has ended long before
+# In which a cluster notices that a node is lost; the gang has ended long before
+_NOTICED_SECONDS = 90.0
 _NODES_SECONDS = 5.0  # between two looks at the taints of the nodes
 _LONGEST_PAUSE_SECONDS = 15.0
 _LOOK_SECONDS = 1.0
@@ -48,7 +59,8 @@ _PATIENCE_SECONDS = 60.0  # for a node to be made, before a message says why a p
 class PodSubmission:
     """Submission of the only Job or JobSet that this process creates.
 
-    asked: The scheduler's settings for this attempt, from SUBMIT_VARIABLE; {} for a step that does not train.
+    asked: The scheduler's settings for this attempt, from SUBMIT_VARIABLE; {} for a step that does
+        not train.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -64,7 +76,10 @@ class PodSubmission:
         self._leaving = threading.Event()
 
     def listen(self) -> None:
-        """Patch the Kubernetes client, and delete the pods at exit. Raises SystemExit if the order is to stop."""
+        """Patch the Kubernetes client, and delete the pods at exit.
+
+        Raises SystemExit if the order is to stop.
+        """
         if stop := self._asked.get("stop"):
             raise SystemExit(self._record_outcome(*stop))
         from kubernetes import client, stream
@@ -73,43 +88,65 @@ class PodSubmission:
         def no_exec(*_: Any, **__: Any) -> None:
             raise RuntimeError("pods are ended by deletion")
 
-        stream.stream = no_exec  # Metaflow then deletes the JobSet, or ends the Job by its parallelism
+        # Metaflow then deletes the JobSet, or ends the Job by its parallelism
+        stream.stream = no_exec
         RESTClientObject.request = self._persistent(RESTClientObject.request)
-        custom, batch = client.CustomObjectsApi, client.BatchV1Api
-        custom.create_namespaced_custom_object = self._creating(custom.create_namespaced_custom_object, "jobsets")
+        custom = client.CustomObjectsApi
+        batch = client.BatchV1Api
+        custom.create_namespaced_custom_object = self._creating(
+            custom.create_namespaced_custom_object, "jobsets"
+        )
         custom.get_namespaced_custom_object = self._reading(custom.get_namespaced_custom_object)
         batch.create_namespaced_job = self._creating(batch.create_namespaced_job, "jobs")
         atexit.register(self._leave)
 
     def _persistent(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the REST client's `request` so that it retries while the API server does not answer or is overloaded."""
+        """Wrap the REST client's `request` so that it retries while the API server does not answer
+        or is overloaded.
+        """
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         def request(client: Any, method: str, url: str, *args: Any, **options: Any) -> Any:
-            began, pause, told = time.monotonic(), 0.5, False
+            began = time.monotonic()
+            pause = 0.5
+            told = False
             options["_request_timeout"] = options.get("_request_timeout") or 30.0
             while True:
                 try:
                     answer = send(client, method, url, *args, **options)
-                    status, after = answer.status, (answer.headers or {}).get("Retry-After")
-                    if status not in _TRANSIENT or url.endswith("/eviction"):  # 429: a disruption budget forbids it
+                    status = answer.status
+                    after = (answer.headers or {}).get("Retry-After")
+                    if status not in _TRANSIENT or url.endswith(
+                        "/eviction"
+                    ):  # 429: a disruption budget forbids it
                         return answer
                     problem: Any = f"HTTP {status}"
                 except ApiException as error:  # releases of the client that raise here
                     if error.status not in _TRANSIENT:
                         raise
-                    answer, problem, after = error, error, (error.headers or {}).get("Retry-After")
+                    answer = error
+                    problem = error
+                    after = (error.headers or {}).get("Retry-After")
                 except (HTTPError, OSError) as error:
-                    answer, problem, after = error, error, None
+                    answer = error
+                    problem = error
+                    after = None
                 if time.monotonic() - began > self._limit:
                     if isinstance(answer, Exception):
                         raise answer
                     return answer
                 if not told:
-                    _say(f"the API server does not answer ({str(problem)[:200]}); training continues; retrying")
+                    _say(
+                        f"the API server does not answer ({str(problem)[:200]}); training "
+                        "continues; retrying"
+                    )
                     told = True
-                time.sleep(min(float(after) if after and after.isdigit() else pause, _LONGEST_PAUSE_SECONDS))
+                time.sleep(
+                    min(
+                        float(after) if after and after.isdigit() else pause, _LONGEST_PAUSE_SECONDS
+                    )
+                )
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
         return request
@@ -119,24 +156,39 @@ class PodSubmission:
 
         def make(api: Any, *args: Any, **options: Any) -> Any:
             body = options["body"]
-            body = body if isinstance(body, dict) else api.api_client.sanitize_for_serialization(body)
+            if isinstance(body, dict):
+                body = body
+            else:
+                body = api.api_client.sanitize_for_serialization(body)
             self._complete(body, kind)
             name = body["metadata"]["name"]
-            nodes = sum(one.get("replicas", 1) for one in body["spec"].get("replicatedJobs") or [{}])
+            nodes = sum(
+                one.get("replicas", 1) for one in body["spec"].get("replicatedJobs") or [{}]
+            )
             job_id = f"{options['namespace']}/{kind}/{name}"
-            self._watch = AttemptWatch(job_id, nodes, float(self._asked.get("roll_call_seconds") or math.inf))
+            self._watch = AttemptWatch(
+                job_id, nodes, float(self._asked.get("roll_call_seconds") or math.inf)
+            )
             _report_errors(lambda: self._note(job_id))
             try:
                 answer = create(api, *args, **{**options, "body": body})
             except ApiException as error:
                 if error.status != 409:
-                    message = f"Kubernetes refused {self._asked.get('step') or 'a step'}: {_reason(error)}"
+                    message = (
+                        f"Kubernetes refused {self._asked.get('step') or 'a step'}: "
+                        f"{_reason(error)}"
+                    )
                     outcome = Outcome.FAILED
                     if QUOTA in message:
-                        outcome, message = Outcome.NO_CAPACITY, f"{message}; fix: {QUOTA_FIX}"
+                        outcome = Outcome.NO_CAPACITY
+                        message = f"{message}; fix: {QUOTA_FIX}"
                     raise SystemExit(self._record_outcome(outcome.value, message)) from None
-                answer = self._existing(api, kind, options, name)  # made by a create whose answer was lost
-            self._follower = threading.Thread(target=_report_errors, args=(self._follow,), daemon=True)
+                answer = self._existing(
+                    api, kind, options, name
+                )  # made by a create whose answer was lost
+            self._follower = threading.Thread(
+                target=_report_errors, args=(self._follow,), daemon=True
+            )
             self._follower.start()
             return answer
 
@@ -145,9 +197,9 @@ class PodSubmission:
     def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `get` so that Metaflow sees no states of a JobSet that it would misread.
 
-        Metaflow would treat any failed Job as the end of the gang before JobSet has decided. It would treat a gang
-        without an active Job (preempted by Kueue, or between two pods) as succeeded. It would treat a condition with
-        the status False as true.
+        Metaflow would treat any failed Job as the end of the gang before JobSet has decided. It
+        would treat a gang without an active Job (preempted by Kueue, or between two pods) as
+        succeeded. It would treat a condition with the status False as true.
         """
 
         def read(*args: Any, **options: Any) -> Any:
@@ -155,7 +207,9 @@ class PodSubmission:
             if not isinstance(found, dict) or found.get("kind") != "JobSet":
                 return found
             status = found.get("status") or {}
-            status["conditions"] = [one for one in status.get("conditions") or [] if one["status"] == "True"]
+            status["conditions"] = [
+                one for one in status.get("conditions") or [] if one["status"] == "True"
+            ]
             over = any(one["type"] in ("Failed", "Completed") for one in status["conditions"])
             for one in [] if over else status.get("replicatedJobsStatus") or []:
                 one["failed"] = 0
@@ -168,24 +222,34 @@ class PodSubmission:
     def _existing(self, api: Any, kind: str, options: dict[str, Any], name: str) -> Any:
         if kind == "jobs":
             return api.read_namespaced_job(name=name, namespace=options["namespace"])
-        return api.get_namespaced_custom_object(name=name, **{key: options[key] for key in options if key != "body"})
+        return api.get_namespaced_custom_object(
+            name=name, **{key: options[key] for key in options if key != "body"}
+        )
 
     def _complete(self, body: dict[str, Any], kind: str) -> None:
-        """Add the settings that Metaflow does not support to a Job or JobSet: name, queue, failure policy, lifetime."""
+        """Add the settings that Metaflow does not support to a Job or JobSet: name, queue, failure
+        policy, lifetime.
+        """
         metadata = body["metadata"]
         if not metadata.get("name"):
             metadata["name"] = f"{metadata.pop('generateName')}{os.urandom(3).hex()}"
         if queue := self._asked.get("kueue"):
             metadata["labels"] = {**(metadata.get("labels") or {}), QUEUE_LABEL: queue}
-        jobs = [body] if kind == "jobs" else [one["template"] for one in body["spec"]["replicatedJobs"]]
-        for job in jobs:  # otherwise a pod that is asked to end counts as failed at once, while it saves
+        if kind == "jobs":
+            jobs = [body]
+        else:
+            jobs = [one["template"] for one in body["spec"]["replicatedJobs"]]
+        for (
+            job
+        ) in jobs:  # otherwise a pod that is asked to end counts as failed at once, while it saves
             job["spec"]["podReplacementPolicy"] = "Failed"
         if kind == "jobsets":
             for name in [name for name, value in body["spec"].items() if value is None]:
                 del body["spec"][name]
             body.pop("status", None)
             body["spec"]["ttlSecondsAfterFinished"] = _KEPT_SECONDS
-            # With Metaflow's InOrder, the workers' machines are requested only when node 0 runs and is paid for.
+            # With Metaflow's InOrder, the workers' machines are requested only when node 0 runs and
+            # is paid for.
             body["spec"]["startupPolicy"] = {"startupPolicyOrder": "AnyOrder"}
             for one in body["spec"]["replicatedJobs"]:
                 replacements = int(self._asked.get("node_replacements") or 0)
@@ -204,17 +268,25 @@ class PodSubmission:
         return _NO_RETRY
 
     def _note(self, job_id: str) -> None:
-        """Record the id before the create request, so that the next launcher finds pods left behind by this process."""
+        """Record the id before the create request, so that the next launcher finds pods left behind
+        by this process.
+        """
         from ebbflow.infra.events import BATCH_SUBMITTED
 
         if self._asked:
             details = {"step": self._asked["step"], "task": self._asked["task"]}
             with submit_events(self._asked) as log:
-                log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details)
+                log.emit(
+                    BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details
+                )
 
     def _follow(self) -> None:
-        """Watch the pods until they have ended. If they do not start in time, delete the Job or JobSet."""
-        watch, cluster = self._watch, open_cluster()
+        """Watch the pods until they have ended.
+
+        If they do not start in time, delete the Job or JobSet.
+        """
+        watch = self._watch
+        cluster = open_cluster()
         assert watch is not None
         runnable = self._asked.get("runnable_seconds") or os.environ.get(RUNNABLE_VARIABLE)
         limits = StartLimits(
@@ -234,7 +306,10 @@ class PodSubmission:
                 self._evict_announced(cluster)
             if watch.suspended and (queue := self._asked.get("kueue")):
                 ahead = cluster.queue_position(watch.job_id, queue)
-                place = "" if ahead is None else f", position {ahead + 1}"
+                if ahead is None:
+                    place = ""
+                else:
+                    place = f", position {ahead + 1}"
                 self._show(f"waiting for admission to queue {queue}{place}; not paid for")
                 limits.restart()  # the queue's own limits apply
             elif not watch.lacking:
@@ -242,32 +317,47 @@ class PodSubmission:
             elif not watch.ended:
                 if time.monotonic() - began > _PATIENCE_SECONDS:
                     self._show(watch.waiting)
-                image = any(one.no_image for one in watch.pods.values())
-                if (over := limits.exhausted("STARTING" if image else "PENDING")) is not None:
+                image = any(pod.no_image for pod in watch.pods.values())
+                over = limits.exhausted("STARTING" if image else "PENDING")
+                if over is not None:
                     words, why = over
-                    self._ended_by = "never_started" if words == NEVER_STARTED and not image else "not_made"
-                    if any(one.node == 0 and one.exit_code == 0 for one in watch.pods.values()):
+                    if words == NEVER_STARTED and not image:
+                        self._ended_by = "never_started"
+                    else:
+                        self._ended_by = "not_made"
+                    if any(pod.node == 0 and pod.exit_code == 0 for pod in watch.pods.values()):
                         self._ended_by = "terminated"
-                    self._why = f"{why} ({watch.waiting})" if watch.waiting else why
+                    if watch.waiting:
+                        self._why = f"{why} ({watch.waiting})"
+                    else:
+                        self._why = why
                     _say(f"{watch.job_id} {self._why}: deleted, to be placed anew")
                     cluster.delete(watch.job_id)
                     return
             self._leaving.wait(_LOOK_SECONDS)
 
     def _evict_announced(self, cluster: Cluster) -> None:
-        """Evict pods whose node will soon be taken away, according to its taints, so that they save and exit in time.
+        """Evict pods whose node will soon be taken away, according to its taints, so that they save
+        and exit in time.
 
-        Karpenter evicts protected pods only at the end of its grace period, and some interruption handlers only taint
-        the node. Without the permission to evict, pods get only SIGTERM or the notice in the instance's metadata.
+        Karpenter evicts protected pods only at the end of its grace period, and some interruption
+        handlers only taint the node. Without the permission to evict, pods get only SIGTERM or the
+        notice in the instance's metadata.
         """
         assert self._watch is not None
         try:
             for pod, taint in self._watch.announced(cluster):
-                self._show(f"node {pod.machine} is about to be taken away ({taint}): {pod.name} saves and leaves")
+                self._show(
+                    f"node {pod.machine} is about to be taken away ({taint}): {pod.name} saves "
+                    "and leaves"
+                )
                 cluster.evict(self._watch.job_id, pod.name)
                 self._watch.evicted.add(pod.name)
         except CloudForbidden as error:
-            self._show(f"a node's end is announced, but {error}; fix: kubectl apply -f infra/kubernetes/rbac.yaml")
+            self._show(
+                f"a node's end is announced, but {error}; fix: kubectl apply -f "
+                "infra/kubernetes/rbac.yaml"
+            )
         except CloudError:
             pass
 
@@ -277,7 +367,10 @@ class PodSubmission:
             _say(text)
 
     def _leave(self) -> None:
-        """Delete pods that still run, wait until they have ended, and record the end. Called when the process exits."""
+        """Delete pods that still run, wait until they have ended, and record the end.
+
+        Called when the process exits.
+        """
         watch = self._watch
         self._limit = _LEAVE_SECONDS / 2
         self._leaving.set()
@@ -290,7 +383,9 @@ class PodSubmission:
             try:
                 cluster = open_cluster()
                 watch.look(cluster, time.time())
-                if (not watch.ended or watch.gone) and not watch.disrupted:  # Metaflow may have deleted it already
+                if (
+                    not watch.ended or watch.gone
+                ) and not watch.disrupted:  # Metaflow may have deleted it already
                     self._ended_by = self._ended_by or "terminated"
                     self._why = self._why or "the launcher was asked to leave"
                 watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS))
@@ -311,16 +406,22 @@ class PodSubmission:
         placement = Placement.from_json(self._asked["placement"])
         attempt = self._watch.attempt(now=time.time(), ended_by=self._ended_by, reason=self._why)
         with submit_events(self._asked) as log:
-            log.emit(BATCH_ATTEMPT, **{**batch_attempt_data(attempt, placement), **self._watch.given()})
+            log.emit(
+                BATCH_ATTEMPT, **{**batch_attempt_data(attempt, placement), **self._watch.given()}
+            )
             if self._asked.get("last") and attempt.cause in ("never_started", "not_made"):
-                outcome = Outcome.NO_CAPACITY if attempt.cause == "never_started" else Outcome.FAILED
+                if attempt.cause == "never_started":
+                    outcome = Outcome.NO_CAPACITY
+                else:
+                    outcome = Outcome.FAILED
                 why = self._why or attempt.reason or "never started"
                 message = f"no attempt of {self._asked['step']} is left; the last one {why}"
                 log.emit(OUTCOME, outcome=outcome.value, message=message)
 
 
 def replacement_policy(times: int) -> dict[str, Any]:
-    """Return fields of a worker's Job with which Kubernetes replaces a pod whose node is lost, but not a failed pod.
+    """Return fields of a worker's Job with which Kubernetes replaces a pod whose node is lost, but
+    not a failed pod.
 
     JobSet's own RestartJob is an alpha feature that is switched off by default.
     """

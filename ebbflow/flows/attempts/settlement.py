@@ -1,7 +1,8 @@
-"""Settlement of attempts on AWS Batch: record in the job's events how and when each Batch job ended.
+"""Settlement of attempts on AWS Batch: record in the job's events how and when each Batch job
+ended.
 
-A reclaimed machine cannot record its own end, so the bill would miss part of its cost. Batch knows when each of its
-jobs started and stopped, and why it stopped.
+A reclaimed machine cannot record its own end, so the bill would miss part of its cost. Batch knows
+when each of its jobs started and stopped, and why it stopped.
 """
 
 import contextlib
@@ -12,11 +13,25 @@ from typing import Any
 
 from ebbflow.cost.capacity import Placement, batch_attempt_data
 from ebbflow.flows.job import Job
-from ebbflow.infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
+from ebbflow.infra.batch import (
+    NEVER_STARTED,
+    TERMINATED,
+    BatchAttempt,
+    batch_client,
+    cancel_job,
+    describe_attempts,
+)
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
 from ebbflow.infra.errors import CloudRefused, InfraError
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+from ebbflow.infra.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    NODE_STARTED,
+    PLACED,
+    Event,
+    read_events,
+)
 from ebbflow.infra.kubernetes import cluster as kubernetes
 from ebbflow.infra.launchers import check_run_claim
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed
@@ -42,17 +57,19 @@ def settle_attempts(
     deadline_seconds: float = 20.0,
     say: Callable[[str], None] = _say,
 ) -> list[Event]:
-    """Record the end of every Batch job of this training job, terminate those that run, and return the new events.
+    """Record the end of every Batch job of this training job, terminate those that run, and return
+    the new events.
 
-    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event is incomplete, and a
-    later call adds a complete event. Call this only while no attempt should run. A Batch job that still runs was then
-    left behind by its submitter, and would cost money while the next attempt runs.
+    Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event is
+    incomplete, and a later call adds a complete event. Call this only while no attempt should run.
+    A Batch job that still runs was then left behind by its submitter, and would cost money while
+    the next attempt runs.
 
-    Raises:
-        CloudError: Batch does not answer.
-        JobIsRunning: Another launcher has taken over the job, and running Batch jobs may belong to it.
+    Raises: CloudError: Batch does not answer. JobIsRunning: Another launcher has taken over the
+        job, and running Batch jobs may belong to it.
     """
-    unsettled, half_told = unsettled_jobs(events), _incomplete_jobs(events)
+    unsettled = unsettled_jobs(events)
+    half_told = _incomplete_jobs(events)
     submitted = half_told | unsettled
     if not submitted:
         return []
@@ -71,16 +88,26 @@ def settle_attempts(
             placement = find_placement(event, events)
             settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement)))
         else:
-            with contextlib.suppress(CloudRefused):  # the job ended meanwhile; the next call records it
+            with contextlib.suppress(
+                CloudRefused
+            ):  # the job ended meanwhile; the next call records it
                 why = f"run {job.run} goes on with job {job.name}"
-                words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
-                if isinstance(there, kubernetes.Cluster):  # it keeps no record of pods that it deleted
+                if attempt.started_utc is None:
+                    words = NEVER_STARTED
+                else:
+                    words = TERMINATED
+                if isinstance(
+                    there, kubernetes.Cluster
+                ):  # it keeps no record of pods that it deleted
                     ended = kubernetes.end_attempt(job_id, there, deadline_seconds)
                     data = batch_attempt_data(ended, find_placement(event, events))
                     settled.append(log.emit(BATCH_ATTEMPT, **data))
                 else:
                     cancel_job(job_id, why, there, words=words, deadline_seconds=deadline_seconds)
-                say(f"{_describe_left_behind(attempt, event)} was left behind: terminated, since {why}")
+                say(
+                    f"{_describe_left_behind(attempt, event)} was left behind: terminated, since "
+                    f"{why}"
+                )
     return settled
 
 
@@ -89,10 +116,13 @@ def _by_region(
 ) -> list[tuple[Any, dict[str, Event]]]:
     """Group the Batch jobs by region, and return each region's client with its jobs.
 
-    `client` is a Kubernetes cluster, or a Batch client whose region applies to jobs without a known region.
+    `client` is a Kubernetes cluster, or a Batch client whose region applies to jobs without a known
+    region.
     """
     pods = isinstance(client, kubernetes.Cluster)
-    submitted = {one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods}
+    submitted = {
+        one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods
+    }
     if pods:
         return [(client, dict(submitted))]
     found: dict[str, dict[str, Event]] = {}
@@ -117,30 +147,42 @@ def _describe_all(
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """Query Batch for the jobs. Wait up to 10 s until all ended jobs in `wanted` have an end time and a reason."""
+    """Query Batch for the jobs.
+
+    Wait up to 10 s until all ended jobs in `wanted` have an end time and a reason.
+    """
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
         found = _describe(job_ids, client, deadline_seconds)
         ended = [found[one] for one in wanted if one in found and found[one].finished]
-        if all(_is_complete(vars(attempt)) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
+        if (
+            all(_is_complete(vars(attempt)) for attempt in ended)
+            or time.monotonic() + _LOOK_SECONDS > limit
+        ):
             return found
         time.sleep(_LOOK_SECONDS)
 
 
 def _client(job: Job, job_ids: Iterable[str]) -> Any:
     """Return a client for the backend of these attempts. Raises CloudError."""
-    pods = any(kubernetes.is_cluster_id(one) for one in job_ids)
-    return kubernetes.open_cluster() if pods else batch_client(job.config.batch.region)
+    pods = any(kubernetes.is_cluster_id(identity) for identity in job_ids)
+    if pods:
+        return kubernetes.open_cluster()
+    return batch_client(job.config.batch.region)
 
 
-def _describe(job_ids: Sequence[str], client: Any, deadline_seconds: float) -> dict[str, BatchAttempt]:
+def _describe(
+    job_ids: Sequence[str], client: Any, deadline_seconds: float
+) -> dict[str, BatchAttempt]:
     if isinstance(client, kubernetes.Cluster):
         return kubernetes.describe_attempts(job_ids, client, now=time.time())
     return describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
 
 
 def _is_complete(record: Mapping[str, Any]) -> bool:
-    """Return whether the record of an ended job has its end time (if it ever ran) and its reason (if it failed)."""
+    """Return whether the record of an ended job has its end time (if it ever ran) and its reason
+    (if it failed).
+    """
     is_timed = record.get("started_utc") is None or record.get("stopped_utc") is not None
     return is_timed and (record.get("status") != "FAILED" or bool(record.get("reason")))
 
@@ -148,17 +190,27 @@ def _is_complete(record: Mapping[str, Any]) -> bool:
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
     """Return {job id: event} for all Batch jobs whose end is not recorded.
 
-    The event is the one that recorded the submission. If no such event exists, it is the agent's NODE_STARTED event.
+    The event is the one that recorded the submission. If no such event exists, it is the agent's
+    NODE_STARTED event.
     """
     settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
-    return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled}
+    return {
+        job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled
+    }
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Like `unsettled_jobs`, for jobs whose end is recorded without time or reason. Needs events ordered by time."""
+    """Like `unsettled_jobs`, for jobs whose end is recorded without time or reason.
+
+    Needs events ordered by time.
+    """
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)
-    return {job_id: event for job_id, event in known.items() if job_id in last and not _is_complete(last[job_id])}
+    return {
+        job_id: event
+        for job_id, event in known.items()
+        if job_id in last and not _is_complete(last[job_id])
+    }
 
 
 def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
@@ -177,7 +229,9 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
 
 @for_batch
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Check that no Batch job that a killed launcher submitted is still running, since it would cost money."""
+    """Check that no Batch job that a killed launcher submitted is still running, since it would
+    cost money.
+    """
     if context.job is None:
         return passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
@@ -187,25 +241,33 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
     if submitted:
         client = batch_client(context.config.batch.region)
         found = _describe_all(submitted, events, client, ANSWER_SECONDS)
-    left = [_describe_left_behind(one, submitted[one.job_id]) for one in found.values() if not one.finished]
+    left = [
+        _describe_left_behind(one, submitted[one.job_id])
+        for one in found.values()
+        if not one.finished
+    ]
     if not left:
         return passed(f"AWS Batch runs nothing of job {context.job}")
     return failed(
         "\n".join(f"{one} is running, but no process of this run waits for it" for one in left),
-        "nothing to do: it is terminated before the next attempt. If another launcher runs this job, stop one",
+        "nothing to do: it is terminated before the next attempt. If another launcher runs this "
+        "job, stop one",
     )
 
 
 _CHECK_SECONDS = 2 * ANSWER_SECONDS + 1.0
 _TITLE = "no job was left behind in AWS Batch"
-CHECKS = [Check("aws-left-behind", _TITLE, "warning", "full", _CHECK_SECONDS, ("D15",), check_left_behind)]
+CHECKS = [
+    Check("aws-left-behind", _TITLE, "warning", "full", _CHECK_SECONDS, ("D15",), check_left_behind)
+]
 
 
 def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
-    """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or None.
+    """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or
+    None.
 
-    Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step and task of an
-    agent's event, which has neither.
+    Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step
+    and task of an agent's event, which has neither.
     """
     is_agents = submitted.name == NODE_STARTED
     task = (submitted.step, submitted.data.get("task"))
@@ -217,13 +279,18 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
         and (is_agents or (event.step, event.data.get("task")) == task)
     ]
     try:
-        return Placement.from_json(placed[-1].data["placement"]) if placed else None
+        if placed:
+            return Placement.from_json(placed[-1].data["placement"])
+        return None
     except (KeyError, TypeError):
         return None
 
 
 def settle_for_report(job: Job) -> None:
-    """Record the ends of all attempts for the job's report. If Batch does not answer, only print a message."""
+    """Record the ends of all attempts for the job's report.
+
+    If Batch does not answer, only print a message.
+    """
     events = read_events(job.store)
     if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return
@@ -232,7 +299,10 @@ def settle_for_report(job: Job) -> None:
         with job.events("settle") as log:
             settle_attempts(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
-        print(f"the end of the last attempt is unknown yet, so the bill uses its agents' records: {error}")
+        print(
+            "the end of the last attempt is unknown yet, so the bill uses its agents' records: "
+            f"{error}"
+        )
 
 
 _LEFTOVER_SECONDS = 90.0
@@ -241,8 +311,9 @@ _LEFTOVER_SECONDS = 90.0
 def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
     """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
 
-    Call this only while no launcher of the job is alive. New events have the run id of `job`. If Batch does not answer,
-    print a message. The next placement then terminates these jobs. Raises StoreError if the events cannot be read.
+    Call this only while no launcher of the job is alive. New events have the run id of `job`. If
+    Batch does not answer, print a message. The next placement then terminates these jobs. Raises
+    StoreError if the events cannot be read.
     """
     events = read_events(job.store)
     if not unsettled_jobs(events):

@@ -1,15 +1,17 @@
-"""Submission of one attempt to AWS Batch, in the process on the launching machine that then waits for the Batch job.
+"""Submission of one attempt to AWS Batch, in the process on the launching machine that then waits
+for the Batch job.
 
-Metaflow starts this process for each attempt (`batch step`). This module makes the process retry a failed submit,
-record the job's id or the refusal, and terminate a job that waits too long for capacity or for its container. On
-SIGTERM the process terminates the job, so that the job saves a checkpoint and ends. All of this uses hooks of the AWS
-SDK and no internals of Metaflow.
+Metaflow starts this process for each attempt (`batch step`). This module makes the process retry a
+failed submit, record the job's id or the refusal, and terminate a job that waits too long for
+capacity or for its container. On SIGTERM the process terminates the job, so that the job saves a
+checkpoint and ends. All of this uses hooks of the AWS SDK and no internals of Metaflow.
 
-To stop a container, Batch sends SIGTERM to its first process and, 30 s later, SIGKILL to all processes. The first
-process is the shell of Metaflow's command. SIGTERM would kill that shell and all its child processes. If the shell is
-process 1, SIGTERM would have no effect. `wrap_command` therefore runs the command under another shell, the
-signal-passing shell. This shell passes SIGTERM only to the task and waits until the command has ended. The processes
-that collect the task's logs get no signal, because they must live as long as the task.
+To stop a container, Batch sends SIGTERM to its first process and, 30 s later, SIGKILL to all
+processes. The first process is the shell of Metaflow's command. SIGTERM would kill that shell and
+all its child processes. If the shell is process 1, SIGTERM would have no effect. `wrap_command`
+therefore runs the command under another shell, the signal-passing shell. This shell passes SIGTERM
+only to the task and waits until the command has ended. The processes that collect the task's logs
+get no signal, because they must live as long as the task.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     from ebbflow.infra.event_log import EventLog
 
 
-# Variable with the path of the file in which the task writes its process id for the signal-passing shell.
+# Variable with the path of the file in which the task writes its process id for the signal-passing
+# shell.
 _TASK_VARIABLE = "EBBFLOW_TASK_FILE"
-# $1: the command. Processes below ignore SIGTERM, so that a signal to the process group spares shell and logs; only
-# the task listens again (`listen_for_stop`). Without a task there is nothing to save.
+# $1: the command. Processes below ignore SIGTERM, so that a signal to the process group spares
+# shell and logs; only the task listens again (`listen_for_stop`). Without a task there is nothing
+# to save.
 _SHELL = f"""
 export {_TASK_VARIABLE}="$PWD/.ebbflow-task-$$"
 leave() {{
@@ -54,22 +58,32 @@ exit "$code"
 
 
 def wrap_command(command: list[str]) -> list[str]:
-    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell. Return any other command unchanged."""
-    return (
-        ["bash", "-c", _SHELL, "bash", command[2]] if len(command) == 3 and command[:2] == ["bash", "-c"] else command
-    )
+    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell.
+
+    Return any other command unchanged.
+    """
+    if len(command) == 3 and command[:2] == ["bash", "-c"]:
+        return ["bash", "-c", _SHELL, "bash", command[2]]
+    return command
 
 
 def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
-    """Let each command of a SubmitJob request run under the signal-passing shell. The AWS SDK calls this."""
+    """Let each command of a SubmitJob request run under the signal-passing shell.
+
+    The AWS SDK calls this.
+    """
     nodes = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
-    for overrides in [params.get("containerOverrides"), *(node.get("containerOverrides") for node in nodes)]:
+    for overrides in [
+        params.get("containerOverrides"),
+        *(node.get("containerOverrides") for node in nodes),
+    ]:
         if command := (overrides or {}).get("command"):
             overrides["command"] = wrap_command(command)
 
 
 def listen_for_stop() -> None:
-    """Make SIGTERM end this task, and write its process id to the file that the signal-passing shell reads.
+    """Make SIGTERM end this task, and write its process id to the file that the signal-passing
+    shell reads.
 
     Do nothing if the task does not run under the signal-passing shell.
     """
@@ -91,19 +105,27 @@ _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 class StartLimits:
     """Time limits within which a submitted job must begin to run.
 
-    `runnable_seconds` limits the wait for capacity, counted from the submit. `starting_seconds` limits the time in the
-    state STARTING. `start_by_utc` is the Unix time by which the job must run (None: no limit).
+    `runnable_seconds` limits the wait for capacity, counted from the submit. `starting_seconds`
+    limits the time in the state STARTING. `start_by_utc` is the Unix time by which the job must run
+    (None: no limit).
     """
 
-    def __init__(self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None) -> None:
-        self._runnable_seconds, self._starting_seconds = runnable_seconds, starting_seconds
+    def __init__(
+        self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None
+    ) -> None:
+        self._runnable_seconds = runnable_seconds
+        self._starting_seconds = starting_seconds
         self._submitted = time.monotonic()
-        self._start_by = math.inf if start_by_utc is None else self._submitted + start_by_utc - time.time()
+        if start_by_utc is None:
+            self._start_by = math.inf
+        else:
+            self._start_by = self._submitted + start_by_utc - time.time()
         self._starting: float | None = None
 
     def restart(self) -> None:
         """Restart the clock that measures the wait for capacity."""
-        self._submitted, self._starting = time.monotonic(), None
+        self._submitted = time.monotonic()
+        self._starting = None
 
     def left(self) -> float:
         limit = self._submitted + self._runnable_seconds
@@ -114,12 +136,11 @@ class StartLimits:
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
         """Record the job's state and check the limits.
 
-        Args:
-            status: Current state of the Batch job; None if unknown. The last known state then applies.
+        Args: status: Current state of the Batch job; None if unknown. The last known state then
+            applies.
 
-        Returns:
-            None if no limit is exceeded. Otherwise a tuple: the first words of the termination reason, from which the
-            bill later derives the cause, and an explanation for the log.
+        Returns: None if no limit is exceeded. Otherwise a tuple: the first words of the termination
+            reason, from which the bill later derives the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -135,10 +156,13 @@ class StartLimits:
             return NEVER_STARTED, f"waited {minutes:.1f} minutes for capacity"
         minutes = min(now - self._starting, self._starting_seconds) / 60
         if now < self._starting + self._starting_seconds:
-            return NEVER_STARTED, f"was starting for {minutes:.1f} minutes, and the job's deadline allows no more"
+            return (
+                NEVER_STARTED,
+                f"was starting for {minutes:.1f} minutes, and the job's deadline allows no more",
+            )
         return NOT_MADE, (
-            f"had capacity but no container after {minutes:.1f} minutes of starting (an image too large or out of "
-            "reach, or an instance that does not come up)"
+            f"had capacity but no container after {minutes:.1f} minutes of starting (an image "
+            "too large or out of reach, or an instance that does not come up)"
         )
 
 
@@ -159,7 +183,9 @@ class Submission:
         self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
-        """Register the handlers for SIGTERM and for the SubmitJob calls of all AWS SDK clients in this process."""
+        """Register the handlers for SIGTERM and for the SubmitJob calls of all AWS SDK clients in
+        this process.
+        """
         from botocore import handlers
 
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
@@ -167,25 +193,33 @@ class Submission:
         SubmitRetry(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
         steps = {"before-call": self._begun, "before-parameter-build": wrap_job_commands}
         steps |= {"after-call": self._submitted, "after-call-error": self._not_submitted}
-        handlers.BUILTIN_HANDLERS.extend((f"{name}.batch.SubmitJob", handler) for name, handler in steps.items())
+        handlers.BUILTIN_HANDLERS.extend(
+            (f"{name}.batch.SubmitJob", handler) for name, handler in steps.items()
+        )
         signal.signal(signal.SIGTERM, self._leave)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes a terminal's SIGINT on as SIGTERM
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the launcher passes a terminal's SIGINT on as SIGTERM
 
     def _begun(self, **_: Any) -> None:
         self._submits = True
 
     def _not_submitted(self, **_: Any) -> None:
-        """Terminate any job that a failed submit may have created, because no process would wait for it."""
+        """Terminate any job that a failed submit may have created, because no process would wait
+        for it.
+        """
         _report_errors(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
 
     def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
-        """Start the threads that watch over the submitted job. The AWS SDK calls this with each SubmitJob response.
+        """Start the threads that watch over the submitted job.
 
-        This never raises, because the job already exists. If SIGTERM arrived during the submit, terminate the job and
-        exit.
+        The AWS SDK calls this with each SubmitJob response.
+
+        This never raises, because the job already exists. If SIGTERM arrived during the submit,
+        terminate the job and exit.
         """
         job_id = parsed.get("jobId")
         if not job_id:
@@ -195,7 +229,11 @@ class Submission:
         self._submits = False
         self._job_id = str(job_id)
         name = str(parsed.get("jobName"))
-        for work, about in ((self._note, name), (self._watch, name), (self._lost.end_twins, self._job_id)):
+        for work, about in (
+            (self._note, name),
+            (self._watch, name),
+            (self._lost.end_twins, self._job_id),
+        ):
             _start_thread(work, about)
         if self._told_to_leave:
             self._go(self._told_to_leave)
@@ -211,11 +249,15 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Record a duplicate Batch job for the bill. Take at most 15 s, since the caller may exit next."""
+        """Record a duplicate Batch job for the bill.
+
+        Take at most 15 s, since the caller may exit next.
+        """
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
-        """Record the id of a Batch job in the job's events, so that the bill includes it even if this process dies.
+        """Record the id of a Batch job in the job's events, so that the bill includes it even if
+        this process dies.
 
         If the store fails, retry without limit.
 
@@ -230,7 +272,10 @@ class Submission:
             return
         with submit_events(asked) as log:
             details = {"step": asked["step"], "task": asked["task"]}
-            details |= {"twin_of": self._job_id or None} if unwanted else {}
+            if unwanted:
+                details |= {"twin_of": self._job_id or None}
+            else:
+                details |= {}
             log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **details)
             while True:  # the store may come back
                 try:
@@ -242,13 +287,18 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """Terminate the Batch job if it does not begin to run in time. Metaflow then retries with a new placement."""
+        """Terminate the Batch job if it does not begin to run in time.
+
+        Metaflow then retries with a new placement.
+        """
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError
 
         client = batch_client(self._asked.get("region"))
         patience = StartLimits(
-            runnable_seconds=self._limit("runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)),
+            runnable_seconds=self._limit(
+                "runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)
+            ),
             starting_seconds=self._limit("starting_seconds", STARTING_SECONDS),
             start_by_utc=self._asked.get("start_by_utc"),
         )
@@ -262,8 +312,14 @@ class Submission:
                 if waited is None:
                     continue
                 words, why = waited
-                queue = f"queue {found.queue}" if found else "its queue"
-                reason = f" ({found.reason})" if found and found.reason else ""
+                if found:
+                    queue = f"queue {found.queue}"
+                else:
+                    queue = "its queue"
+                if found and found.reason:
+                    reason = f" ({found.reason})"
+                else:
+                    reason = ""
                 _say(f"{job_name} {why} in {queue}{reason}: terminated, to be placed anew")
                 cancel_job(self._job_id, f"{why} in {queue}", client, words=words)
                 return
@@ -272,10 +328,12 @@ class Submission:
                 time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
-        """Handle SIGTERM: terminate the Batch job and exit. The job saves a checkpoint before it ends.
+        """Handle SIGTERM: terminate the Batch job and exit.
 
-        While a SubmitJob request is pending, the job's id is unknown. This method then only stores the signal, and the
-        handler of the response terminates the job and exits.
+        The job saves a checkpoint before it ends.
+
+        While a SubmitJob request is pending, the job's id is unknown. This method then only stores
+        the signal, and the handler of the response terminates the job and exits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._submits:
@@ -305,7 +363,10 @@ class Submission:
 
 
 def submit_events(asked: dict[str, Any]) -> EventLog:
-    """Open the job's event log for the submitting process. `asked` is the JSON object in SUBMIT_VARIABLE."""
+    """Open the job's event log for the submitting process.
+
+    `asked` is the JSON object in SUBMIT_VARIABLE.
+    """
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.infra.event_log import EventLog
     from ebbflow.infra.events import Origin
@@ -313,7 +374,9 @@ def submit_events(asked: dict[str, Any]) -> EventLog:
     config = RunConfig.model_validate({"store": asked["store"]})
     job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
     process = f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}"
-    return EventLog(job.store, Origin(job=job.name, run=job.run, attempt=asked["attempt"], process=process))
+    return EventLog(
+        job.store, Origin(job=job.name, run=job.run, attempt=asked["attempt"], process=process)
+    )
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:
@@ -321,7 +384,8 @@ def refusal_reason(answer: dict[str, Any]) -> str | None:
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}
-    status, code = int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0), str(error.get("Code", ""))
+    status = int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0)
+    code = str(error.get("Code", ""))
     if not 400 <= status < 500 or is_throttled(status, code):
         return None
     return f"{error.get('Message') or 'no reason given'} ({code or status})"

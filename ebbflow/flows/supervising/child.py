@@ -1,7 +1,7 @@
 """The flow as a child process that dies with the supervisor and receives the supervisor's signals.
 
-When run as a program (`child.py PID COMMAND…`), this file makes the kernel end its process when the parent PID dies,
-and then replaces itself with COMMAND.
+When run as a program (`child.py PID COMMAND…`), this file makes the kernel end its process when the
+parent PID dies, and then replaces itself with COMMAND.
 """
 
 import contextlib
@@ -27,10 +27,11 @@ STOPPED_SECONDS = 60.0  # a launcher suspended this long is continued; the next 
 
 
 class FlowProcess:
-    """Runner of commands, one at a time, which records whether a signal has asked the supervisor to exit.
+    """Runner of commands, one at a time, which records whether a signal has asked the supervisor to
+    exit.
 
-    Use it in the main thread only: the kernel ends a child when the thread that started it ends, and Python handles
-    signals in the main thread.
+    Use it in the main thread only: the kernel ends a child when the thread that started it ends,
+    and Python handles signals in the main thread.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,9 @@ class FlowProcess:
     def listen(self) -> None:
         """Install handlers that pass SIGTERM, SIGHUP and Ctrl-C on to the child."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup ignores it
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
@@ -57,8 +60,11 @@ class FlowProcess:
         if self.asked_to_leave:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
-        # In its own session, so that the child gets a terminal's Ctrl-C only once, from this process.
-        self._process = subprocess.Popen(tied, env={**os.environ, **self.environment}, start_new_session=True)
+        # In its own session, so that the child gets a terminal's Ctrl-C only once, from this
+        # process.
+        self._process = subprocess.Popen(
+            tied, env={**os.environ, **self.environment}, start_new_session=True
+        )
         self._stopped = StoppedProcesses(STOPPED_SECONDS)
         self._continued = False  # whether the command was suspended for too long, and continued
         if self.asked_to_leave:  # a signal came between the check and the start
@@ -74,10 +80,16 @@ class FlowProcess:
         self._left.wait(seconds)
 
     def _end_stop(self) -> None:
-        """Resume a launcher that has been suspended (SIGSTOP) for 60 s. If it is suspended for 60 s again, kill it."""
+        """Resume a launcher that has been suspended (SIGSTOP) for 60 s.
+
+        If it is suspended for 60 s again, kill it.
+        """
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
-            does = "killed" if self._continued else "continued"
+            if self._continued:
+                does = "killed"
+            else:
+                does = "continued"
             print(f"the run was stopped (state T) for {seconds:.0f} s: {does}", file=sys.stderr)
             self._tell(signal.SIGKILL if self._continued else signal.SIGCONT)
             self._stopped = StoppedProcesses(STOPPED_SECONDS)
@@ -94,7 +106,9 @@ class FlowProcess:
         again = self.asked_to_leave
         self._left.set()
         self._limit = self._limit or time.monotonic() + LEAVE_SECONDS
-        hurried = again and number == signal.SIGINT  # a second Ctrl-C does not wait for the last checkpoint
+        hurried = (
+            again and number == signal.SIGINT
+        )  # a second Ctrl-C does not wait for the last checkpoint
         self._tell(signal.SIGINT if hurried else signal.SIGTERM)
 
     def _tell(self, number: int) -> None:

@@ -18,14 +18,21 @@ WAIT_HOURS = 24.0
 _LIMITS = {
     "max_failures": (
         MAX_FAILURES,
-        "runs in a row that may fail without a new commit (%(default)s); interruptions do not count",
+        "runs in a row that may fail without a new commit (%(default)s); interruptions do not "
+        "count",
     ),
     "pause_seconds": (
         PAUSE_SECONDS,
         "after a run without progress (%(default)s), then twice as long each time, at most 600",
     ),
-    "capacity_pause_seconds": (CAPACITY_PAUSE_SECONDS, "before the next request for missing capacity (%(default)s)"),
-    "wait_hours": (WAIT_HOURS, "longest wait for capacity, or for a store that does not answer (%(default)s)"),
+    "capacity_pause_seconds": (
+        CAPACITY_PAUSE_SECONDS,
+        "before the next request for missing capacity (%(default)s)",
+    ),
+    "wait_hours": (
+        WAIT_HOURS,
+        "longest wait for capacity, or for a store that does not answer (%(default)s)",
+    ),
 }
 
 
@@ -36,16 +43,23 @@ class SupervisorOptions:
     job: str  # name that every run gets with --job
     config: RunConfig
     words: tuple[str, ...]  # options of `run` for every run, including --config and --job
-    max_failures: int = MAX_FAILURES  # number of failures in a row, without a new commit, that end the job
+    # Number of failures in a row, without a new commit, that end the job
+    max_failures: int = MAX_FAILURES
     pause_seconds: float = PAUSE_SECONDS  # pause after the first run without progress
-    capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS  # pause before capacity is requested again
+    # Pause before capacity is requested again
+    capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS
     wait_hours: float = WAIT_HOURS  # longest wait for capacity, or for a store that does not answer
     take_over: bool = False  # take the job from a launcher that runs it now
-    permits: tuple[str, ...] = ()  # to give up commits (--from-scratch, --accept-rollback); recorded once
+    permits: tuple[
+        str, ...
+    ] = ()  # to give up commits (--from-scratch, --accept-rollback); recorded once
 
 
 def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptions:
-    """Parse the supervisor's command line. Exits with 2 if it is invalid. Raises ConfigError or LayoutError."""
+    """Parse the supervisor's command line.
+
+    Exits with 2 if it is invalid. Raises ConfigError or LayoutError.
+    """
     parser = _parser()
     if arguments[:1] in (["-h"], ["--help"]):
         parser.print_help()
@@ -57,7 +71,9 @@ def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptio
     _check(parser, known)
     loaded = load_config(path, known.overrides, project_root=project_root, cwd=Path.cwd())
     job = check_job_name(known.job or _job_name(Path(path)))
-    settings = [word for override in known.overrides for word in ("--set", override)]
+    settings = []
+    for override in known.overrides:
+        settings.extend(("--set", override))
     return SupervisorOptions(
         job=job,
         config=loaded.config,
@@ -75,13 +91,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python flows/supervise.py",
         allow_abbrev=False,
-        description="Run a job and continue it after interruptions until it is done, or until budget, deadline or a "
-        "repeated failure ends it. All other options are passed to `flows/train_flow.py run`.",
+        description=(
+            "Run a job and continue it after interruptions until it is done, or until budget, "
+            "deadline or a repeated failure ends it. All other options are passed to "
+            "`flows/train_flow.py run`."
+        ),
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the job; the first argument")
-    parser.add_argument("--job", default="", help="name of the job (default: the file's name without its suffix)")
+    parser.add_argument(
+        "--job", default="", help="name of the job (default: the file's name without its suffix)"
+    )
     add_permits(parser)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE, as for run")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", help="KEY=VALUE, as for run"
+    )
     for name, (default, text) in _LIMITS.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=type(default), default=default, help=text)
@@ -92,9 +115,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(parser: argparse.ArgumentParser, known: argparse.Namespace) -> None:
     for name in _LIMITS:
-        value, least = getattr(known, name), 1 if name == "max_failures" else 0
+        value = getattr(known, name)
+        if name == "max_failures":
+            least = 1
+        else:
+            least = 0
         if not least <= value < math.inf:
-            parser.error(f"--{name.replace('_', '-')} {value:g}: must be a number of at least {least}")
+            parser.error(
+                f"--{name.replace('_', '-')} {value:g}: must be a number of at least {least}"
+            )
 
 
 def _job_name(path: Path) -> str:

@@ -36,13 +36,20 @@ class SupervisedRun:
 class JobRecord:
     """The state of a job, read from its store."""
 
-    interruptions: frozenset[int] = frozenset()  # numbers of the generations that an interruption ended
-    failures: frozenset[int] = frozenset()  # numbers of the generations that a failure of the user's program ended
-    attempts: dict[str, str] = field(default_factory=dict)  # cause of each Batch job's end, by job id
+    interruptions: frozenset[int] = (
+        frozenset()
+    )  # numbers of the generations that an interruption ended
+    failures: frozenset[int] = (
+        frozenset()
+    )  # numbers of the generations that a failure of the user's program ended
+    attempts: dict[str, str] = field(
+        default_factory=dict
+    )  # cause of each Batch job's end, by job id
     unsettled: bool = False  # the end of at least one Batch job is not recorded
     commit: str | None = None  # key of the newest commit, None without one
     runs: tuple[SupervisedRun, ...] = ()  # supervised runs, oldest first
-    report: RunReport | None = None  # None if the job has not begun, or if no report can be built from its events
+    # None if the job has not begun, or if no report can be built from its events
+    report: RunReport | None = None
     why: str = "nothing was recorded"  # why there is no report
     run: str = ""  # Metaflow run of the newest event, "" if the job has not begun
     finished: bool = False  # the job is complete, and its configuration has not changed since
@@ -54,17 +61,24 @@ class JobRecord:
         return bool(self.run)
 
     def with_runs(self, *runs: SupervisedRun) -> JobRecord:
-        return replace(self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc)))
+        return replace(
+            self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc))
+        )
 
     def cost(self) -> str:
         if self.report is None:
             return f"its cost is unknown: {self.why}"
-        simulated = " at a simulated price" if (self.report.plan or {}).get("simulated") else ""
+        if (self.report.plan or {}).get("simulated"):
+            simulated = " at a simulated price"
+        else:
+            simulated = ""
         return f"it has cost ${_money(self.report.total_usd)}{simulated}"
 
 
 def _money(usd: Decimal) -> str:
-    return f"{usd:.4f}" if usd < 1 else f"{usd:.2f}"
+    if usd < 1:
+        return f"{usd:.4f}"
+    return f"{usd:.2f}"
 
 
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
@@ -79,16 +93,26 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
     generations = read_generations(events)
     ended = [generation for generation in generations.values() if generation.unplanned]
     try:
-        report, why = build_report(events), ""
+        report = build_report(events)
+        why = ""
     except CostError as error:
-        report, why = None, str(error)
+        report = None
+        why = str(error)
     hours = config.cost.deadline_hours
-    started = next((event.data.get("started_utc") for event in reversed(events) if event.name == PLAN), None)
+    started = next(
+        (event.data.get("started_utc") for event in reversed(events) if event.name == PLAN), None
+    )
     same_settings = _written_config(job_store) == config.model_dump(mode="json")
     return JobRecord(
-        interruptions=frozenset(generation.number for generation in ended if not generation.user_code),
+        interruptions=frozenset(
+            generation.number for generation in ended if not generation.user_code
+        ),
         failures=frozenset(generation.number for generation in ended if generation.user_code),
-        attempts={event.data["job_id"]: event.data["cause"] for event in events if event.name == BATCH_ATTEMPT},
+        attempts={
+            event.data["job_id"]: event.data["cause"]
+            for event in events
+            if event.name == BATCH_ATTEMPT
+        },
         unsettled=bool(unsettled_jobs(events)),
         commit=_newest_commit(job_store),
         runs=tuple(
@@ -116,46 +140,63 @@ def _newest_commit(job_store: Store) -> str | None:
         newest = next(newest_commits(job_store), None)
     except TrainingError:  # a broken lineage, which the next start reports
         return None
-    return None if newest is None else newest.key
+    if newest is None:
+        return None
+    return newest.key
 
 
 def _written_config(job_store: Store) -> dict | None:
-    """Return the configuration of the newest run that passed preflight, or None if no run has passed it."""
+    """Return the configuration of the newest run that passed preflight, or None if no run has
+    passed it.
+    """
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")
 
 
 LONGEST_PAUSE_SECONDS = 600.0
-# If the gap between two runs exceeds the usual pause by more than this, no supervisor was running in between. AWS Batch
-# replaces a failing machine within this time.
+# If the gap between two runs exceeds the usual pause by more than this, no supervisor was running
+# in between. AWS Batch replaces a failing machine within this time.
 ALONE_SECONDS = 3600.0
 
-# Outcomes that another run would repeat, or limits that the user has set. PREFLIGHT ends the job only if its settings
-# have never passed preflight, so that the user learns of the problem at once.
-FINAL = frozenset({
-    Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
-    Outcome.NO_RESTORE, Outcome.ROLLED_BACK,
-})  # fmt: skip
+# Outcomes that another run would repeat, or limits that the user has set. PREFLIGHT ends the job
+# only if its settings have never passed preflight, so that the user learns of the problem at once.
+FINAL = frozenset(
+    {
+        Outcome.CONFIG,
+        Outcome.PREFLIGHT,
+        Outcome.BUDGET,
+        Outcome.CRASH_LOOP,
+        Outcome.NON_FINITE,
+        Outcome.DEADLINE,
+        Outcome.NO_RESTORE,
+        Outcome.ROLLED_BACK,
+    }
+)
 
 
 class RunVerdict(StrEnum):
-    """Verdict on one run of the flow, from which the supervisor decides whether and when to start the next run."""
+    """Verdict on one run of the flow, from which the supervisor decides whether and when to start
+    the next run.
+    """
 
     COMPLETED = "completed"
     FINAL = "final"  # its outcome ends the job
     INTERRUPTION = "interruption"  # not the job's fault: continue, however often it happens
     NO_CAPACITY = "no_capacity"  # try again after a pause
     NOT_READY = "not_ready"  # preflight failed after an earlier pass: a service does not answer
-    FAILURE = "failure"  # the program failed or did nothing: only a few are allowed without a new commit
+    # The program failed or did nothing: only a few are allowed without a new commit
+    FAILURE = "failure"
 
 
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
-    """Return the verdict on one run, from its exit code and the job's record before and after the run.
+    """Return the verdict on one run, from its exit code and the job's record before and after the
+    run.
 
-    The exit code is negative if a signal ended the run. Exit codes 1 and 75 are ambiguous, because a run that died
-    before any training has them too. In this case the record decides: the run was interrupted if it left an interrupted
-    generation, or a Batch job that was reclaimed or terminated.
+    The exit code is negative if a signal ended the run. Exit codes 1 and 75 are ambiguous, because
+    a run that died before any training has them too. In this case the record decides: the run was
+    interrupted if it left an interrupted generation, or a Batch job that was reclaimed or
+    terminated.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return RunVerdict.COMPLETED
@@ -169,59 +210,85 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
         return RunVerdict.FAILURE
     if after.interruptions - before.interruptions:
         return RunVerdict.INTERRUPTION
-    # Batch's causes come last, because a container that drained after a notice looks failed to Batch.
+    # Batch's causes come last, because a container that drained after a notice looks failed to
+    # Batch.
     causes = {cause for job, cause in after.attempts.items() if job not in before.attempts}
     if "user_code" in causes:
         return RunVerdict.FAILURE
     if {"reclaimed", "terminated"} & causes:
         return RunVerdict.INTERRUPTION
-    return RunVerdict.NO_CAPACITY if "never_started" in causes else RunVerdict.FAILURE
+    if "never_started" in causes:
+        return RunVerdict.NO_CAPACITY
+    return RunVerdict.FAILURE
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
     """Return the number of failures for which a failed run counts.
 
-    A run that made a commit counts as one failure. Any other run counts as one failure per failed Batch job, but at
-    least as one failure.
+    A run that made a commit counts as one failure. Any other run counts as one failure per failed
+    Batch job, but at least as one failure.
     """
     if before.commit != after.commit:
         return 1
-    return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
+    return max(
+        1,
+        sum(
+            cause == "user_code"
+            for job, cause in after.attempts.items()
+            if job not in before.attempts
+        ),
+    )
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """Count the runs with this verdict since the newest commit. For FAILURE, return the sum of the runs' failures.
+    """Count the runs with this verdict since the newest commit.
 
-    Runs with other verdicts are skipped. For verdicts other than FAILURE, runs before a gap in which no supervisor ran
-    are skipped too.
+    For FAILURE, return the sum of the runs' failures.
+
+    Runs with other verdicts are skipped. For verdicts other than FAILURE, runs before a gap in
+    which no supervisor ran are skipped too.
     """
     failure = verdict is RunVerdict.FAILURE
-    runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
-    ended = (past_run for past_run in runs if past_run.verdict == verdict and past_run.commit == record.commit)
+    if failure:
+        runs = record.runs
+    else:
+        runs = _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
+    ended = (
+        past_run
+        for past_run in runs
+        if past_run.verdict == verdict and past_run.commit == record.commit
+    )
     return sum(past_run.failures if failure else 1 for past_run in ended)
 
 
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
     """Return the pause in seconds before the next run.
 
-    The pause is 0 after an interrupted run that made a commit. Otherwise the pause is `first_seconds` after the first
-    run since the newest commit that ended with `verdict`, and doubles with each further such run, up to 600 s.
+    The pause is 0 after an interrupted run that made a commit. Otherwise the pause is
+    `first_seconds` after the first run since the newest commit that ended with `verdict`, and
+    doubles with each further such run, up to 600 s.
     """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
         times -= 1  # the first run with this commit may have created it
-    return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS) if times > 0 else 0.0
+    if times > 0:
+        return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS)
+    return 0.0
 
 
 def waited_seconds(
-    record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
+    record: JobRecord,
+    verdict: RunVerdict,
+    now_utc: float,
+    *,
+    usual_pause_seconds: float = LONGEST_PAUSE_SECONDS,
 ) -> float:
     """Return for how many seconds every run of the job has ended with this verdict.
 
-    The verdict is "no capacity" or "not ready". The time starts at the end of the first of the latest runs that all
-    have this verdict. It is 0 if the newest run has another verdict. Runs before a gap in which no supervisor ran do
-    not count. Such a gap is a pause much longer than `usual_pause_seconds`, the longest pause that a supervisor makes
-    between runs.
+    The verdict is "no capacity" or "not ready". The time starts at the end of the first of the
+    latest runs that all have this verdict. It is 0 if the newest run has another verdict. Runs
+    before a gap in which no supervisor ran do not count. Such a gap is a pause much longer than
+    `usual_pause_seconds`, the longest pause that a supervisor makes between runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
@@ -231,7 +298,9 @@ def waited_seconds(
     return now_utc - since
 
 
-def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) -> tuple[SupervisedRun, ...]:
+def _since_alone(
+    runs: tuple[SupervisedRun, ...], usual_pause_seconds: float
+) -> tuple[SupervisedRun, ...]:
     """Return the runs since the last gap in which no supervisor ran.
 
     A gap is a pause that exceeds the supervisor's usual pause by more than `ALONE_SECONDS`.
@@ -239,6 +308,11 @@ def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) ->
     longest = usual_pause_seconds + ALONE_SECONDS
     pairs = enumerate(itertools.pairwise(runs), start=1)
     first = max(
-        (at for at, (before, after) in pairs if after.ended_utc - after.seconds - before.ended_utc > longest), default=0
+        (
+            at
+            for at, (before, after) in pairs
+            if after.ended_utc - after.seconds - before.ended_utc > longest
+        ),
+        default=0,
     )
     return runs[first:]

@@ -1,6 +1,7 @@
 """The supervisor of a job, and its command line.
 
-The supervisor starts the flow, judges each run by the job's record in the store, and starts another run or stops.
+The supervisor starts the flow, judges each run by the job's record in the store, and starts another
+run or stops.
 """
 
 import os
@@ -39,7 +40,8 @@ from ebbflow.infra.untrusted_text import guard_terminal
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
 _REQUEST_SECONDS = 30.0
-# Verdicts whose cause may pass by itself. If it lasts too long, the job stops with this outcome and this wording.
+# Verdicts whose cause may pass by itself. If it lasts too long, the job stops with this outcome and
+# this wording.
 _WAITS = {
     RunVerdict.NO_CAPACITY: (Outcome.NO_CAPACITY, "none"),
     RunVerdict.NOT_READY: (Outcome.PREFLIGHT, "refused by preflight"),
@@ -49,15 +51,24 @@ _WAITS = {
 class Supervisor:
     """Supervisor of one job. It repeatedly runs the flow file `flow` with the command `run`."""
 
-    def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
-        self._options, self._say, self._flow = options, say, flow
+    def __init__(
+        self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW
+    ) -> None:
+        self._options = options
+        self._say = say
+        self._flow = flow
         self._child = FlowProcess()
-        self._job = Job(name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS)
+        self._job = Job(
+            name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS
+        )
         self._unwritten: list[SupervisedRun] = []
         self._claim: Claim | None = None
 
     def supervise(self) -> int:
-        """Start runs until the job is over, and return the exit code. Raises JobIsRunning or StoreError."""
+        """Start runs until the job is over, and return the exit code.
+
+        Raises JobIsRunning or StoreError.
+        """
         self._child.listen()
         try:
             return self._supervise()
@@ -66,11 +77,19 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
-        before = self._read(end_leftovers_too=False)  # before the claim, Batch jobs of another launcher may be running
+        before = self._read(
+            end_leftovers_too=False
+        )  # before the claim, Batch jobs of another launcher may be running
         if before is None:
             return Outcome.INTERRUPTED.exit_code
-        runs = f", {format_count(len(before.runs), 'run')} so far" if before.runs else ""
-        kind = f"goes on{runs}; {before.cost()}" if before.begun else "begins"
+        if before.runs:
+            runs = f", {format_count(len(before.runs), 'run')} so far"
+        else:
+            runs = ""
+        if before.begun:
+            kind = f"goes on{runs}; {before.cost()}"
+        else:
+            kind = "begins"
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
         if not before.finished or before.unsettled:
             self._claim_job()
@@ -89,9 +108,13 @@ class Supervisor:
             if after is None:
                 return Outcome.INTERRUPTED.exit_code
             verdict = judge_run(code, before, after)
-            failures = count_failures(before, after) if verdict is RunVerdict.FAILURE else 0
+            if verdict is RunVerdict.FAILURE:
+                failures = count_failures(before, after)
+            else:
+                failures = 0
             before = self._write(verdict, code, time.monotonic() - started, after, failures)
-            if (end := self._end(verdict, code, before)) is not None:
+            end = self._end(verdict, code, before)
+            if end is not None:
                 return end
             self._pause(verdict, code, before)
             if self._child.asked_to_leave:
@@ -127,7 +150,10 @@ class Supervisor:
             return code
         if self._child.asked_to_leave:
             return self._leave(record)
-        if verdict is RunVerdict.FAILURE and count_in_a_row(record, verdict) >= self._options.max_failures:
+        if (
+            verdict is RunVerdict.FAILURE
+            and count_in_a_row(record, verdict) >= self._options.max_failures
+        ):
             return self._too_many_failures(code, record)
         return self._waited_too_long(verdict, record)
 
@@ -139,12 +165,20 @@ class Supervisor:
         waited = waited_seconds(record, verdict, now, usual_pause_seconds=pause)
         if waited > self._options.wait_hours * 3600:
             outcome, what = _WAITS[verdict]
-            self._say(f"stopped, {outcome.value}: {what} for {waited / 3600:.1f} h (--wait-hours); {record.cost()}")
+            self._say(
+                f"stopped, {outcome.value}: {what} for {waited / 3600:.1f} h (--wait-hours); "
+                f"{record.cost()}"
+            )
             return outcome.exit_code
-        if verdict is RunVerdict.NOT_READY and record.deadline_utc is not None and now > record.deadline_utc:
+        if (
+            verdict is RunVerdict.NOT_READY
+            and record.deadline_utc is not None
+            and now > record.deadline_utc
+        ):
             late = (now - record.deadline_utc) / 3600
             self._say(
-                f"stopped, deadline: it passed {late:.1f} h ago, while preflight refused to go on; {record.cost()}"
+                f"stopped, deadline: it passed {late:.1f} h ago, while preflight refused to go "
+                f"on; {record.cost()}"
             )
             return Outcome.DEADLINE.exit_code
         return None
@@ -152,15 +186,18 @@ class Supervisor:
     def _too_many_failures(self, code: int, record: JobRecord) -> int:
         """Record that a crash loop ended the job, and return the exit code.
 
-        The agents cannot detect this crash loop, because each failure ended the agents together with the run.
+        The agents cannot detect this crash loop, because each failure ended the agents together
+        with the run.
         """
         count = count_in_a_row(record, RunVerdict.FAILURE)
         message = (
-            f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
-            f"{self._why(record, Outcome.FAILED)}"
+            f"crash loop: {count} failures with no new commit in between, the last run with exit "
+            f"code {code}: {self._why(record, Outcome.FAILED)}"
         )
         self._say(f"stopped, {message}")
-        self._say(f"after {self._tally(record)}; {record.cost()}; fix it, then start the supervisor again")
+        self._say(
+            f"after {self._tally(record)}; {record.cost()}; fix it, then start the supervisor again"
+        )
         if record.begun:
             with self._job_of(record).events("supervisor") as events:
                 events.emit(OUTCOME, outcome=Outcome.CRASH_LOOP.value, message=message)
@@ -172,7 +209,9 @@ class Supervisor:
         return Outcome.CRASH_LOOP.exit_code
 
     def _why(self, record: JobRecord, outcome: Outcome) -> str:
-        """Return the job's own message about the last run's outcome, or a reference to the run's output."""
+        """Return the job's own message about the last run's outcome, or a reference to the run's
+        output.
+        """
         if record.report is not None and record.report.outcome is outcome:
             events = record.report.events
             culprits = [failure.get("culprit") for failure in events["failures"][-1:]]
@@ -184,15 +223,23 @@ class Supervisor:
         seconds = self._options.capacity_pause_seconds
         if verdict is not RunVerdict.NO_CAPACITY:
             seconds = pause_seconds(record, verdict, self._options.pause_seconds)
-        when = f"again in {seconds:g} s" if seconds else "going on"
+        if seconds:
+            when = f"again in {seconds:g} s"
+        else:
+            when = "going on"
         if verdict is RunVerdict.FAILURE:
-            count = f"failure {count_in_a_row(record, verdict)} of {self._options.max_failures} without a new commit"
+            count = (
+                f"failure {count_in_a_row(record, verdict)} of {self._options.max_failures} "
+                "without a new commit"
+            )
             words = f"{count} (exit code {code}): {self._why(record, Outcome.FAILED)}"
         elif verdict is RunVerdict.NO_CAPACITY:
             words = "no capacity"
         elif verdict is RunVerdict.NOT_READY:
             count = count_in_a_row(record, verdict)
-            words = f"preflight refused {format_count(count, 'time')} in a row what it passed before"
+            words = (
+                f"preflight refused {format_count(count, 'time')} in a row what it passed before"
+            )
         else:
             words = f"interrupted (exit code {code}), {self._tally(record)}"
         self._say(f"{words}; {record.cost()}; {when}")
@@ -214,13 +261,20 @@ class Supervisor:
         return ", ".join(format_count(count, noun) for count, noun in counts)
 
     def _job_of(self, record: JobRecord) -> Job:
-        return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
+        return Job(
+            name=self._job.name,
+            run=record.run,
+            config=self._job.config,
+            request_seconds=_REQUEST_SECONDS,
+        )
 
-    def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
+    def _write(
+        self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int
+    ) -> JobRecord:
         """Record how a run ended, and return the new record of the job.
 
-        The run is recorded in the job's events. If the job has no events yet, the record of the run is only in this
-        process's memory.
+        The run is recorded in the job's events. If the job has no events yet, the record of the run
+        is only in this process's memory.
         """
         recorded = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**recorded, ended_utc=time.time(), seconds=seconds)
@@ -234,32 +288,43 @@ class Supervisor:
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
         """Read the job's record, and terminate Batch jobs that an earlier run left behind.
 
-        If another launcher has taken over the job, no Batch job is terminated. While the store does not answer, the
-        read is repeated every 30 s. Returns None if a signal asks the supervisor to exit meanwhile. Raises
-        StoreUnavailable after --wait-hours.
+        If another launcher has taken over the job, no Batch job is terminated. While the store does
+        not answer, the read is repeated every 30 s. Returns None if a signal asks the supervisor to
+        exit meanwhile. Raises StoreUnavailable after --wait-hours.
         """
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
             try:
                 record = read_record(self._job.store, self._options.config)
-                if end_leftovers_too and record.unsettled and (self._claim is None or self._claim.successor() is None):
+                if (
+                    end_leftovers_too
+                    and record.unsettled
+                    and (self._claim is None or self._claim.successor() is None)
+                ):
                     end_leftovers(self._job_of(record), self._say)
                     record = read_record(self._job.store, self._options.config)
                 return record.with_runs(*self._unwritten)
             except StoreUnavailable as error:
                 if self._child.asked_to_leave:
-                    self._say("asked to leave while the store did not answer; the same command continues the job")
+                    self._say(
+                        "asked to leave while the store did not answer; the same command "
+                        "continues the job"
+                    )
                     return None
                 if time.monotonic() > limit:
                     raise
-                self._say(f"the store does not answer, again in {_STORE_PAUSE_SECONDS:g} s: {error}")
+                self._say(
+                    f"the store does not answer, again in {_STORE_PAUSE_SECONDS:g} s: {error}"
+                )
                 self._child.pause(_STORE_PAUSE_SECONDS)
 
 
 def main(arguments: list[str]) -> int:
     ignore_lost_readers()
     guard_terminal()
-    return run_command(lambda: Supervisor(read_options(arguments, project_root=PROJECT_ROOT), _say).supervise())
+    return run_command(
+        lambda: Supervisor(read_options(arguments, project_root=PROJECT_ROOT), _say).supervise()
+    )
 
 
 def _say(text: str) -> None:

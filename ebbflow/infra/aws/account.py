@@ -1,4 +1,6 @@
-"""Read-only queries of an AWS account (quotas, roles, buckets, images), and the Metaflow settings of this machine."""
+"""Read-only queries of an AWS account (quotas, roles, buckets, images), and the Metaflow settings
+of this machine.
+"""
 
 import contextlib
 import json
@@ -10,7 +12,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, is_amazons, request_name, required_field
+from ebbflow.infra.aws.calls import (
+    RequestDeadline,
+    aws_client,
+    call_aws,
+    is_amazons,
+    request_name,
+    required_field,
+)
 from ebbflow.infra.errors import CloudRefused
 
 # Regions for which GetBucketLocation returns another name.
@@ -22,8 +31,8 @@ _ECR = re.compile(
 )
 CONTAINERS = "ecs-tasks.amazonaws.com"  # the service that assumes a Batch container's role
 
-# https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html; vCPUs, per region. The codes are those
-# of `aws service-quotas list-service-quotas --service-code ec2`.
+# https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html; vCPUs, per region.
+# The codes are those of `aws service-quotas list-service-quotas --service-code ec2`.
 _QUOTAS = {
     ("on_demand", "standard"): "L-1216C47A",
     ("on_demand", "g"): "L-DB2E81BA",
@@ -62,9 +71,11 @@ class BucketState:
 
 
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
-    """Make a client for another AWS service, in the region of a Batch client unless `region` names another region.
+    """Make a client for another AWS service, in the region of a Batch client unless `region` names
+    another region.
 
-    Raises CloudRefused if the Batch client uses an AWS emulator but the new client would send its requests to Amazon.
+    Raises CloudRefused if the Batch client uses an AWS emulator but the new client would send its
+    requests to Amazon.
     """
     client = aws_client(service, region or batch.meta.region_name)
     if is_amazons(client) and not is_amazons(batch):
@@ -73,7 +84,9 @@ def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
 
 
 def quota_code(instance_type: str, market: str) -> str | None:
-    """Return the code of the vCPU quota that an instance type counts against, or None for an unknown family."""
+    """Return the code of the vCPU quota that an instance type counts against, or None for an
+    unknown family.
+    """
     family = instance_type.partition(".")[0]
     if re.match(r"p5", family) and market == "spot":
         group = "p5"
@@ -96,7 +109,10 @@ def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
 
 
 def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
-    """Read an IAM role, or return None if it does not exist. client: botocore client for "iam". Raises CloudError."""
+    """Read an IAM role, or return None if it does not exist. client: botocore client for "iam".
+
+    Raises CloudError.
+    """
     try:
         answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
@@ -104,29 +120,46 @@ def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | 
             return None
         raise
     found = required_field(answer, "Role.Arn", client, "get_role")
-    return RoleState(arn=found, trusted=trusted_services(answer["Role"].get("AssumeRolePolicyDocument")))
+    return RoleState(
+        arn=found, trusted=trusted_services(answer["Role"].get("AssumeRolePolicyDocument"))
+    )
 
 
 def trusted_services(document: Any) -> tuple[str, ...]:
-    """Return the services that a trust policy (a dict or URL-encoded JSON) allows to assume its role."""
-    policy = json.loads(unquote(document)) if isinstance(document, str) else document or {}
+    """Return the services that a trust policy (a dict or URL-encoded JSON) allows to assume its
+    role.
+    """
+    if isinstance(document, str):
+        policy = json.loads(unquote(document))
+    else:
+        policy = document or {}
     statements = policy.get("Statement") or []
     found: list[str] = []
     for statement in statements if isinstance(statements, list) else [statements]:
         principal = statement.get("Principal") or {}
-        services = principal.get("Service", []) if isinstance(principal, dict) else []
+        if isinstance(principal, dict):
+            services = principal.get("Service", [])
+        else:
+            services = []
         if statement.get("Effect") == "Allow":
-            found += [services] if isinstance(services, str) else services
+            if isinstance(services, str):
+                found += [services]
+            else:
+                found += services
     return tuple(dict.fromkeys(found))
 
 
 def denied_actions(
-    arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
+    arn: str,
+    actions: Sequence[str],
+    resources: Sequence[str],
+    client: Any,
+    deadline: RequestDeadline,
 ) -> tuple[str, ...]:
     """Return the actions that a role may not perform on at least one of the resources.
 
-    The answer comes from IAM's policy simulator. It ignores bucket policies and the policies of the AWS organisation,
-    so a bucket policy may still allow a returned action.
+    The answer comes from IAM's policy simulator. It ignores bucket policies and the policies of the
+    AWS organisation, so a bucket policy may still allow a returned action.
 
     Args:
         actions: IAM actions, such as "s3:PutObject".
@@ -135,42 +168,73 @@ def denied_actions(
     Raises:
         CloudError: AWS gave no complete answer.
     """
-    request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
+    request = {
+        "PolicySourceArn": arn,
+        "ActionNames": list(actions),
+        "ResourceArns": list(resources),
+    }
     answer = call_aws(client, "simulate_principal_policy", deadline, **request)
     call = "simulate_principal_policy"
     results = required_field(answer, "EvaluationResults", client, call)
     decided = {
-        required_field(one, "EvalActionName", client, call): required_field(one, "EvalDecision", client, call)
+        required_field(result, "EvalActionName", client, call): required_field(
+            result, "EvalDecision", client, call
+        )
         == "allowed"
-        for one in sorted(results, key=lambda one: one.get("EvalDecision") != "allowed")  # one denial is enough
+        for result in sorted(
+            results, key=lambda result: result.get("EvalDecision") != "allowed"
+        )  # one denial is enough
     }
     if missing := [action for action in actions if action not in decided]:
-        raise CloudRefused(f"{request_name(client, call)}: the answer has no decision on {', '.join(missing)}")
+        raise CloudRefused(
+            f"{request_name(client, call)}: the answer has no decision on {', '.join(missing)}"
+        )
     return tuple(action for action, allowed in decided.items() if not allowed)
 
 
 def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
-    """Read a bucket's properties. client: botocore client for "s3". Raises CloudError if a property cannot be read."""
-    location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get("LocationConstraint")
+    """Read a bucket's properties. client: botocore client for "s3".
+
+    Raises CloudError if a property cannot be read.
+    """
+    location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get(
+        "LocationConstraint"
+    )
     block = _call_optional(
-        client, "get_public_access_block", deadline, "NoSuchPublicAccessBlockConfiguration",
-        iam_action="s3:GetBucketPublicAccessBlock", Bucket=bucket,
-    )  # fmt: skip
+        client,
+        "get_public_access_block",
+        deadline,
+        "NoSuchPublicAccessBlockConfiguration",
+        iam_action="s3:GetBucketPublicAccessBlock",
+        Bucket=bucket,
+    )
     rules = _call_optional(
-        client, "get_bucket_lifecycle_configuration", deadline, "NoSuchLifecycleConfiguration",
-        iam_action="s3:GetLifecycleConfiguration", Bucket=bucket,
-    )  # fmt: skip
+        client,
+        "get_bucket_lifecycle_configuration",
+        deadline,
+        "NoSuchLifecycleConfiguration",
+        iam_action="s3:GetLifecycleConfiguration",
+        Bucket=bucket,
+    )
     days = [
         required_field(
-            rule, "AbortIncompleteMultipartUpload.DaysAfterInitiation", client, "get_bucket_lifecycle_configuration"
+            rule,
+            "AbortIncompleteMultipartUpload.DaysAfterInitiation",
+            client,
+            "get_bucket_lifecycle_configuration",
         )
         for rule in (
-            required_field(rules, "Rules", client, "get_bucket_lifecycle_configuration") if rules is not None else ()
+            required_field(rules, "Rules", client, "get_bucket_lifecycle_configuration")
+            if rules is not None
+            else ()
         )
         if rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule
     ]
     blocked = "PublicAccessBlockConfiguration"
-    flags = {} if block is None else required_field(block, blocked, client, "get_public_access_block")
+    if block is None:
+        flags = {}
+    else:
+        flags = required_field(block, blocked, client, "get_public_access_block")
     wanted = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
     return BucketState(
         region=LOCATIONS.get(location or "", location or ""),
@@ -182,23 +246,33 @@ def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketS
 def ecr_region(image: str) -> str | None:
     """Return the AWS region of an image in ECR, or None if the image is in another registry."""
     match = _ECR.fullmatch(image)
-    return None if match is None else match["region"]
+    if match is None:
+        return None
+    return match["region"]
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """Return whether an image exists in ECR. client: botocore client for "ecr" in the image's region.
+    """Return whether an image exists in ECR. client: botocore client for "ecr" in the image's
+    region.
 
     Raises CloudError, or ValueError if the name does not have the form of an ECR image.
     """
     match = _ECR.fullmatch(image)
     if match is None:
         raise ValueError(f"{image} is not in ECR")
-    wanted = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": match["tag"] or "latest"}
+    if match["digest"]:
+        wanted = {"imageDigest": match["digest"]}
+    else:
+        wanted = {"imageTag": match["tag"] or "latest"}
     try:
         answer = call_aws(
-            client, "describe_images", deadline,
-            registryId=match["account"], repositoryName=match["repository"], imageIds=[wanted],
-        )  # fmt: skip
+            client,
+            "describe_images",
+            deadline,
+            registryId=match["account"],
+            repositoryName=match["repository"],
+            imageIds=[wanted],
+        )
     except CloudRefused as error:
         if error.code in ("ImageNotFoundException", "RepositoryNotFoundException"):
             return False
@@ -207,7 +281,13 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
 
 
 def _call_optional(
-    client: Any, operation: str, deadline: RequestDeadline, absent: str, *, iam_action: str, **request: Any
+    client: Any,
+    operation: str,
+    deadline: RequestDeadline,
+    absent: str,
+    *,
+    iam_action: str,
+    **request: Any,
 ) -> Any:
     try:
         return call_aws(client, operation, deadline, iam_action=iam_action, **request)
@@ -220,20 +300,35 @@ def _call_optional(
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
     """Map the name of each METAFLOW_* setting of this machine to (value, source).
 
-    Environment variables (`environment`, by default os.environ) take precedence over Metaflow's configuration file.
-    By default, this file is ~/.metaflowconfig/config.json. METAFLOW_HOME replaces the folder, and METAFLOW_PROFILE
-    selects config_<profile>.json. An unreadable file counts as empty.
+    Environment variables (`environment`, by default os.environ) take precedence over Metaflow's
+    configuration file. By default, this file is ~/.metaflowconfig/config.json. METAFLOW_HOME
+    replaces the folder, and METAFLOW_PROFILE selects config_<profile>.json. An unreadable file
+    counts as empty.
     """
-    variables = os.environ if environment is None else environment
+    if environment is None:
+        variables = os.environ
+    else:
+        variables = environment
     folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()
     profile = variables.get("METAFLOW_PROFILE")
     path = folder / (f"config_{profile}.json" if profile else "config.json")
     document: object = None
     with contextlib.suppress(OSError, ValueError):
         document = json.loads(path.read_text(encoding="utf-8"))
-    known = document if isinstance(document, dict) else {}
-    found = {name: (str(value), str(path)) for name, value in known.items() if name.startswith("METAFLOW_")}
-    given = {name: (value, "the environment") for name, value in variables.items() if name.startswith("METAFLOW_")}
+    if isinstance(document, dict):
+        known = document
+    else:
+        known = {}
+    found = {
+        name: (str(value), str(path))
+        for name, value in known.items()
+        if name.startswith("METAFLOW_")
+    }
+    given = {
+        name: (value, "the environment")
+        for name, value in variables.items()
+        if name.startswith("METAFLOW_")
+    }
     return found | given
 
 

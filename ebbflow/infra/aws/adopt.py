@@ -1,4 +1,5 @@
-"""The command `ebbflow adopt`: write a job's configuration that uses existing resources of an AWS account.
+"""The command `ebbflow adopt`: write a job's configuration that uses existing resources of an AWS
+account.
 
 The command does not change these resources.
 """
@@ -14,7 +15,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ebbflow.infra.aws.account import CONTAINERS, LOCATIONS, metaflow_settings, sibling_client, trusted_services
+from ebbflow.infra.aws.account import (
+    CONTAINERS,
+    LOCATIONS,
+    metaflow_settings,
+    sibling_client,
+    trusted_services,
+)
 from ebbflow.infra.aws.calls import RequestDeadline, call_aws, paginate
 from ebbflow.infra.batch import QueueState, batch_client, describe_queues
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES
@@ -38,8 +45,10 @@ _STORE_OUTPUT = "Store"
 # Outputs that only these stacks have; other output names are common.
 _MARKS = ("MetaflowDataStoreS3Url", "LightQueueName")
 _SECRET = "METAFLOW_SERVICE_AUTH_KEY"
-_FARGATE_ROLE = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"  # without it Metaflow makes no job definition for Fargate
-# https://aws.amazon.com/ec2/instance-types/#Accelerated_Computing: families with NVIDIA GPUs and x86-64 processors
+# Without it Metaflow makes no job definition for Fargate
+_FARGATE_ROLE = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
+# https://aws.amazon.com/ec2/instance-types/#Accelerated_Computing: families with NVIDIA GPUs and
+# x86-64 processors
 _GPU_FAMILY = re.compile(r"(p[0-9]|g4dn|g[56](?!g)|gr6)")
 _SECONDS = 15.0
 _MOST_BUCKETS = 20  # buckets whose region is read if no bucket is named for these tools
@@ -56,8 +65,8 @@ def _bucket_of(uri: str) -> str:
 class _Account:
     """The resources in one region of an AWS account that jobs could use.
 
-    Reading each service takes at most 15 s. If a service other than Batch cannot be read, its resources are left out
-    and a note for the user says so.
+    Reading each service takes at most 15 s. If a service other than Batch cannot be read, its
+    resources are left out and a note for the user says so.
 
     Raises:
         CloudError: the Batch queues cannot be read.
@@ -69,9 +78,13 @@ class _Account:
         self.queues = describe_queues(None, self._batch, deadline_seconds=_SECONDS)
         self.notes: list[str] = []  # one line each, for the user
         self.name = self._tried(
-            "sts", lambda client, limit: call_aws(client, "get_caller_identity", limit)["Account"], "unknown"
+            "sts",
+            lambda client, limit: call_aws(client, "get_caller_identity", limit)["Account"],
+            "unknown",
         )
-        self.stacks: Mapping[str, Mapping[str, str]] = self._tried("cloudformation", _stacks, {})  # outputs, by name
+        self.stacks: Mapping[str, Mapping[str, str]] = self._tried(
+            "cloudformation", _stacks, {}
+        )  # outputs, by name
         self.buckets = self._tried("s3", _buckets, [])  # those that may be meant for jobs
         self.roles = self._tried("iam", _roles, [])  # ARNs of roles that containers may assume
         self.images = self._tried("ecr", _images, [])
@@ -86,33 +99,46 @@ class _Account:
     def only(self, what: str, options: Sequence[str], how: str) -> str | None:
         """Return the only element of `options`, or None if there are none or several.
 
-        If there are several, add a note for the user: `what` describes the options, and `how` says how to choose one.
+        If there are several, add a note for the user: `what` describes the options, and `how` says
+        how to choose one.
         """
         if len(options) > 1:
             self.notes.append(f"{what}: {', '.join(options)}; {how}")
-        return options[0] if len(options) == 1 else None
+        if len(options) == 1:
+            return options[0]
+        return None
 
 
 def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]:
     listed = paginate(client, "describe_stacks", "Stacks", deadline, token="NextToken")
     found = {
-        one["StackName"]: {pair["OutputKey"]: pair["OutputValue"] for pair in one.get("Outputs") or []}
+        one["StackName"]: {
+            pair["OutputKey"]: pair["OutputValue"] for pair in one.get("Outputs") or []
+        }
         for one in listed
     }
-    return {name: outputs for name, outputs in found.items() if any(mark in outputs for mark in _MARKS)}
+    return {
+        name: outputs for name, outputs in found.items() if any(mark in outputs for mark in _MARKS)
+    }
 
 
 def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:
     """Return the buckets in the client's region that have "ebbflow" or "metaflow" in their name.
 
-    If no bucket of the account has such a name, return those of the account's first 20 buckets that are in the region.
-    Buckets whose region cannot be read are left out.
+    If no bucket of the account has such a name, return those of the account's first 20 buckets that
+    are in the region. Buckets whose region cannot be read are left out.
     """
     listed = call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
-    names, here = [bucket["Name"] for bucket in listed], []
+    names = [bucket["Name"] for bucket in listed]
+    here = []
     for name in [name for name in names if _is_named_for_this(name)] or names[:_MOST_BUCKETS]:
         try:
-            location = call_aws(client, "get_bucket_location", deadline, Bucket=name).get("LocationConstraint") or ""
+            location = (
+                call_aws(client, "get_bucket_location", deadline, Bucket=name).get(
+                    "LocationConstraint"
+                )
+                or ""
+            )
         except CloudError:
             continue
         if LOCATIONS.get(location, location) == client.meta.region_name:
@@ -134,8 +160,11 @@ def _images(client: Any, deadline: RequestDeadline) -> list[str]:
     """Return the newest tagged image of each repository with "ebbflow" or "metaflow" in its name."""
     found = []
     for repository in paginate(client, "describe_repositories", "repositories", deadline):
-        if _is_named_for_this(name := repository["repositoryName"]):
-            images = paginate(client, "describe_images", "imageDetails", deadline, repositoryName=name)
+        name = repository["repositoryName"]
+        if _is_named_for_this(name):
+            images = paginate(
+                client, "describe_images", "imageDetails", deadline, repositoryName=name
+            )
             tagged = [image for image in images if image.get("imageTags")]
             if tagged:
                 newest = max(tagged, key=lambda image: image["imagePushedAt"])
@@ -154,22 +183,36 @@ class _Setup:
     """
 
     def __init__(
-        self, account: _Account, given: Mapping[str, tuple[str, str]], *, store: str | None, stack: str | None
+        self,
+        account: _Account,
+        given: Mapping[str, tuple[str, str]],
+        *,
+        store: str | None,
+        stack: str | None,
     ) -> None:
-        self.account, self.notes = account, account.notes
+        self.account = account
+        self.notes = account.notes
         outputs = self._outputs(stack)
-        self._known = {_SETTING_OF_OUTPUT[key]: value for key, value in outputs.items() if key in _SETTING_OF_OUTPUT}
+        self._known = {
+            _SETTING_OF_OUTPUT[key]: value
+            for key, value in outputs.items()
+            if key in _SETTING_OF_OUTPUT
+        }
         self._known |= {name: value for name, (value, _) in given.items() if value}
         self.queues, self.light_queue = self._choose_queues()
         self.store = store or self._choose_store(stack)
         self.job_role = self._known.get("METAFLOW_ECS_S3_ACCESS_IAM_ROLE") or account.only(
-            "containers may assume several roles", account.roles, "set batch.job_role to the one of the jobs"
+            "containers may assume several roles",
+            account.roles,
+            "set batch.job_role to the one of the jobs",
         )
         self.image = self._known.get("METAFLOW_BATCH_CONTAINER_IMAGE") or account.only(
             "several images", account.images, "set batch.image"
         )
         if not self.image:
-            self.notes.append("no image: build infra/docker/Dockerfile, push it to ECR, and set batch.image")
+            self.notes.append(
+                "no image: build infra/docker/Dockerfile, push it to ECR, and set batch.image"
+            )
         self._metadata = self._find_metadata(given)
 
     def _outputs(self, wanted: str | None) -> Mapping[str, str]:
@@ -178,58 +221,86 @@ class _Setup:
             there = f"in {self.account.region}; there are: {', '.join(stacks) or 'none'}"
             self.notes.append(f"there is no stack {wanted} of Metaflow or Ebbflow {there}")
         if wanted is None:
-            wanted = self.account.only("several stacks set up Metaflow", list(stacks), "choose one with --stack")
+            wanted = self.account.only(
+                "several stacks set up Metaflow", list(stacks), "choose one with --stack"
+            )
         return stacks.get(wanted or "", {})
 
     def _choose_queues(self) -> tuple[list[QueueState], str | None]:
-        """Return the queues for training, and the name (or None) of the queue for the flow's other steps."""
-        training, light = [], []
+        """Return the queues for training, and the name (or None) of the queue for the flow's other
+        steps.
+        """
+        training = []
+        light = []
         for state in self.account.queues.values():
             if not state.usable:
                 self.notes.append(f"left out: {state.problem}")
-            elif not state.fargate and (not state.instance_types or any(map(_GPU_FAMILY.match, state.instance_types))):
+            elif not state.fargate and (
+                not state.instance_types or any(map(_GPU_FAMILY.match, state.instance_types))
+            ):
                 training.append(state)
             elif state.market == "on_demand":
                 light.append(state)
             else:
                 kinds = ", ".join(state.instance_types) or "Fargate"
-                self.notes.append(f"left out: queue {state.name} is Spot and has no GPUs known here ({kinds})")
+                self.notes.append(
+                    f"left out: queue {state.name} is Spot and has no GPUs known here ({kinds})"
+                )
         # Fargate suits the steps around training, but it needs a role that may not exist.
         light.sort(key=lambda state: state.fargate != bool(self._known.get(_FARGATE_ROLE)))
         light += [state for state in training if state.market == "on_demand"]
         named = self._known.get("METAFLOW_BATCH_JOB_QUEUE", "").rpartition("/")[2]
         chosen = self.account.queues.get(named)
         if named and chosen is None:
-            self.notes.append(f"METAFLOW_BATCH_JOB_QUEUE names {named}, which does not exist in {self.account.region}")
+            self.notes.append(
+                f"METAFLOW_BATCH_JOB_QUEUE names {named}, which does not exist in "
+                f"{self.account.region}"
+            )
         if chosen is None or not chosen.usable:
             chosen = next(iter(light), None)
         if chosen is None:
-            self.notes.append("no on-demand queue: the steps around training would run on Spot machines")
+            self.notes.append(
+                "no on-demand queue: the steps around training would run on Spot machines"
+            )
         elif chosen.fargate and not self._known.get(_FARGATE_ROLE):
-            self.notes.append(f"{chosen.name} is Fargate: set {_FARGATE_ROLE} to a role that may pull the image")
+            self.notes.append(
+                f"{chosen.name} is Fargate: set {_FARGATE_ROLE} to a role that may pull the image"
+            )
         return training, None if chosen is None else chosen.name
 
     def _choose_store(self, stack: str | None) -> str | None:
         stacks = self.account.stacks.items()
-        ours = [out[_STORE_OUTPUT] for name, out in stacks if _STORE_OUTPUT in out and stack in (None, name)]
+        ours = [
+            out[_STORE_OUTPUT]
+            for name, out in stacks
+            if _STORE_OUTPUT in out and stack in (None, name)
+        ]
         if len(ours) == 1:
             return ours[0]
-        root, buckets = self._known.get("METAFLOW_DATASTORE_SYSROOT_S3", ""), self.account.buckets
+        root = self._known.get("METAFLOW_DATASTORE_SYSROOT_S3", "")
+        buckets = self.account.buckets
         if root.startswith("s3://"):
             return f"{_bucket_of(root)}/ebbflow"
         choose = "--store s3://bucket/prefix"
-        bucket = self.account.only("several buckets are possible", buckets, f"choose one with {choose}")
+        bucket = self.account.only(
+            "several buckets are possible", buckets, f"choose one with {choose}"
+        )
         if not buckets:
             self.notes.append(f"no bucket found in the region; name one with {choose}")
         elif bucket is not None and not _is_named_for_this(bucket):
             self.notes.append(f"using {bucket}, the region's only bucket; to use another: {choose}")
-        return None if bucket is None else f"s3://{bucket}/ebbflow"
+        if bucket is None:
+            return None
+        return f"s3://{bucket}/ebbflow"
 
     def _find_metadata(self, given: Mapping[str, tuple[str, str]]) -> dict[str, str | None]:
         """Return the settings for Metaflow's metadata service, except for the service's secret key."""
         url = self._known.get("METAFLOW_SERVICE_URL")
         if not url:
-            local = "no metadata service found: Metaflow's records stay on the launching machine (docs/aws.md)"
+            local = (
+                "no metadata service found: Metaflow's records stay on the launching machine "
+                "(docs/aws.md)"
+            )
             self.notes.append(local)
             return {}
         if _SECRET in given:
@@ -242,26 +313,39 @@ class _Setup:
         }
 
     def _gang_queues(self) -> list[QueueState]:
-        """Return the queues for multi-node jobs: only queues that place all nodes in one zone, if there are any."""
+        """Return the queues for multi-node jobs: only queues that place all nodes in one zone, if
+        there are any.
+        """
         able = [state for state in self.queues if state.multi_node]
         near = [state for state in able if state.places_nodes_together]
         if able and not near:
             names = ", ".join(state.name for state in able)
             self.notes.append(
-                f"{names}: no placement group and several subnets; nodes of a gang may run in different zones"
+                f"{names}: no placement group and several subnets; nodes of a gang may run in "
+                "different zones"
             )
         return near or able
 
     def configuration(self, day: str) -> str:
         """Render the job's configuration as YAML, without fields that have default values."""
-        account, gangs, queues = self.account, self._gang_queues(), []
+        account = self.account
+        gangs = self._gang_queues()
+        queues = []
         for state in self.queues:
             entry: dict[str, Any] = {"name": state.name, "market": state.market}
-            if not set(AUTO_INSTANCE_TYPES) & set(state.instance_types):  # an open-ended choice cannot be listed
-                entry |= {"instance_types": list(state.instance_types)} if state.instance_types else {}
+            if not set(AUTO_INSTANCE_TYPES) & set(
+                state.instance_types
+            ):  # an open-ended choice cannot be listed
+                if state.instance_types:
+                    entry |= {"instance_types": list(state.instance_types)}
+                else:
+                    entry |= {}
             queues.append(entry | ({"multi_node": True} if state in gangs else {}))
         optional = {"light_queue": self.light_queue, "image": self.image, "job_role": self.job_role}
-        document: dict[str, Any] = {} if self.store is None else {"store": self.store}
+        if self.store is None:
+            document: dict[str, Any] = {}
+        else:
+            document = {"store": self.store}
         document |= {
             "cluster": {"plan_for": "batch", "nodes": "auto", "processes_per_node": "auto"},
             "cost": {"regions": [account.region]},
@@ -271,11 +355,14 @@ class _Setup:
         head = [
             "# yaml-language-server: $schema=schema.json",
             f"# Read from account {account.name} in {account.region} on {day} by `ebbflow adopt`.",
-            "# Add model, training, data and the rest of the job, then: ebbflow preflight THIS_FILE",
+            "# Add model, training, data and the rest of the job, then: ebbflow preflight "
+            "THIS_FILE",
             *(f"# - {note}" for note in self.notes),
             "",
         ]
-        return "\n".join(head) + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+        return "\n".join(head) + yaml.safe_dump(
+            document, sort_keys=False, allow_unicode=True, width=120
+        )
 
     def settings(self, day: str) -> str:
         """Render Metaflow's settings as a shell script of `export` lines, without secrets."""
@@ -283,48 +370,76 @@ class _Setup:
         settings = {
             "AWS_DEFAULT_REGION": self.account.region,
             "METAFLOW_DEFAULT_DATASTORE": "s3",
-            "METAFLOW_DATASTORE_SYSROOT_S3": root or (f"{_bucket_of(self.store)}/metaflow" if self.store else ""),
+            "METAFLOW_DATASTORE_SYSROOT_S3": root
+            or (f"{_bucket_of(self.store)}/metaflow" if self.store else ""),
             "METAFLOW_BATCH_JOB_QUEUE": self.light_queue,
             "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": self.job_role,
             "METAFLOW_BATCH_CONTAINER_IMAGE": self.image,
             _FARGATE_ROLE: self._known.get(_FARGATE_ROLE),
             **self._metadata,
         }
-        head = f"# Metaflow's settings for account {self.account.name} in {self.account.region}, read on {day}."
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in settings.items() if value]
+        head = (
+            f"# Metaflow's settings for account {self.account.name} in {self.account.region}, "
+            f"read on {day}."
+        )
+        exports = [
+            f"export {name}={shlex.quote(value)}" for name, value in settings.items() if value
+        ]
         return "\n".join([head, *exports]) + "\n"
 
 
 def add_adopt_command(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("adopt", help="write a configuration from what an AWS account already has")
-    command.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it, with FILE.env beside it; else printed"
-    )
-    command.add_argument("--region", metavar="NAME", help="of queues and bucket; else as every AWS tool finds it")
-    command.add_argument(
-        "--store", metavar="URI", help="s3://bucket/prefix of the jobs, if several buckets are possible"
+    command = commands.add_parser(
+        "adopt", help="write a configuration from what an AWS account already has"
     )
     command.add_argument(
-        "--stack", metavar="NAME", help="CloudFormation stack to take settings from, where there are several"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write it, with FILE.env beside it; else printed",
+    )
+    command.add_argument(
+        "--region", metavar="NAME", help="of queues and bucket; else as every AWS tool finds it"
+    )
+    command.add_argument(
+        "--store",
+        metavar="URI",
+        help="s3://bucket/prefix of the jobs, if several buckets are possible",
+    )
+    command.add_argument(
+        "--stack",
+        metavar="NAME",
+        help="CloudFormation stack to take settings from, where there are several",
     )
     command.add_argument("--force", action="store_true", help="overwrite files that exist")
     command.set_defaults(command=adopt)
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`). Return the exit code.
+    """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`).
 
-    The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid options or an output
-    file that already exists. If AWS reports an error, the error determines the exit code.
+    Return the exit code.
+
+    The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid
+    options or an output file that already exists. If AWS reports an error, the error determines the
+    exit code.
     """
     out = options.out
-    files = [] if out is None else [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]
+    if out is None:
+        files = []
+    else:
+        files = [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]
     there = [str(file) for file in files if file.exists()]
     if there and not options.force:
         return _refuse(f"{', '.join(there)} exists; fix: choose another --out, or --force")
     if options.store and not options.store.startswith("s3://"):
-        return _refuse(f"--store {options.store} is not s3://bucket/prefix, the only store that containers reach")
-    setup = _Setup(_Account(options.region), metaflow_settings(), store=options.store, stack=options.stack)
+        return _refuse(
+            f"--store {options.store} is not s3://bucket/prefix, the only store that containers "
+            "reach"
+        )
+    setup = _Setup(
+        _Account(options.region), metaflow_settings(), store=options.store, stack=options.stack
+    )
     day = time.strftime("%Y-%m-%d", time.gmtime())
     texts = (setup.configuration(day), setup.settings(day))
     if not files:
@@ -339,7 +454,9 @@ def adopt(options: argparse.Namespace) -> int:
         print(f"adopt: {note}", file=sys.stderr)
     if not setup.queues:
         fix = "create queues with ebbflow deploy, or name another --region"
-        return _refuse(f"{setup.account.region} has no queue for training; fix: {fix}", Outcome.FAILED)
+        return _refuse(
+            f"{setup.account.region} has no queue for training; fix: {fix}", Outcome.FAILED
+        )
     return 0
 
 

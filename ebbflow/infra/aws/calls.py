@@ -1,6 +1,7 @@
 """Calls to AWS with a deadline, bounded retries and one-line errors.
 
-botocore is imported only when a client is made. Its own retries are off because they ignore the deadline.
+botocore is imported only when a client is made. Its own retries are off because they ignore the
+deadline.
 """
 
 import time
@@ -18,21 +19,50 @@ T = TypeVar("T")
 
 # AWS's error codes for too many requests, which a later retry may cure.
 _THROTTLED = frozenset(
-    {"RequestLimitExceeded", "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled",
-     "RequestThrottledException", "TooManyRequestsException", "TooManyRequests", "SlowDown"}
-)  # fmt: skip
+    {
+        "RequestLimitExceeded",
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "TooManyRequestsException",
+        "TooManyRequests",
+        "SlowDown",
+    }
+)
 _FORBIDDEN = frozenset(
-    {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403", "Forbidden"}
+    {
+        "AccessDenied",
+        "AccessDeniedException",
+        "UnauthorizedOperation",
+        "AuthorizationError",
+        "403",
+        "Forbidden",
+    }
 )
 _NOT_ACCEPTED = frozenset(
-    {"AuthFailure", "InvalidClientTokenId", "InvalidAccessKeyId", "ExpiredToken", "ExpiredTokenException",
-     "RequestExpired", "SignatureDoesNotMatch", "InvalidSignatureException", "UnrecognizedClientException",
-     "IncompleteSignature", "RequestTimeTooSkewed"}
-)  # fmt: skip
+    {
+        "AuthFailure",
+        "InvalidClientTokenId",
+        "InvalidAccessKeyId",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "RequestExpired",
+        "SignatureDoesNotMatch",
+        "InvalidSignatureException",
+        "UnrecognizedClientException",
+        "IncompleteSignature",
+        "RequestTimeTooSkewed",
+    }
+)
 _NOT_IMPLEMENTED = 501  # an AWS emulator's answer to an operation that it lacks
-_CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
-# A retry within seconds seldom helps if nothing listens at the endpoint; it does if requests are throttled.
+_CONNECT_SECONDS = 4.0
+_READ_SECONDS = 10.0
+_FIRST_PAUSE_SECONDS = 0.3
+_LONGEST_PAUSE_SECONDS = 5.0
+# A retry within seconds seldom helps if nothing listens at the endpoint; it does if requests are
+# throttled.
 _TRIES_TO_REACH = 3
 _MOST_PAGES = 2000
 _NAMES_IN_A_REQUEST = 100
@@ -44,7 +74,9 @@ class RequestDeadline:
     """The time by which a request to AWS must have ended, including its retries."""
 
     until: float  # the time, in seconds of the clock `monotonic`
-    monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)  # tests replace it and `sleep`
+    monotonic: Callable[[], float] = field(
+        default=time.monotonic, repr=False
+    )  # tests replace it and `sleep`
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     @classmethod
@@ -56,10 +88,12 @@ class RequestDeadline:
 
 
 def aws_client(service: str, region: str | None = None) -> Any:
-    """Make a botocore client with short timeouts. botocore's own retries are off, since `call_aws` retries.
+    """Make a botocore client with short timeouts. botocore's own retries are off, since `call_aws`
+    retries.
 
     region: None uses the region of the environment or of the AWS profile. AWS_ENDPOINT_URL and
-    AWS_ENDPOINT_URL_<SERVICE> replace Amazon's endpoint. Raises CloudRefused if the AWS settings are unusable.
+    AWS_ENDPOINT_URL_<SERVICE> replace Amazon's endpoint. Raises CloudRefused if the AWS settings
+    are unusable.
     """
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -70,7 +104,9 @@ def aws_client(service: str, region: str | None = None) -> Any:
     try:
         session = Session()
         session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
-        return session.create_client(service, region_name=region or aws_settings().region, config=limits)
+        return session.create_client(
+            service, region_name=region or aws_settings().region, config=limits
+        )
     except (BotoCoreError, ValueError) as error:
         raise CloudRefused(
             f"{service}: no client: {_one_line(error)}; fix: the AWS_* settings or the profile"
@@ -78,14 +114,19 @@ def aws_client(service: str, region: str | None = None) -> Any:
 
 
 def is_amazons(client: Any) -> bool:
-    """Return whether a client's endpoint belongs to Amazon, and not to an AWS emulator such as a test server."""
+    """Return whether a client's endpoint belongs to Amazon, and not to an AWS emulator such as a
+    test server.
+    """
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZONS)
 
 
 @cache
 def _loader(path: str | None) -> Any:
-    """Return a cached loader of botocore's service descriptions. Reading EC2's description alone takes a second."""
+    """Return a cached loader of botocore's service descriptions.
+
+    Reading EC2's description alone takes a second.
+    """
     from botocore.loaders import create_loader
 
     return create_loader(path)
@@ -114,14 +155,20 @@ def call_aws(
 
     def give_up(error: Exception, tries: int) -> Exception:
         reason, _ = _retry_reason(error, question)
-        return CloudUnavailable(f"{question}: {reason}" + (f" ({tries} tries)" if tries > 1 else ""))
+        return CloudUnavailable(
+            f"{question}: {reason}" + (f" ({tries} tries)" if tries > 1 else "")
+        )
 
     return retry(
-        lambda: within(deadline.left(), lambda: getattr(client, operation)(**request), str(question)),
+        lambda: within(
+            deadline.left(), lambda: getattr(client, operation)(**request), str(question)
+        ),
         left=deadline.left,
         curable=curable,
         give_up=give_up,
-        pauses=backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS),
+        pauses=backoff_pauses(
+            first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
+        ),
         sleep=deadline.sleep,
     )
 
@@ -136,20 +183,26 @@ def paginate(
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """Yield the items of a listing, page by page, for at most 2,000 pages. Raises CloudError like `call_aws`.
+    """Yield the items of a listing, page by page, for at most 2,000 pages.
 
-    The items are in the field `key` of a page. The next page is requested once the caller has consumed the items of the
-    current page.
+    Raises CloudError like `call_aws`.
 
-    token: name of the field that requests the next page. It is "nextToken", "NextToken" or "Marker", depending on the
-    service.
+    The items are in the field `key` of a page. The next page is requested once the caller has
+    consumed the items of the current page.
+
+    token: name of the field that requests the next page. It is "nextToken", "NextToken" or
+    "Marker", depending on the service.
     """
     following: str | None = None
     for _ in range(_MOST_PAGES):
-        more = {} if following is None else {token: following}
+        if following is None:
+            more = {}
+        else:
+            more = {token: following}
         answer = call_aws(client, operation, deadline, iam_action=iam_action, **request, **more)
         yield from answer.get(key) or []
-        before, following = following, answer.get(token) or None
+        before = following
+        following = answer.get(token) or None
         if following is None or following == before:
             return
 
@@ -157,9 +210,12 @@ def paginate(
 def describe_in_parts(
     client: Any, operation: str, plural: str, names: Sequence[str], deadline: RequestDeadline
 ) -> list[Mapping[str, Any]]:
-    """Describe resources by name, with at most 100 names per request (Batch's limit). Return the descriptions.
+    """Describe resources by name, with at most 100 names per request (Batch's limit).
 
-    plural: name of the request parameter for the resource names, and of the response field with the descriptions.
+    Return the descriptions.
+
+    plural: name of the request parameter for the resource names, and of the response field with the
+        descriptions.
     """
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
@@ -171,14 +227,20 @@ def describe_in_parts(
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
     """Return the value at a dotted path in an answer, such as "Quota.Value".
 
-    Raises CloudRefused, which names the call and the path, if there is no value. An answer with status 200 may still
-    lack a field if it comes from a proxy, an AWS emulator or another version of the service.
+    Raises CloudRefused, which names the call and the path, if there is no value. An answer with
+    status 200 may still lack a field if it comes from a proxy, an AWS emulator or another version
+    of the service.
     """
     found: Any = answer
     for at, name in enumerate(names := path.split("."), start=1):
-        found = found.get(name) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            found = found.get(name)
+        else:
+            found = None
         if found is None:
-            raise CloudRefused(f"{request_name(client, operation)}: the answer lacks {'.'.join(names[:at])}")
+            raise CloudRefused(
+                f"{request_name(client, operation)}: the answer lacks {'.'.join(names[:at])}"
+            )
     return found
 
 
@@ -193,17 +255,24 @@ def request_name(client: Any, operation: str) -> str:
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """Call `find` and return its result. Raises CloudUnavailable if the call takes longer than `seconds`.
+    """Call `find` and return its result.
+
+    Raises CloudUnavailable if the call takes longer than `seconds`.
 
     what: name of the call in the error message.
     """
-    return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s"))
+    return call_within(
+        seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s")
+    )
 
 
 class _Request:
     def __init__(self, client: Any, operation: str, iam_action: str) -> None:
         meta = client.meta
-        self.iam_action = iam_action or f"{meta.service_model.signing_name}:{meta.method_to_api_mapping[operation]}"
+        self.iam_action = (
+            iam_action
+            or f"{meta.service_model.signing_name}:{meta.method_to_api_mapping[operation]}"
+        )
         self.region = meta.region_name
 
     def __str__(self) -> str:
@@ -213,7 +282,8 @@ class _Request:
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
     """Return the reason to retry a request and the maximum number of tries.
 
-    A maximum of None means that only the deadline limits the tries. Raises CloudError if a retry cannot help.
+    A maximum of None means that only the deadline limits the tries. Raises CloudError if a retry
+    cannot help.
     """
     if isinstance(error, CloudError):
         raise error
@@ -238,15 +308,23 @@ def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None
             fix = "renew them (aws sso login), set the clock, or enable the region"
             raise CloudForbidden(f"{question}: {why}; fix: {fix}") from error
         message = error.response.get("Error", {}).get("Message", "")
-        raise CloudRefused(f"{question}: refused: {code}: {_one_line(message)}", code=code) from error
+        raise CloudRefused(
+            f"{question}: refused: {code}: {_one_line(message)}", code=code
+        ) from error
     if isinstance(error, NoConnection | HTTPClientError):
         return f"unreachable: {_one_line(error)}", _TRIES_TO_REACH
     if isinstance(error, NoCredentialsError):
-        raise CloudForbidden(f"{question}: no AWS credentials; fix: set AWS_PROFILE or keys, or give a role") from error
+        raise CloudForbidden(
+            f"{question}: no AWS credentials; fix: set AWS_PROFILE or keys, or give a role"
+        ) from error
     if isinstance(error, BotoCoreError):  # such as incomplete credentials or an unknown parameter
         raise CloudRefused(f"{question}: {_one_line(error)}") from error
-    if isinstance(error, ResponseParserError | ParseError):  # the endpoint belongs to another service, or to none
-        raise CloudRefused(f"{question}: the endpoint is not this service: {_one_line(error)}") from error
+    if isinstance(
+        error, ResponseParserError | ParseError
+    ):  # the endpoint belongs to another service, or to none
+        raise CloudRefused(
+            f"{question}: the endpoint is not this service: {_one_line(error)}"
+        ) from error
     raise error
 
 

@@ -1,7 +1,8 @@
-"""The command `ebbflow deploy`: preview or apply Ebbflow's CloudFormation template in an AWS account.
+"""The command `ebbflow deploy`: preview or apply Ebbflow's CloudFormation template in an AWS
+account.
 
-CloudFormation makes the changes. This module waits for them, prints a progress line for each event, and explains each
-failed resource in one line, which the SDK's waiters do not do.
+CloudFormation makes the changes. This module waits for them, prints a progress line for each event,
+and explains each failed resource in one line, which the SDK's waiters do not do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, pagin
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
-# https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a request, in bytes.
+# https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a
+# request, in bytes.
 LARGEST_TEMPLATE = 51_200
 
 
@@ -46,7 +48,10 @@ class _Loader(yaml.SafeLoader):
 def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
     if isinstance(node, yaml.ScalarNode):
         text = str(loader.construct_scalar(node))
-        value: Any = text.split(".", 1) if name == "GetAtt" else text
+        if name == "GetAtt":
+            value: Any = text.split(".", 1)
+        else:
+            value = text
     elif isinstance(node, yaml.SequenceNode):
         value = loader.construct_sequence(node, deep=True)
     else:
@@ -70,7 +75,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _write_short_form(dumper: yaml.SafeDumper, value: dict[str, Any]) -> yaml.Node:
-    if value.keys() == {"Ref"} or (value.keys() == {"Fn::Sub"} and isinstance(value["Fn::Sub"], str)):
+    if value.keys() == {"Ref"} or (
+        value.keys() == {"Fn::Sub"} and isinstance(value["Fn::Sub"], str)
+    ):
         [(name, text)] = value.items()
         return dumper.represent_scalar(f"!{name.removeprefix('Fn::')}", text)
     if value.keys() == {"Fn::GetAtt"}:
@@ -82,24 +89,38 @@ _Dumper.add_representer(dict, _write_short_form)
 
 
 def condense_template(template: Mapping[str, Any]) -> str:
-    """Return the template as it is sent: without comments and indentation, so that it fits into a request."""
-    plain: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "sort_keys": False, "allow_unicode": True}
-    return re.sub(r"(!\w+) '([\w.]+)'", r"\1 \2", yaml.dump(template, Dumper=_Dumper, **plain))  # quoted without need
+    """Return the template as it is sent: without comments and indentation, so that it fits into a
+    request.
+    """
+    plain: dict[str, Any] = {
+        "default_flow_style": True,
+        "width": 10**9,
+        "sort_keys": False,
+        "allow_unicode": True,
+    }
+    return re.sub(
+        r"(!\w+) '([\w.]+)'", r"\1 \2", yaml.dump(template, Dumper=_Dumper, **plain)
+    )  # quoted without need
 
 
 def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
     """Return the values given by --parameter, by name.
 
-    Raises CloudRefused for unknown parameters and invalid values. The message has one line per problem.
+    Raises CloudRefused for unknown parameters and invalid values. The message has one line per
+    problem.
     """
-    known, given, problems = template["Parameters"], {}, []
+    known = template["Parameters"]
+    given = {}
+    problems = []
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
             raise CloudRefused(f"--parameter {pair}: must be NAME=VALUE")
         given[name] = value
         if name not in known:
-            problems.append(f"--parameter {name}: unknown; the template has {', '.join(sorted(known))}")
+            problems.append(
+                f"--parameter {name}: unknown; the template has {', '.join(sorted(known))}"
+            )
         elif reason := _not_allowed(known[name], value):
             problems.append(f"--parameter {name}={value}: {reason}")
     if problems:
@@ -107,9 +128,15 @@ def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict
     return given
 
 
-def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[ResourceChange]:
-    """Return the resources that a new stack with these parameters would create, in the template's order."""
-    values = {name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of}
+def planned_resources(
+    template: Mapping[str, Any], given: Mapping[str, str], *, region: str
+) -> list[ResourceChange]:
+    """Return the resources that a new stack with these parameters would create, in the template's
+    order.
+    """
+    values = {
+        name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of
+    }
     values |= {"AWS::Region": region, **given}
     conditions = template.get("Conditions", {})
     return [
@@ -130,66 +157,101 @@ def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
         return ""
     if not re.fullmatch(r"\d+", value):
         return "must be a whole number"
-    least, most = parameter.get("MinValue"), parameter.get("MaxValue")
+    least = parameter.get("MinValue")
+    most = parameter.get("MaxValue")
     if (least is not None and int(value) < least) or (most is not None and int(value) > most):
         return f"must be at least {least}" + ("" if most is None else f" and at most {most}")
     return ""
 
 
 def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
-    """Evaluate a condition of the template. Only Fn::Equals, Fn::Not, Fn::And and Ref are supported."""
+    """Evaluate a condition of the template.
+
+    Only Fn::Equals, Fn::Not, Fn::And and Ref are supported.
+    """
     [(function, arguments)] = condition.items()
     if function == "Fn::And":
-        return all(_holds(one, values) for one in arguments)
+        return all(_holds(argument, values) for argument in arguments)
     if function == "Fn::Not":
         return not _holds(arguments[0], values)
     if function == "Fn::Equals":
-        left, right = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
+        left, right = (
+            values[argument["Ref"]] if isinstance(argument, dict) else str(argument)
+            for argument in arguments
+        )
         return left == right
     raise ValueError(f"condition {function} is not supported")
 
 
 BATCH_LOG_GROUP = "/aws/batch/job"
-_LOG_PARAMETER, _BILL_PARAMETER = "CreateBatchLogGroup", "BillingAlerts"
+_LOG_PARAMETER = "CreateBatchLogGroup"
+_BILL_PARAMETER = "BillingAlerts"
 _BILLING_REGION = "us-east-1"  # where AWS publishes an account's charges
 _ANSWER_SECONDS = 20.0
 
 
 def _with_found(
-    given: Mapping[str, str], state: StackState | None, region: str, say: Callable[[str], None] = print
+    given: Mapping[str, str],
+    state: StackState | None,
+    region: str,
+    say: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Return `given`, plus parameters whose values follow from resources that the account already has.
+    """Return `given`, plus parameters whose values follow from resources that the account already
+    has.
 
-    Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a message, and these
-    parameters get the template's defaults.
+    Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a
+    message, and these parameters get the template's defaults.
     """
     decided = {*given, *(state.parameters if state is not None else ())}
 
-    def listed(what: str, give: str, service: str, operation: str, key: str, **request: str) -> list[Any] | None:
+    def listed(
+        what: str, give: str, service: str, operation: str, key: str, **request: str
+    ) -> list[Any] | None:
         try:
             client = aws_client(service, region)
-            return call_aws(client, operation, RequestDeadline.after(_ANSWER_SECONDS), **request).get(key) or []
+            return (
+                call_aws(client, operation, RequestDeadline.after(_ANSWER_SECONDS), **request).get(
+                    key
+                )
+                or []
+            )
         except CloudError as error:
             say(f"whether {what} is unknown; --parameter {give}: {error}")
             return None
 
     found = dict(given)
     if _LOG_PARAMETER not in decided:
-        give, request = f"{_LOG_PARAMETER}=no if it is", {"logGroupNamePrefix": BATCH_LOG_GROUP}
-        groups = listed(f"{BATCH_LOG_GROUP} is there", give, "logs", "describe_log_groups", "logGroups", **request)
-        if any(one.get("logGroupName") == BATCH_LOG_GROUP for one in groups or []):
+        give = f"{_LOG_PARAMETER}=no if it is"
+        request = {"logGroupNamePrefix": BATCH_LOG_GROUP}
+        groups = listed(
+            f"{BATCH_LOG_GROUP} is there",
+            give,
+            "logs",
+            "describe_log_groups",
+            "logGroups",
+            **request,
+        )
+        if any(group.get("logGroupName") == BATCH_LOG_GROUP for group in groups or []):
             found[_LOG_PARAMETER] = "no"
             say(f"{BATCH_LOG_GROUP} exists and stays as it is ({_LOG_PARAMETER}=no)")
     if _BILL_PARAMETER not in decided and region == _BILLING_REGION:
         give = f"{_BILL_PARAMETER}=yes if it does"
         request = {"Namespace": "AWS/Billing", "MetricName": "EstimatedCharges"}
-        bills = listed("the account publishes its bill", give, "cloudwatch", "list_metrics", "Metrics", **request)
+        bills = listed(
+            "the account publishes its bill",
+            give,
+            "cloudwatch",
+            "list_metrics",
+            "Metrics",
+            **request,
+        )
         if bills:
             found[_BILL_PARAMETER] = "yes"
         elif bills is not None:
             say(
-                "no alarm on the bill: the account does not publish it; with `Receive CloudWatch billing alerts` on in "
-                f"Billing's preferences, --parameter {_BILL_PARAMETER}=yes adds one (the budget warns without it)"
+                "no alarm on the bill: the account does not publish it; with `Receive CloudWatch "
+                f"billing alerts` on in Billing's preferences, --parameter {_BILL_PARAMETER}=yes "
+                "adds one (the budget warns without it)"
             )
     return found
 
@@ -211,7 +273,10 @@ class StackState:
 
 
 class Stack:
-    """A CloudFormation stack in the client's region. Requests have deadlines. `tell` prints progress."""
+    """A CloudFormation stack in the client's region.
+
+    Requests have deadlines. `tell` prints progress.
+    """
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -221,7 +286,9 @@ class Stack:
     def state(self, deadline: RequestDeadline) -> StackState | None:
         """Read the stack's state, or return None if there is no such stack. Raises CloudError."""
         try:
-            [found] = call_aws(self._client, "describe_stacks", deadline, StackName=self._name)["Stacks"]
+            [found] = call_aws(self._client, "describe_stacks", deadline, StackName=self._name)[
+                "Stacks"
+            ]
         except CloudRefused as error:
             if "does not exist" in str(error):
                 return None
@@ -229,17 +296,21 @@ class Stack:
         return StackState(
             status=found["StackStatus"],
             reason=found.get("StackStatusReason", ""),
-            parameters={one["ParameterKey"]: one["ParameterValue"] for one in found.get("Parameters", [])},
+            parameters={
+                one["ParameterKey"]: one["ParameterValue"] for one in found.get("Parameters", [])
+            },
             outputs={one["OutputKey"]: one["OutputValue"] for one in found.get("Outputs", [])},
         )
 
     def changes(
         self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
     ) -> list[ResourceChange]:
-        """Return the changes that an update would make. Parameters that are not given keep their values.
+        """Return the changes that an update would make.
 
-        CloudFormation computes the changes as a change set, which is then deleted. Raises CloudError if CloudFormation
-        refuses the update or the deadline has passed.
+        Parameters that are not given keep their values.
+
+        CloudFormation computes the changes as a change set, which is then deleted. Raises
+        CloudError if CloudFormation refuses the update or the deadline has passed.
         """
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
@@ -251,19 +322,30 @@ class Stack:
                 if answer["Status"] == "FAILED":
                     if _nothing_to_do(answer.get("StatusReason", "")):
                         return []
-                    raise CloudError(f"stack {self._name}: no change set: {answer.get('StatusReason')}")
+                    raise CloudError(
+                        f"stack {self._name}: no change set: {answer.get('StatusReason')}"
+                    )
                 if answer["Status"] == "CREATE_COMPLETE":
                     pages = {"token": "NextToken", **request}
-                    found = paginate(self._client, "describe_change_set", "Changes", deadline, **pages)
-                    return [_change(one["ResourceChange"]) for one in found if "ResourceChange" in one]
+                    found = paginate(
+                        self._client, "describe_change_set", "Changes", deadline, **pages
+                    )
+                    return [
+                        _change(one["ResourceChange"]) for one in found if "ResourceChange" in one
+                    ]
                 self._pause(deadline, f"its change set is {answer['Status']}")
         finally:
             call_aws(self._client, "delete_change_set", RequestDeadline.after(30), **request)
 
     def apply(
-        self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
+        self,
+        body: str,
+        given: Mapping[str, str],
+        state: StackState | None,
+        deadline: RequestDeadline,
     ) -> StackState:
-        """Create or update the stack from the template `body`, wait until this is done, and return the new state.
+        """Create or update the stack from the template `body`, wait until this is done, and return
+        the new state.
 
         Parameters that are not given keep their values.
 
@@ -277,11 +359,19 @@ class Stack:
         """
         if state is not None and (refusal := _why_unchangeable(self._name, state)):
             raise CloudError(refusal)
-        known = set() if state is None else {event["EventId"] for event in self._events(deadline)}
-        operation = "create_stack" if state is None else "update_stack"
+        if state is None:
+            known = set()
+        else:
+            known = {event["EventId"] for event in self._events(deadline)}
+        if state is None:
+            operation = "create_stack"
+        else:
+            operation = "update_stack"
         request = {"StackName": self._name, **self._request(body, given, state)}
         try:  # the token makes a retry after a lost answer harmless
-            call_aws(self._client, operation, deadline, ClientRequestToken=uuid.uuid4().hex, **request)
+            call_aws(
+                self._client, operation, deadline, ClientRequestToken=uuid.uuid4().hex, **request
+            )
         except CloudRefused as error:
             if state is not None and _nothing_to_do(str(error)):
                 self._tell(f"stack {self._name}: nothing to change")
@@ -306,16 +396,34 @@ class Stack:
         if state.status in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
             return state
         causes = failures or [state.reason or "no resource gives a reason"]
-        raise CloudError("\n".join([f"stack {self._name}: {state.status}", *(f"  {one}" for one in causes)]))
+        raise CloudError(
+            "\n".join([f"stack {self._name}: {state.status}", *(f"  {cause}" for cause in causes)])
+        )
 
-    def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> dict[str, Any]:
-        parameters = [{"ParameterKey": name, "ParameterValue": value} for name, value in given.items()]
+    def _request(
+        self, body: str, given: Mapping[str, str], state: StackState | None
+    ) -> dict[str, Any]:
+        parameters = [
+            {"ParameterKey": name, "ParameterValue": value} for name, value in given.items()
+        ]
         if state is not None:
             template = read_template(body)
-            kept = [name for name in state.parameters if name not in given and name in template["Parameters"]]
+            kept = [
+                name
+                for name in state.parameters
+                if name not in given and name in template["Parameters"]
+            ]
             parameters += [{"ParameterKey": name, "UsePreviousValue": True} for name in kept]
-        tags = [{"Key": "project", "Value": "ebbflow"}, {"Key": "ebbflow-stack", "Value": self._name}]
-        return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
+        tags = [
+            {"Key": "project", "Value": "ebbflow"},
+            {"Key": "ebbflow-stack", "Value": self._name},
+        ]
+        return {
+            "TemplateBody": body,
+            "Parameters": parameters,
+            "Capabilities": _CAPABILITIES,
+            "Tags": tags,
+        }
 
     def _events(self, deadline: RequestDeadline) -> Iterator[Mapping[str, Any]]:
         request = {"token": "NextToken", "StackName": self._name}
@@ -324,9 +432,10 @@ class Stack:
     def _pause(self, deadline: RequestDeadline, what: str) -> None:
         if deadline.left() <= _POLL_SECONDS:
             raise CloudUnavailable(
-                f"stack {self._name}: {what} and the deadline has passed; CloudFormation goes on by itself; "
-                f"fix: look at it with `aws cloudformation describe-stack-events --stack-name {self._name}`, "
-                "or run the same command again with a longer --minutes"
+                f"stack {self._name}: {what} and the deadline has passed; CloudFormation goes on "
+                "by itself; fix: look at it with `aws cloudformation describe-stack-events "
+                f"--stack-name {self._name}`, or run the same command again with a longer "
+                "--minutes"
             )
         deadline.sleep(_POLL_SECONDS)
 
@@ -343,20 +452,36 @@ def _change(found: Mapping[str, Any]) -> ResourceChange:
 
 
 def _nothing_to_do(reason: str) -> bool:
-    return any(text in reason for text in ("No updates are to be performed", "didn't contain changes", "no changes"))
+    return any(
+        text in reason
+        for text in ("No updates are to be performed", "didn't contain changes", "no changes")
+    )
 
 
 def _why_unchangeable(name: str, state: StackState) -> str:
-    """Return why the stack cannot be changed now, with a fix. Return "" if the stack can be changed."""
-    if state.status.endswith("_COMPLETE") and state.status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE"):
+    """Return why the stack cannot be changed now, with a fix.
+
+    Return "" if the stack can be changed.
+    """
+    if state.status.endswith("_COMPLETE") and state.status not in (
+        "ROLLBACK_COMPLETE",
+        "DELETE_COMPLETE",
+    ):
         return ""
     if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":
-        return f"stack {name} is {state.status}: another operation is running; fix: wait until it is done"
+        return (
+            f"stack {name} is {state.status}: another operation is running; fix: wait until it "
+            "is done"
+        )
     if state.status == "UPDATE_ROLLBACK_FAILED":
-        return f"stack {name} is {state.status}; fix: aws cloudformation continue-update-rollback --stack-name {name}"
+        return (
+            f"stack {name} is {state.status}; fix: aws cloudformation continue-update-rollback "
+            f"--stack-name {name}"
+        )
     return (
         f"stack {name} is {state.status} and cannot be changed"
-        f"{': ' + state.reason if state.reason else ''}; fix: aws cloudformation delete-stack --stack-name {name}"
+        f"{': ' + state.reason if state.reason else ''}; fix: aws cloudformation delete-stack "
+        f"--stack-name {name}"
     )
 
 
@@ -366,15 +491,21 @@ def _reason(event: Mapping[str, Any]) -> str:
 
 def _line(event: Mapping[str, Any]) -> str:
     line = f"{event.get('ResourceStatus', ''):<28} {event.get('LogicalResourceId', '')}"
-    return f"{line}: {reason}" if (reason := _reason(event)) else line
+    if reason := _reason(event):
+        return f"{line}: {reason}"
+    return line
 
 
 def _failure(event: Mapping[str, Any]) -> list[str]:
-    status, reason = event.get("ResourceStatus", ""), _reason(event)
+    status = event.get("ResourceStatus", "")
+    reason = _reason(event)
     is_stack = event.get("ResourceType") == "AWS::CloudFormation::Stack"
     if not status.endswith("_FAILED") or is_stack or reason.startswith(_SECONDARY):
         return []
-    return [f"{event['LogicalResourceId']} ({event['ResourceType']}): {status}: {reason or 'no reason given'}"]
+    return [
+        f"{event['LogicalResourceId']} ({event['ResourceType']}): {status}: "
+        f"{reason or 'no reason given'}"
+    ]
 
 
 _QUESTION_SECONDS = 60.0
@@ -384,29 +515,46 @@ _MARKS = {"Add": "+", "Modify": "~", "Remove": "-"}
 
 
 def add_deploy_command(commands: Any) -> None:
-    command = commands.add_parser("deploy", help="the stack on AWS: network, bucket, queues, roles, schedule, budget")
+    command = commands.add_parser(
+        "deploy", help="the stack on AWS: network, bucket, queues, roles, schedule, budget"
+    )
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--dry-run", action="store_true", help="show what would be created or changed, and change nothing"
+        "--dry-run",
+        action="store_true",
+        help="show what would be created or changed, and change nothing",
     )
-    what.add_argument("--apply", action="store_true", help="create or update the stack, and wait until it is done")
-    command.add_argument("--stack", default="ebbflow", metavar="NAME", help="also the prefix of the queues' names")
+    what.add_argument(
+        "--apply", action="store_true", help="create or update the stack, and wait until it is done"
+    )
+    command.add_argument(
+        "--stack", default="ebbflow", metavar="NAME", help="also the prefix of the queues' names"
+    )
     command.add_argument("--region", metavar="REGION", help="default: the region of every AWS tool")
-    command.add_argument("--minutes", type=float, default=45.0, help="how long --apply waits for the end (default: 45)")
+    command.add_argument(
+        "--minutes",
+        type=float,
+        default=45.0,
+        help="how long --apply waits for the end (default: 45)",
+    )
     value = {"action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--parameter", **value, help=f"described in {TEMPLATE.name}")
-    command.add_argument("--env", type=Path, metavar="FILE", help="shell script that --apply writes the settings to")
+    command.add_argument(
+        "--env", type=Path, metavar="FILE", help="shell script that --apply writes the settings to"
+    )
     command.set_defaults(command=deploy)
 
 
 def deploy(options: argparse.Namespace) -> int:
     """Run `ebbflow deploy`, and return the exit code.
 
-    The exit code is 0 on success, 2 for invalid options or a request that AWS rejects as invalid, and 1 for any other
-    failure.
+    The exit code is 0 on success, 2 for invalid options or a request that AWS rejects as invalid,
+    and 1 for any other failure.
     """
     if not _STACK_NAME.fullmatch(options.stack):
-        raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
+        raise CloudRefused(
+            f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40"
+        )
     if options.env is not None and not options.env.absolute().parent.is_dir():
         raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
     template = read_template(TEMPLATE.read_text(encoding="utf-8"))
@@ -421,8 +569,11 @@ def deploy(options: argparse.Namespace) -> int:
     return Outcome.COMPLETED.exit_code
 
 
-def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    deadline, region = RequestDeadline.after(_QUESTION_SECONDS), client.meta.region_name
+def _dry_run(
+    stack: Stack, client: Any, body: str, template: Mapping[str, Any], given: Mapping[str, str]
+) -> None:
+    deadline = RequestDeadline.after(_QUESTION_SECONDS)
+    region = client.meta.region_name
     try:
         state = stack.state(deadline)
     except (CloudForbidden, CloudUnavailable) as error:
@@ -438,8 +589,11 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
     print(_table(changes) if changes else "nothing to change")
 
 
-def _apply(stack: Stack, client: Any, body: str, given: Mapping[str, str], options: argparse.Namespace) -> None:
-    deadline, region = RequestDeadline.after(60.0 * options.minutes), client.meta.region_name
+def _apply(
+    stack: Stack, client: Any, body: str, given: Mapping[str, str], options: argparse.Namespace
+) -> None:
+    deadline = RequestDeadline.after(60.0 * options.minutes)
+    region = client.meta.region_name
     state = stack.state(deadline)
     state = stack.apply(body, _with_found(given, state, region), state, deadline)
     settings = _settings(options.stack, state, region)
@@ -454,8 +608,14 @@ def _apply(stack: Stack, client: Any, body: str, given: Mapping[str, str], optio
 def _table(changes: Sequence[ResourceChange]) -> str:
     rows = []
     for change in changes:
-        replaced = "replaced because of " if change.replacement == "True" else ""
-        why = f"  {replaced}{', '.join(change.because)}" if replaced or change.because else ""
+        if change.replacement == "True":
+            replaced = "replaced because of "
+        else:
+            replaced = ""
+        if replaced or change.because:
+            why = f"  {replaced}{', '.join(change.because)}"
+        else:
+            why = ""
         rows.append(f"{_MARKS.get(change.action, '?')} {change.name:<24} {change.kind}{why}")
     counts = Counter(change.action for change in changes)
     rows.append(", ".join(f"{count} to {action.lower()}" for action, count in counts.items()))
@@ -463,7 +623,10 @@ def _table(changes: Sequence[ResourceChange]) -> str:
 
 
 def _settings(stack: str, state: StackState, region: str) -> str:
-    """Render a shell script that sets the environment variables for runs on this stack. It contains no secrets."""
+    """Render a shell script that sets the environment variables for runs on this stack.
+
+    It contains no secrets.
+    """
     outputs = state.outputs
     exports = {
         "AWS_DEFAULT_REGION": region,

@@ -1,4 +1,6 @@
-"""Queues and jobs of AWS Batch, and why a job ended. botocore is imported only when a client is made."""
+"""Queues and jobs of AWS Batch, and why a job ended. botocore is imported only when a client is
+made.
+"""
 
 from ebbflow.infra.batch.jobs import (
     NEVER_STARTED,

@@ -15,27 +15,42 @@ def batch_client(region: str | None = None) -> Any:
     return aws_client("batch", region)
 
 
-# Ebbflow's reasons begin with these words, which distinguish its terminations from those of users and of Metaflow.
+# Ebbflow's reasons begin with these words, which distinguish its terminations from those of users
+# and of Metaflow.
 NEVER_STARTED = "Ebbflow: did not start in time"  # it waited for capacity
 NOT_MADE = "Ebbflow: its container was not made in time"  # it had capacity
 TERMINATED = "Ebbflow: ended"
 
 
 def cancel_job(
-    job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
+    job_id: str,
+    reason: str,
+    client: Any,
+    *,
+    words: str = NEVER_STARTED,
+    deadline_seconds: float = 20.0,
 ) -> None:
     """Terminate a Batch job in any state. A job that has already ended is not changed.
 
-    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words, followed by `reason`, as the job's status
-    reason. `describe_attempts` derives the job's `Cause` from them. Raises CloudError if Batch rejects the request.
+    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words, followed by `reason`,
+    as the job's status reason. `describe_attempts` derives the job's `Cause` from them. Raises
+    CloudError if Batch rejects the request.
     """
     text = f"{words}: {reason}"
     # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
     # https://docs.aws.amazon.com/batch/latest/APIReference/API_CancelJob.html
-    call_aws(client, "terminate_job", RequestDeadline.after(deadline_seconds), jobId=job_id, reason=text[:1024])
+    call_aws(
+        client,
+        "terminate_job",
+        RequestDeadline.after(deadline_seconds),
+        jobId=job_id,
+        reason=text[:1024],
+    )
 
 
-Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
+Cause = Literal[
+    "reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"
+]
 """Why a job ended.
 
 - reclaimed: the machine was reclaimed or lost. Batch reports a Spot reclaim and a broken host alike.
@@ -83,7 +98,10 @@ _KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM; the sender is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAttempt:
-    """A job as AWS Batch describes it. Times (Unix seconds) are by Batch's clock; None if unknown or in the future."""
+    """A job as AWS Batch describes it.
+
+    Times (Unix seconds) are by Batch's clock; None if unknown or in the future.
+    """
 
     job_id: str
     job_name: str
@@ -96,7 +114,9 @@ class BatchAttempt:
     exit_code: int | None  # exit code of the main container, None if Batch gives none
     reason: str  # texts of Batch and of the containers, joined by "; "; "" if there are none
     cause: Cause
-    node_times: tuple[tuple[float | None, float | None], ...] = ()  # (started, stopped) of ended nodes
+    node_times: tuple[
+        tuple[float | None, float | None], ...
+    ] = ()  # (started, stopped) of ended nodes
 
     @property
     def finished(self) -> bool:
@@ -104,7 +124,10 @@ class BatchAttempt:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Build an attempt from JSON that any version of Ebbflow wrote. Unknown keys are ignored."""
+        """Build an attempt from JSON that any version of Ebbflow wrote.
+
+        Unknown keys are ignored.
+        """
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
         return cls(**{**known, "node_times": times})
@@ -113,10 +136,13 @@ class BatchAttempt:
 def describe_attempts(
     job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """Map job ids to descriptions of the jobs, each with the cause of the job's end. Raises CloudError.
+    """Map job ids to descriptions of the jobs, each with the cause of the job's end.
 
-    Batch deletes a job some days after its end. The result lacks deleted jobs. The nodes of an ended multi-node job are
-    read too, because only their descriptions show a lost machine and each node's times.
+    Raises CloudError.
+
+    Batch deletes a job some days after its end. The result lacks deleted jobs. The nodes of an
+    ended multi-node job are read too, because only their descriptions show a lost machine and each
+    node's times.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
@@ -124,10 +150,16 @@ def describe_attempts(
     children = [f"{job['jobId']}#{index}" for job in gangs for index in range(_nodes(job))]
     parts: dict[str, Mapping[str, Any]] = {}
     with contextlib.suppress(CloudError):  # the job's own description is enough
-        parts = _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left())))
+        parts = _describe(
+            children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))
+        )
     found = {}
     for job_id, job in jobs.items():
-        own = [parts[name] for name in (f"{job_id}#{index}" for index in range(_nodes(job))) if name in parts]
+        own = [
+            parts[name]
+            for name in (f"{job_id}#{index}" for index in range(_nodes(job)))
+            if name in parts
+        ]
         found[job_id] = _attempt(job, own)
     return found
 
@@ -143,15 +175,16 @@ def classify_cause(
 ) -> Cause:
     """Return why a job ended, as far as Batch's status and messages show it.
 
-    Args:
-        reasons: Batch's messages about the job, its containers and its nodes.
-        started: the job reached a machine and started there.
-        ended_by_call: a call of TerminateJob or CancelJob ended the job.
-        main_alone: the job has several nodes, and only the main node's end is known. Another node may have been lost.
+    Args: reasons: Batch's messages about the job, its containers and its nodes. started: the job
+        reached a machine and started there. ended_by_call: a call of TerminateJob or CancelJob
+        ended the job. main_alone: the job has several nodes, and only the main node's end is known.
+        Another node may have been lost.
     """
     text = "\n".join(reasons)
     if status != "FAILED":
-        return "ended" if status == "SUCCEEDED" else "unknown"
+        if status == "SUCCEEDED":
+            return "ended"
+        return "unknown"
     if _RECLAIMED.search(text):
         return "reclaimed"
     if NEVER_STARTED in text or (_NO_PLACE.search(text) and not started):
@@ -173,7 +206,9 @@ def classify_cause(
     return "unknown"
 
 
-def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
+def _describe(
+    job_ids: Sequence[str], client: Any, deadline: RequestDeadline
+) -> dict[str, Mapping[str, Any]]:
     jobs = describe_in_parts(client, "describe_jobs", "jobs", job_ids, deadline)
     found = {job["jobId"]: job for job in jobs}
     return {job_id: found[job_id] for job_id in job_ids if job_id in found}
@@ -184,14 +219,20 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
     code = _exit_code(job)
     if code is None and parts:  # the exit code of the main node is the job's
         main = (job.get("nodeProperties") or {}).get("mainNode", 0)
-        code = next((_exit_code(part) for part in parts if part["jobId"].endswith(f"#{main}")), None)
-    known = {part["jobId"]: (_seconds(part.get("startedAt")), _seconds(part.get("stoppedAt"))) for part in parts}
+        code = next(
+            (_exit_code(part) for part in parts if part["jobId"].endswith(f"#{main}")), None
+        )
+    known = {
+        part["jobId"]: (_seconds(part.get("startedAt")), _seconds(part.get("stoppedAt")))
+        for part in parts
+    }
     nodes = range(_nodes(job) if parts else 0)
     times = tuple(known.get(f"{job['jobId']}#{index}", (None, None)) for index in nodes)
     # A missing time is the first start or the last stop of the job's nodes.
     first = min((start for start, _ in times if start is not None), default=None)
     last = max((stop for _, stop in times if stop is not None), default=None)
-    started, stopped = _seconds(job.get("startedAt")) or first, _seconds(job.get("stoppedAt")) or last
+    started = _seconds(job.get("startedAt")) or first
+    stopped = _seconds(job.get("stoppedAt")) or last
     status = str(job.get("status", ""))
     ended_by_call = bool(job.get("isTerminated") or job.get("isCancelled"))
     return BatchAttempt(
@@ -219,8 +260,15 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
 
 def _reasons(job: Mapping[str, Any]) -> list[str]:
     last = (job.get("attempts") or [{}])[-1]
-    texts = [(one.get("statusReason"), (one.get("container") or {}).get("reason")) for one in (job, last)]
-    return [text for pair in texts for text in pair if text]
+    texts = [
+        (one.get("statusReason"), (one.get("container") or {}).get("reason")) for one in (job, last)
+    ]
+    reasons = []
+    for pair in texts:
+        for text in pair:
+            if text:
+                reasons.append(text)
+    return reasons
 
 
 def _exit_code(job: Mapping[str, Any]) -> int | None:
@@ -234,4 +282,6 @@ def _nodes(job: Mapping[str, Any]) -> int:
 
 
 def _seconds(milliseconds: int | None) -> float | None:
-    return None if not milliseconds else milliseconds / 1000
+    if not milliseconds:
+        return None
+    return milliseconds / 1000

@@ -1,4 +1,5 @@
-"""Job queues of AWS Batch: their market, machines and state, and the queues that a configuration declares.
+"""Job queues of AWS Batch: their market, machines and state, and the queues that a configuration
+declares.
 
 Instance families: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
 """
@@ -8,7 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ebbflow.infra.aws.calls import RequestDeadline, aws_client, describe_in_parts, is_amazons, paginate
+from ebbflow.infra.aws.calls import (
+    RequestDeadline,
+    aws_client,
+    describe_in_parts,
+    is_amazons,
+    paginate,
+)
 from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
 from ebbflow.infra.errors import CloudError, InfraError
 from ebbflow.infra.store.s3 import aws_settings
@@ -17,7 +24,9 @@ from ebbflow.infra.store.s3 import aws_settings
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html
 AUTO_INSTANCE_TYPES = ("optimal", "default_x86_64", "default_arm64")
 _ARM_CHOICE = "default_arm64"
-_ARM = re.compile(r"a1\b|[a-z]+[0-9]+[a-z]*g")  # Graviton's families have a g behind their generation: m6g, c7gn, g5g
+_ARM = re.compile(
+    r"a1\b|[a-z]+[0-9]+[a-z]*g"
+)  # Graviton's families have a g behind their generation: m6g, c7gn, g5g
 _ACCELERATED = re.compile(r"(p|g|gr|vt|inf|trn|dl|f)[0-9]")
 
 
@@ -35,8 +44,14 @@ Market = Literal["spot", "on_demand"]
 
 _SECONDS = 20.0
 
-# computeResources.type → the market; there are no prices for others (SageMaker, ECS managed instances).
-_MARKETS: dict[str, Market] = {"SPOT": "spot", "FARGATE_SPOT": "spot", "EC2": "on_demand", "FARGATE": "on_demand"}
+# computeResources.type → the market; there are no prices for others (SageMaker, ECS managed
+# instances).
+_MARKETS: dict[str, Market] = {
+    "SPOT": "spot",
+    "FARGATE_SPOT": "spot",
+    "EC2": "on_demand",
+    "FARGATE": "on_demand",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,8 @@ class ComputeEnvironment:
     usable: bool  # True if it is enabled and valid
     problem: str  # why it is not usable, "" if it is
     instance_types: tuple[str, ...] = ()  # types, families or "optimal", as configured in Batch
-    max_vcpus: int | None = None  # the most vCPUs that run at the same time, None if there is no limit
+    # The most vCPUs that run at the same time, None if there is no limit
+    max_vcpus: int | None = None
     subnets: tuple[str, ...] = ()
     placement_group: str | None = None
 
@@ -59,7 +75,9 @@ class ComputeEnvironment:
 
     @property
     def places_nodes_together(self) -> bool:
-        """True if all nodes of a job run in one zone, because of a placement group or a single subnet."""
+        """True if all nodes of a job run in one zone, because of a placement group or a single
+        subnet.
+        """
         return self.placement_group is not None or len(self.subnets) == 1
 
 
@@ -69,38 +87,55 @@ class QueueState:
 
     name: str
     arn: str
-    market: Market | None  # None if the compute environments have different markets or it is unknown
-    instance_types: tuple[str, ...]  # types of all usable compute environments; () if Batch names none
+    market: (
+        Market | None
+    )  # None if the compute environments have different markets or it is unknown
+    instance_types: tuple[
+        str, ...
+    ]  # types of all usable compute environments; () if Batch names none
     multi_node: bool  # the queue runs multi-node jobs
     usable: bool  # the queue accepts jobs and can run them
     problem: str  # why it is not usable, "" if it is
     fargate: bool = False
-    max_vcpus: int | None = None  # largest limit of a compute environment; None: no limit, or unknown
+    # Largest limit of a compute environment; None: no limit, or unknown
+    max_vcpus: int | None = None
     compute_environments: tuple[ComputeEnvironment, ...] = ()
-    cancels_after_seconds: Mapping[str, int] | None = None  # limits in seconds by reason (jobStateTimeLimitActions)
+    # Limits in seconds by reason (jobStateTimeLimitActions)
+    cancels_after_seconds: Mapping[str, int] | None = None
     configured_region: str | None = None
     reservation: str | None = None  # id of the reservation on whose machines alone it runs jobs
 
     @property
     def region(self) -> str | None:
-        """The region in the queue's ARN, else the queue's configured region; None if both are missing."""
+        """The region in the queue's ARN, else the queue's configured region; None if both are
+        missing.
+        """
         return region_of_arn(self.arn) or self.configured_region
 
     @property
     def places_nodes_together(self) -> bool:
-        return all(one.places_nodes_together for one in self.compute_environments if one.usable)
+        return all(
+            environment.places_nodes_together
+            for environment in self.compute_environments
+            if environment.usable
+        )
 
 
 def describe_queues(
     names: Sequence[str] | None, client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, QueueState]:
-    """Return queues with their compute environments, by name or ARN. `names` None means all queues of the region.
+    """Return queues with their compute environments, by name or ARN.
 
-    A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not answer or refuses
-    the request.
+    `names` None means all queues of the region.
+
+    A queue that does not exist is included with `usable` False. Raises CloudError if Batch does not
+    answer or refuses the request.
     """
     deadline = RequestDeadline.after(deadline_seconds)
-    wanted = None if names is None else list(dict.fromkeys(names))
+    if names is None:
+        wanted = None
+    else:
+        wanted = list(dict.fromkeys(names))
     details = _queues(wanted, client, deadline)
     arns = [arn for detail in details for arn in _environment_arns(detail)]
     environments = _environments(list(dict.fromkeys(arns)), client, deadline)
@@ -122,15 +157,22 @@ def describe_queues(
 
 
 def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
-    """Parse one entry of Batch's DescribeComputeEnvironments. The entry may lack state, status and type."""
+    """Parse one entry of Batch's DescribeComputeEnvironments.
+
+    The entry may lack state, status and type.
+    """
     resources = detail.get("computeResources") or {}
-    state, status = detail.get("state") or "ENABLED", detail.get("status") or "VALID"
+    state = detail.get("state") or "ENABLED"
+    status = detail.get("status") or "VALID"
     problem = ""
     if state != "ENABLED":
         problem = f"compute environment {detail['computeEnvironmentName']} is {state}"
     elif status not in ("VALID", "UPDATING"):
         why = " ".join(str(detail.get("statusReason") or "").split())
-        problem = f"compute environment {detail['computeEnvironmentName']} is {status}{': ' + why if why else ''}"
+        problem = (
+            f"compute environment {detail['computeEnvironmentName']} is "
+            f"{status}{': ' + why if why else ''}"
+        )
     return ComputeEnvironment(
         name=detail["computeEnvironmentName"],
         kind=resources.get("type", ""),
@@ -144,15 +186,21 @@ def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
     )
 
 
-def _queues(wanted: list[str] | None, client: Any, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
+def _queues(
+    wanted: list[str] | None, client: Any, deadline: RequestDeadline
+) -> list[Mapping[str, Any]]:
     if wanted is None:
         return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
     return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, deadline)
 
 
-def _environments(arns: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, ComputeEnvironment]:
+def _environments(
+    arns: Sequence[str], client: Any, deadline: RequestDeadline
+) -> dict[str, ComputeEnvironment]:
     found: dict[str, ComputeEnvironment] = {}
-    listed = describe_in_parts(client, "describe_compute_environments", "computeEnvironments", arns, deadline)
+    listed = describe_in_parts(
+        client, "describe_compute_environments", "computeEnvironments", arns, deadline
+    )
     for detail in listed:
         one = parse_environment(detail)
         if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
@@ -168,33 +216,48 @@ def _environment_arns(detail: Mapping[str, Any]) -> list[str]:
 
 def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -> QueueState:
     environments = tuple(known[arn] for arn in _environment_arns(detail) if arn in known)
-    usable = tuple(one for one in environments if one.usable)
+    usable = tuple(environment for environment in environments if environment.usable)
     considered = usable or environments
     markets: set[Market | None] = {_MARKETS.get(one.kind) for one in considered}
-    market = markets.pop() if len(markets) == 1 else None
+    if len(markets) == 1:
+        market = markets.pop()
+    else:
+        market = None
     problem = _problem(detail, environments, usable, market)
     limits = [one.max_vcpus for one in considered]
-    actions = {one["reason"]: one["maxTimeSeconds"] for one in detail.get("jobStateTimeLimitActions") or []}
+    actions = {
+        one["reason"]: one["maxTimeSeconds"] for one in detail.get("jobStateTimeLimitActions") or []
+    }
     return QueueState(
         name=detail["jobQueueName"],
         arn=detail.get("jobQueueArn", ""),
         market=market,
-        instance_types=tuple(dict.fromkeys(kind for one in considered for kind in one.instance_types)),
-        # "Multi-node parallel jobs aren't supported on compute environments that use Spot Instances", nor on
-        # unmanaged ones or Fargate: https://docs.aws.amazon.com/batch/latest/userguide/mnp-ce.html
-        multi_node=bool(considered) and all(one.kind == "EC2" and one.managed for one in considered),
+        instance_types=tuple(
+            dict.fromkeys(kind for one in considered for kind in one.instance_types)
+        ),
+        # "Multi-node parallel jobs aren't supported on compute environments that use Spot
+        # Instances", nor on unmanaged ones or Fargate:
+        # https://docs.aws.amazon.com/batch/latest/userguide/mnp-ce.html
+        multi_node=bool(considered)
+        and all(one.kind == "EC2" and one.managed for one in considered),
         usable=not problem,
         problem=problem,
         fargate=any(one.fargate for one in considered),
-        max_vcpus=None if None in limits or not limits else max(limit for limit in limits if limit is not None),
+        max_vcpus=None
+        if None in limits or not limits
+        else max(limit for limit in limits if limit is not None),
         compute_environments=environments,
         cancels_after_seconds=actions or None,
     )
 
 
 def region_of_arn(arn: str) -> str | None:
-    """Return the region in an ARN (arn:aws:batch:REGION:…); None if `arn` is a name, or has no region."""
-    return arn.split(":")[3] or None if arn.count(":") > 3 else None
+    """Return the region in an ARN (arn:aws:batch:REGION:…); None if `arn` is a name, or has no
+    region.
+    """
+    if arn.count(":") > 3:
+        return arn.split(":")[3] or None
+    return None
 
 
 def _problem(
@@ -212,71 +275,108 @@ def _problem(
     if not environments:
         return f"queue {name} has no compute environment"
     if not usable:
-        return f"queue {name}: " + "; ".join(one.problem for one in environments)
+        return f"queue {name}: " + "; ".join(environment.problem for environment in environments)
     if market is None:
-        kinds = ", ".join(f"{one.name}: {one.kind or 'unmanaged'}" for one in usable)
+        kinds = ", ".join(
+            f"{environment.name}: {environment.kind or 'unmanaged'}" for environment in usable
+        )
         return f"queue {name} mixes markets ({kinds}), so that a job's price is unknown"
     return ""
 
 
 def _unseen(name: str, **fields: Any) -> QueueState:
-    """Return the state of a queue that Batch has not described. It counts as usable unless `problem` is given."""
-    state: dict[str, Any] = {"arn": "", "market": None, "instance_types": (), "multi_node": False, "problem": ""}
+    """Return the state of a queue that Batch has not described.
+
+    It counts as usable unless `problem` is given.
+    """
+    state: dict[str, Any] = {
+        "arn": "",
+        "market": None,
+        "instance_types": (),
+        "multi_node": False,
+        "problem": "",
+    }
     return QueueState(name=name, usable="problem" not in fields, **state | fields)
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
-    """Return the configuration's queues by name, all marked usable. They are the fallback if Batch does not answer."""
+    """Return the configuration's queues by name, all marked usable.
+
+    They are the fallback if Batch does not answer.
+    """
     return {
-        one.name: _unseen(
-            one.name,
-            market=one.market,
-            instance_types=tuple(one.instance_types),
-            multi_node=one.multi_node,
-            configured_region=queue_region(one, batch),
-            reservation=one.reservation,
+        queue.name: _unseen(
+            queue.name,
+            market=queue.market,
+            instance_types=tuple(queue.instance_types),
+            multi_node=queue.multi_node,
+            configured_region=queue_region(queue, batch),
+            reservation=queue.reservation,
         )
-        for one in batch.queues
+        for queue in batch.queues
     }
 
 
-def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
-    """Return the queues for training by name: the configured ones or, if there are none, all EC2 queues of the region.
+def training_queues(
+    batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0
+) -> dict[str, QueueState]:
+    """Return the queues for training by name: the configured ones or, if there are none, all EC2
+    queues of the region.
 
-    A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs. If an entry
-    contradicts Batch, the queue is not usable, and its `problem` says why. Raises CloudError.
+    A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs.
+    If an entry contradicts Batch, the queue is not usable, and its `problem` says why. Raises
+    CloudError.
     """
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
-        return {name: state for name, state in found.items() if not state.fargate}  # Fargate has no GPUs
-    home, found = client.meta.region_name, {}
+        return {
+            name: state for name, state in found.items() if not state.fargate
+        }  # Fargate has no GPUs
+    home = client.meta.region_name
+    found = {}
     for region in dict.fromkeys(queue_region(queue, batch) or home for queue in batch.queues):
-        names = [queue.name for queue in batch.queues if (queue_region(queue, batch) or home) == region]
+        names = [
+            queue.name for queue in batch.queues if (queue_region(queue, batch) or home) == region
+        ]
         try:
-            there = client if region == home else aws_client("batch", region)
+            if region == home:
+                there = client
+            else:
+                there = aws_client("batch", region)
             found |= describe_queues(names, there, deadline_seconds=deadline_seconds)
         except CloudError as error:  # the other regions still run the job
             if region == home:
                 raise
-            found |= {name: _unseen(name, configured_region=region, problem=str(error)) for name in names}
+            found |= {
+                name: _unseen(name, configured_region=region, problem=str(error)) for name in names
+            }
     return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
 
 
-def queues_to_plan(batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any]) -> dict[str, QueueState] | None:
-    """Return the queues that a plan may use, marked usable even if they are not now; None if no queue is known.
+def queues_to_plan(
+    batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any]
+) -> dict[str, QueueState] | None:
+    """Return the queues that a plan may use, marked usable even if they are not now; None if no
+    queue is known.
 
-    Args:
-        ask: Whether to query Batch. If Batch is not queried or does not answer, the configured queues are used.
-        notify: Called with a message if Batch does not answer.
+    Args: ask: Whether to query Batch. If Batch is not queried or does not answer, the configured
+        queues are used. notify: Called with a message if Batch does not answer.
     """
     found = declared_queues(batch)
     if ask:
         try:
             found = training_queues(batch, aws_client("batch", batch.region))
         except InfraError as error:
-            known = "batch.queues alone" if found else "all instance types, whatever queues there are"
+            if found:
+                known = "batch.queues alone"
+            else:
+                known = "all instance types, whatever queues there are"
             notify(f"planning with {known}, because AWS Batch does not list its queues: {error}")
-    return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
+    return {
+        name: replace(queue, usable=True)
+        for name, queue in found.items()
+        if queue.market is not None
+    } or None
 
 
 def queue_region(queue: QueueConfig, batch: BatchConfig) -> str | None:
@@ -290,11 +390,12 @@ def has_foreign_queues(batch: BatchConfig) -> bool:
 
 
 def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> RunConfig:
-    """Return the configuration with `batch.region` set and with prices limited to the queues' regions.
+    """Return the configuration with `batch.region` set and with prices limited to the queues'
+    regions.
 
-    If neither the configuration nor the AWS settings name a region, the result depends on `only_if_set`. If True, the
-    configuration is returned unchanged, because a container may not know the region. If False, the default region is
-    used, as AWS clients do. Raises StoreError.
+    If neither the configuration nor the AWS settings name a region, the result depends on
+    `only_if_set`. If True, the configuration is returned unchanged, because a container may not
+    know the region. If False, the default region is used, as AWS clients do. Raises StoreError.
     """
     region = config.batch.region
     if region is None:
@@ -303,24 +404,38 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
             return config
         region = settings.region
     config = config.changed("batch", region=region)
-    regions = list(dict.fromkeys(queue_region(one, config.batch) or region for one in config.batch.queues)) or [region]
+    regions = list(
+        dict.fromkeys(queue_region(queue, config.batch) or region for queue in config.batch.queues)
+    ) or [region]
     return config.changed("cost", regions=regions)
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """Return how a queue's entry in the configuration contradicts Batch and how to fix this, or "" if they agree."""
+    """Return how a queue's entry in the configuration contradicts Batch and how to fix this, or ""
+    if they agree.
+    """
     if state.market is not None and state.market != declared.market:
-        kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
-        conflict = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
+        kinds = ", ".join(
+            dict.fromkeys(environment.kind for environment in state.compute_environments)
+        )
+        conflict = (
+            f"queue {state.name} is declared {declared.market}, but its compute environments are "
+            f"{kinds}"
+        )
         return f"{conflict}; fix: set its market to {state.market} in batch.queues"
     if declared.multi_node and not state.multi_node:
-        conflict = f"queue {state.name} is declared multi_node, but only managed EC2 environments run it"
+        conflict = (
+            f"queue {state.name} is declared multi_node, but only managed EC2 environments run it"
+        )
         return f"{conflict}; fix: set its multi_node to false in batch.queues"
     if declared.instance_types and state.instance_types:
-        lost = [kind for kind in declared.instance_types if not _offered(kind, state.instance_types)]
+        lost = [
+            kind for kind in declared.instance_types if not _offered(kind, state.instance_types)
+        ]
         if lost:
             conflict = (
-                f"queue {state.name} is declared to have {', '.join(lost)}, but has {', '.join(state.instance_types)}"
+                f"queue {state.name} is declared to have {', '.join(lost)}, but has "
+                f"{', '.join(state.instance_types)}"
             )
             return f"{conflict}; fix: correct its instance_types in batch.queues"
     return ""
@@ -339,10 +454,12 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
 
 
 def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
-    """Return whether a compute environment that lists the instance types `listed` can start `instance_type`.
+    """Return whether a compute environment that lists the instance types `listed` can start
+    `instance_type`.
 
-    An empty list accepts every type. An entry is a type (g5.xlarge), a family (g5), or a family with the beginning of a
-    size (p4d.24, p4d.24*). The entry "optimal" matches no type: AWS Batch then chooses types without GPUs.
+    An empty list accepts every type. An entry is a type (g5.xlarge), a family (g5), or a family
+    with the beginning of a size (p4d.24, p4d.24*). The entry "optimal" matches no type: AWS Batch
+    then chooses types without GPUs.
     """
     return not listed or any(
         instance_type == one
@@ -353,19 +470,30 @@ def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
 
 
 def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Return the largest vCPU limit of the compute environments that offer the type; None if a limit is unknown.
+    """Return the largest vCPU limit of the compute environments that offer the type; None if a
+    limit is unknown.
 
-    AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit stays RUNNABLE forever.
+    AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit
+    stays RUNNABLE forever.
     """
-    able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
+    able = [
+        environment
+        for environment in queue.compute_environments
+        if environment.usable and accepts_type(environment.instance_types, instance_type)
+    ]
     limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
-    return None if None in limits else max(limit for limit in limits if limit is not None)
+    if None in limits:
+        return None
+    return max(limit for limit in limits if limit is not None)
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the types that are both declared (in the configuration) and offered (by Batch). An empty list allows all.
+    """Return the types that are both declared (in the configuration) and offered (by Batch).
 
-    A declared family, such as g5, is replaced by the types of this family that Batch lists, such as g5.xlarge.
+    An empty list allows all.
+
+    A declared family, such as g5, is replaced by the types of this family that Batch lists, such as
+    g5.xlarge.
     """
     if not declared or not offered:
         return tuple(declared or offered)
@@ -375,13 +503,19 @@ def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
-    """Return whether `offered` contains individual types of the family `kind`, such as g5.xlarge for g5."""
+    """Return whether `offered` contains individual types of the family `kind`, such as g5.xlarge
+    for g5.
+    """
     whole = kind.rstrip(".")
-    return any(one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered)
+    return any(
+        one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered
+    )
 
 
 def _offered(kind: str, offered: Sequence[str]) -> bool:
-    """Return whether a compute environment that lists `offered` can provide the instance type or family `kind`."""
+    """Return whether a compute environment that lists `offered` can provide the instance type or
+    family `kind`.
+    """
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:
         other, _, its_size = one.partition(".")
@@ -402,14 +536,20 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 
 
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
-    """Choose the on-demand queue with the smallest sufficient machine for the steps before and after training.
+    """Choose the on-demand queue with the smallest sufficient machine for the steps before and
+    after training.
 
-    A machine is sufficient if its instance type has at least 5 GiB of memory and an x86-64 processor. Queues are
-    preferred in this order: CPU machines, Fargate (for which Metaflow needs another IAM role), unknown machines, and
-    machines with GPUs. A queue with only insufficient machines is the last resort. Returns (name, reason for the user),
-    or None if there is no on-demand queue.
+    A machine is sufficient if its instance type has at least 5 GiB of memory and an x86-64
+    processor. Queues are preferred in this order: CPU machines, Fargate (for which Metaflow needs
+    another IAM role), unknown machines, and machines with GPUs. A queue with only insufficient
+    machines is the last resort. Returns (name, reason for the user), or None if there is no
+    on-demand queue.
     """
-    able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
+    able = [
+        (name, queue)
+        for name, queue in queues.items()
+        if queue.usable and queue.market == "on_demand"
+    ]
     if not able:
         return None
     name, queue = min(able, key=lambda one: _rank_of(one[1]))  # ties: the first one
@@ -423,13 +563,17 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
         _FARGATE: "of Fargate, without GPUs; Metaflow needs METAFLOW_ECS_FARGATE_EXECUTION_ROLE for it",
         _UNKNOWN: f"of {types}, which may have GPUs; {fix}",
         _GPU: f"whose machines all have unused GPUs or other accelerators ({types}); {fix}",
-        _UNFIT: f"whose machines may have less than {_LEAST_GIB:g} GiB, or run no image for x86-64 ({types}); {fix}",
+        _UNFIT: (
+            f"whose machines may have less than {_LEAST_GIB:g} GiB, or run no image for x86-64 "
+            f"({types}); {fix}"
+        ),
     }
     return name, why[kind]
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Return whether all machines of a queue have accelerators, which the steps before and after training leave idle.
+    """Return whether all machines of a queue have accelerators, which the steps before and after
+    training leave idle.
 
     Machines that are too small for these steps do not count.
     """
@@ -437,7 +581,9 @@ def has_gpus_only(queue: QueueState) -> bool:
 
 
 def _rank_of(queue: QueueState) -> tuple[int, float]:
-    return (_FARGATE, 0.0) if queue.fargate else _rank(queue.instance_types)
+    if queue.fargate:
+        return (_FARGATE, 0.0)
+    return _rank(queue.instance_types)
 
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
@@ -445,9 +591,13 @@ def _rank(types: Iterable[str]) -> tuple[int, float]:
 
     Machines without accelerators come first, and among these the smallest.
     """
-    fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
+    fit = [kind for kind in types if _gib(kind) >= _LEAST_GIB and not is_arm(kind)]
     found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
-    return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
+    if found:
+        return min(found)
+    if list(types):
+        return (_UNFIT, 0.0)
+    return (_UNKNOWN, 0.0)
 
 
 def _vcpus(listed: str) -> float:
@@ -459,7 +609,9 @@ def _vcpus(listed: str) -> float:
     if size.startswith("metal"):
         return _METAL_VCPUS
     times = re.fullmatch(r"([0-9]+)xlarge", size)
-    return 4.0 * int(times[1]) if times else _VCPUS.get(size, _ANY_SIZE_VCPUS)
+    if times:
+        return 4.0 * int(times[1])
+    return _VCPUS.get(size, _ANY_SIZE_VCPUS)
 
 
 def _gib(listed: str) -> float:
@@ -472,14 +624,20 @@ def _gib(listed: str) -> float:
 MARK = "ebbflow_submit"
 
 
-def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
-    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first. Raises CloudError.
+def find_marked_jobs(
+    queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0
+) -> list[str]:
+    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first.
+
+    Raises CloudError.
 
     mark: value of the job's parameter `MARK`, which is unique to one submission.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]
-    listed = paginate(client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name)
+    listed = paginate(
+        client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name
+    )
     named = [one["jobId"] for one in listed if one.get("jobName") == job_name]
     jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline)
     found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]

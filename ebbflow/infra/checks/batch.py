@@ -40,8 +40,12 @@ class _Skip(Exception):
     """Exception for a check that does not apply. The message is the reason."""
 
 
-def for_batch(check: Callable[[PreflightContext], CheckFinding]) -> Callable[[PreflightContext], CheckFinding]:
-    """Decorate a check to be skipped if the job does not run on AWS Batch, or if AWS or the store cannot be read."""
+def for_batch(
+    check: Callable[[PreflightContext], CheckFinding],
+) -> Callable[[PreflightContext], CheckFinding]:
+    """Decorate a check to be skipped if the job does not run on AWS Batch, or if AWS or the store
+    cannot be read.
+    """
 
     @functools.wraps(check)
     def run(context: PreflightContext) -> CheckFinding:
@@ -57,55 +61,82 @@ def for_batch(check: Callable[[PreflightContext], CheckFinding]) -> Callable[[Pr
 
 @for_batch
 def check_batch_role(context: PreflightContext) -> CheckFinding:
-    """Check that the containers' IAM role exists, and that its trust policy lets containers assume it."""
-    arn, client = _role(context), _client("iam", context)
+    """Check that the containers' IAM role exists, and that its trust policy lets containers assume
+    it.
+    """
+    arn = _role(context)
+    client = _client("iam", context)
     role = role_state(arn, client, _patience())
     if role is None:
         _skip_if_stand_in(client, f"role {arn}")
-        return failed(f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+        return failed(
+            f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE"
+        )
     if CONTAINERS not in role.trusted:
         trusted = ", ".join(role.trusted) or "no service"
-        return failed(f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}")
+        return failed(
+            f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}"
+        )
     return passed(f"{arn} can be assumed by containers")
 
 
 @for_batch
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
-    """Check, with IAM's policy simulator, that the role's policies allow every store operation of a node."""
-    arn, store = _role(context), context.config.store
+    """Check, with IAM's policy simulator, that the role's policies allow every store operation of a
+    node.
+    """
+    arn = _role(context)
+    store = context.config.store
     bucket, prefix = _bucket(context)
     objects = f"arn:aws:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
-    client, deadline = _client("iam", context), _patience()
+    client = _client("iam", context)
+    deadline = _patience()
     denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, deadline)
     denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, deadline)
     if denied:
-        detail = f"{arn} is denied {', '.join(denied)} on {store}, unless the bucket's own policy allows it"
+        detail = (
+            f"{arn} is denied {', '.join(denied)} on {store}, unless the bucket's own policy "
+            "allows it"
+        )
         return failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
     return passed(f"{arn} may read, write, list and delete in {store}")
 
 
 @for_batch
 def check_batch_bucket(context: PreflightContext) -> CheckFinding:
-    """Check that the bucket is in the queues' region, blocks public access, and deletes parts of unfinished uploads."""
+    """Check that the bucket is in the queues' region, blocks public access, and deletes parts of
+    unfinished uploads.
+    """
     bucket, _ = _bucket(context)
     client = _client("s3", context)
     state = bucket_state(bucket, client, _patience())
-    region, wrong, fixes = client.meta.region_name, [], []
+    region = client.meta.region_name
+    wrong = []
+    fixes = []
     if state.region != region:
-        wrong.append(f"it is in {state.region}, the queues in {region}: transfer between them is billed")
+        wrong.append(
+            f"it is in {state.region}, the queues in {region}: transfer between them is billed"
+        )
         fixes.append(f"use a bucket of {region}")
     if not state.public_access_blocked:
         wrong.append("public access is not blocked")
         fixes.append(
-            f"aws s3api put-public-access-block --bucket {bucket} --public-access-block-configuration "
+            f"aws s3api put-public-access-block --bucket {bucket} "
+            "--public-access-block-configuration "
             "BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true,RestrictPublicBuckets=true"
         )
     if state.abort_days is None:
         wrong.append("parts of unfinished uploads stay, and are paid for, for ever")
-        fixes.append("add a lifecycle rule with AbortIncompleteMultipartUpload, as infra/aws/template.yaml has it")
+        fixes.append(
+            "add a lifecycle rule with AbortIncompleteMultipartUpload, as "
+            "infra/aws/template.yaml has it"
+        )
     if wrong:
         return failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
-    return passed(f"{bucket}: in {region}, not public, unfinished uploads deleted after {state.abort_days} days")
+    return passed(
+        f"{bucket}: in {region}, not public, unfinished uploads deleted after {state.abort_days} "
+        "days"
+    )
 
 
 @for_batch
@@ -129,10 +160,14 @@ def _metaflow_image() -> str:
 
     If the image's name has no registry, the configured registry is put before it.
     """
-    image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
+    image, registry = (
+        metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY")
+    )
     host, slash, _ = image.partition("/")
     named = bool(slash) and ("." in host or ":" in host or host == "localhost")
-    return image if named or not registry or not image else f"{registry.rstrip('/')}/{image}"
+    if named or not registry or not image:
+        return image
+    return f"{registry.rstrip('/')}/{image}"
 
 
 def _skip_if_stand_in(client: Any, what: str) -> None:
@@ -149,7 +184,11 @@ def _bucket(context: PreflightContext) -> tuple[str, str]:
 def _role(context: PreflightContext) -> str:
     arn = context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
     if not _ROLE.fullmatch(arn):
-        raise _Skip(f"{arn} is no role's ARN" if arn else "no role is named; the check aws-metaflow says more")
+        raise _Skip(
+            f"{arn} is no role's ARN"
+            if arn
+            else "no role is named; the check aws-metaflow says more"
+        )
     return arn
 
 
@@ -175,13 +214,18 @@ def skip_reason(context: PreflightContext) -> str:
 
 @for_batch
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """Check that all queues exist, accept jobs and have the right market, and that one allows cluster.nodes nodes."""
+    """Check that all queues exist, accept jobs and have the right market, and that one allows
+    cluster.nodes nodes.
+    """
     batch = context.config.batch
     try:
         client = batch_client(batch.region)
         queues = training_queues(batch, client, deadline_seconds=ANSWER_SECONDS)
         light = batch.light_queue or metaflow_setting("METAFLOW_BATCH_JOB_QUEUE")
-        others = describe_queues([light], client, deadline_seconds=ANSWER_SECONDS) if light else {}
+        if light:
+            others = describe_queues([light], client, deadline_seconds=ANSWER_SECONDS)
+        else:
+            others = {}
     except (CloudError, StoreError) as error:
         return _unanswered(str(error))
     problems = [state.problem for state in queues.values() if not state.usable]
@@ -190,7 +234,9 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
         return failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
     if not usable:
         where = client.meta.region_name
-        return failed(f"{where} has no queue for training", f"ebbflow deploy creates them; {_ADOPT}")
+        return failed(
+            f"{where} has no queue for training", f"ebbflow deploy creates them; {_ADOPT}"
+        )
     refused = [state.problem for state in others.values() if not state.usable]
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
@@ -199,15 +245,21 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
     if nodes not in ("auto", 1) and not any(state.multi_node for state in usable.values()):
         kinds = "; ".join(f"{name}: {_kinds(state)}" for name, state in usable.items())
         detail = f"cluster.nodes is {nodes}, and no queue takes several nodes ({kinds})"
-        fix = "add an on-demand queue of a managed EC2 environment with multi_node: true, or set cluster.nodes to 1 or"
+        fix = (
+            "add an on-demand queue of a managed EC2 environment with multi_node: true, or set "
+            "cluster.nodes to 1 or"
+        )
         return failed(detail, f"{fix} auto")
     return passed("\n".join([*_describe_training(usable), *_describe_light(others)]))
 
 
 @for_batch
 def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
-    """Check that Metaflow keeps its data in S3, where containers can read it, and that the containers have a role."""
-    lacks, fixes = [], []
+    """Check that Metaflow keeps its data in S3, where containers can read it, and that the
+    containers have a role.
+    """
+    lacks = []
+    fixes = []
     datastore = metaflow_setting("METAFLOW_DEFAULT_DATASTORE") or "local"
     root = metaflow_setting("METAFLOW_DATASTORE_SYSROOT_S3")
     if datastore != "s3":
@@ -215,7 +267,9 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
         fixes.append("export METAFLOW_DEFAULT_DATASTORE=s3, or give --datastore=s3 before run")
     if not root.startswith("s3://"):
         lacks.append(f"METAFLOW_DATASTORE_SYSROOT_S3 is {root or 'not set'}")
-        fixes.append(f"export METAFLOW_DATASTORE_SYSROOT_S3={context.config.store.rstrip('/')}/metaflow")
+        fixes.append(
+            f"export METAFLOW_DATASTORE_SYSROOT_S3={context.config.store.rstrip('/')}/metaflow"
+        )
     if not (context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")):
         lacks.append("no role is named for the containers")
         fixes.append("set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
@@ -224,53 +278,86 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
     kind = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     service = metaflow_setting("METAFLOW_SERVICE_URL")
     if kind == "service" and not service:
-        return failed("METAFLOW_DEFAULT_METADATA is service, and no address is given", "set METAFLOW_SERVICE_URL")
-    metadata = f"metadata by {service}" if kind == "service" else f"metadata {kind}"
+        return failed(
+            "METAFLOW_DEFAULT_METADATA is service, and no address is given",
+            "set METAFLOW_SERVICE_URL",
+        )
+    if kind == "service":
+        metadata = f"metadata by {service}"
+    else:
+        metadata = f"metadata {kind}"
     return passed(f"datastore {root}; {metadata}")
 
 
 def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
     lines = []
     for name, state in usable.items():
-        nodes = ", several nodes" if state.multi_node else ""
-        lines.append(f"{name}: {_kinds(state)} ({', '.join(state.instance_types) or 'any type'}){nodes}")
+        if state.multi_node:
+            nodes = ", several nodes"
+        else:
+            nodes = ""
+        lines.append(
+            f"{name}: {_kinds(state)} ({', '.join(state.instance_types) or 'any type'}){nodes}"
+        )
     waiting = ", ".join(name for name, state in usable.items() if not state.cancels_after_seconds)
     if waiting:
-        lines.append(f"no jobStateTimeLimitActions on {waiting}: a job that waits there is ended by Ebbflow only")
-    wide = [name for name, state in usable.items() if state.multi_node and not state.places_nodes_together]
+        lines.append(
+            f"no jobStateTimeLimitActions on {waiting}: a job that waits there is ended by "
+            "Ebbflow only"
+        )
+    wide = [
+        name
+        for name, state in usable.items()
+        if state.multi_node and not state.places_nodes_together
+    ]
     if wide:
-        lines.append(f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in different zones")
+        lines.append(
+            f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in "
+            "different zones"
+        )
     return lines
 
 
 def _describe_light(light: Mapping[str, QueueState]) -> list[str]:
     """Return warnings about the queues for the steps before and after training.
 
-    A warning names a queue that Metaflow cannot use or that wastes accelerators. Such queues do not fail the check,
-    because `--with cloud` sends no step to them.
+    A warning names a queue that Metaflow cannot use or that wastes accelerators. Such queues do not
+    fail the check, because `--with cloud` sends no step to them.
     """
-    role, notes = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE", []
+    role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
+    notes = []
     for name, state in light.items():
         if state.fargate and not metaflow_setting(role):
-            notes.append(f"{name}, for the steps around training, is Fargate: Metaflow runs none there without {role}")
+            notes.append(
+                f"{name}, for the steps around training, is Fargate: Metaflow runs none there "
+                f"without {role}"
+            )
         if has_gpus_only(state):
             notes.append(
-                f"{name}, for the steps around training: all of its machines that hold one have GPUs or other "
-                f"accelerators, paid for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a "
-                "queue of small machines"
+                f"{name}, for the steps around training: all of its machines that hold one have "
+                "GPUs or other accelerators, paid for and not used "
+                f"({', '.join(state.instance_types)}); set batch.light_queue to a queue of small "
+                "machines"
             )
     return notes
 
 
 def _kinds(state: QueueState) -> str:
-    return ", ".join(dict.fromkeys(one.kind or "unmanaged" for one in state.compute_environments if one.usable))
+    return ", ".join(
+        dict.fromkeys(
+            environment.kind or "unmanaged"
+            for environment in state.compute_environments
+            if environment.usable
+        )
+    )
 
 
 def _unanswered(said: str) -> CheckFinding:
     """Return the finding for a failed request to list the queues. `said` is the error message.
 
-    On the launching machine the check fails, because Metaflow makes the same request before each job. In a Batch
-    container the check is skipped, because a container submits no jobs and its role may lack the permission.
+    On the launching machine the check fails, because Metaflow makes the same request before each
+    job. In a Batch container the check is skipped, because a container submits no jobs and its role
+    may lack the permission.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
         return skipped(f"{said}; the launching machine has checked the queues")
@@ -280,6 +367,9 @@ def _unanswered(said: str) -> CheckFinding:
 
 @for_batch
 def check_batch_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with AWS's. Batch rejects requests if they differ by over 5 minutes."""
+    """Check that this machine's clock agrees with AWS's.
+
+    Batch rejects requests if they differ by over 5 minutes.
+    """
     url = aws_client("batch", context.config.batch.region).meta.endpoint_url
     return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

@@ -1,4 +1,6 @@
-"""Preflight checks of a job's environment: configuration, Python, packages and environment variables."""
+"""Preflight checks of a job's environment: configuration, Python, packages and environment
+variables.
+"""
 
 import difflib
 import os
@@ -29,7 +31,10 @@ def check_configuration(context: PreflightContext) -> CheckFinding:
     if broken:
         hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
         return failed("\n".join(violation.message for violation in broken), "\n".join(hints))
-    where = "no file" if context.config_path is None else context.config_path.name
+    if context.config_path is None:
+        where = "no file"
+    else:
+        where = context.config_path.name
     return passed(f"{where}: {len(leaf_fields())} keys, types, ranges and rules hold")
 
 
@@ -39,12 +44,18 @@ def check_signing_key(context: PreflightContext) -> CheckFinding:
     if name is None:
         return passed("commits are not signed (checkpoint.signing_key_env is null)")
     if problem := signing_key_problem(name):
-        return failed(problem, f"set {name} to the job's key; for a new job: export {name}=$(openssl rand -hex 32)")
+        return failed(
+            problem,
+            f"set {name} to the job's key; for a new job: export {name}=$(openssl rand -hex 32)",
+        )
     return passed(f"commits are signed with the key in {name}")
 
 
 def check_interpreter(context: PreflightContext) -> CheckFinding:
-    """Check that `python` runs this interpreter. Metaflow starts the other nodes of a local run with `python`."""
+    """Check that `python` runs this interpreter.
+
+    Metaflow starts the other nodes of a local run with `python`.
+    """
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         return failed(f"Python {version} is too old", "use Python 3.11, 3.12 or 3.13")
@@ -55,19 +66,32 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
     elif _same_environment(found):
         now = shutil.which("python")
         first = now is not None and _same_environment(now)
-        note = "" if first else f"; `python` is {now or 'not on PATH'} here, and the flow puts {folder} first"
+        if first:
+            note = ""
+        else:
+            note = f"; `python` is {now or 'not on PATH'} here, and the flow puts {folder} first"
         return passed(f"Python {version}, {sys.executable}{note}")
     else:
         detail = f"`python` is {found}, another interpreter than {sys.executable}"
     if context.config.cluster.nodes == 1:
         return passed(f"Python {version}; a single node starts no other, but {detail}")
-    return failed(detail, f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python")
+    return failed(
+        detail,
+        f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python",
+    )
 
 
 def check_packages(context: PreflightContext) -> CheckFinding:
-    """Check that all required packages are installed and that torch is a supported release. No package is imported."""
+    """Check that all required packages are installed and that torch is a supported release.
+
+    No package is imported.
+    """
     versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
-    wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
+    wrong = [
+        f"{requirement} is not installed"
+        for requirement, version in versions.items()
+        if version is None
+    ]
     wrong += [
         f"{requirement.name} {version} is installed, {requirement} is needed"
         for requirement, version in versions.items()
@@ -75,7 +99,9 @@ def check_packages(context: PreflightContext) -> CheckFinding:
     ]
     if wrong:
         return failed("\n".join(wrong), _INSTALL)
-    return passed(", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict))
+    return passed(
+        ", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict)
+    )
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
@@ -83,7 +109,10 @@ def check_versions(context: PreflightContext) -> CheckFinding:
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
         supported = OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON
-        note = "supported, 3.11 is tested" if supported else "3.11 to 3.13 are supported, 3.11 is tested"
+        if supported:
+            note = "supported, 3.11 is tested"
+        else:
+            note = "3.11 to 3.13 are supported, 3.11 is tested"
         untested.append(f"Python {sys.version_info[0]}.{sys.version_info[1]} ({note})")
     for requirement in REQUIREMENTS:
         version = requirement.installed()
@@ -100,10 +129,17 @@ def check_versions(context: PreflightContext) -> CheckFinding:
 
 
 def check_imports(context: PreflightContext) -> CheckFinding:
-    """Check that a new process can import the packages of a rank, regardless of its working directory."""
-    code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
+    """Check that a new process can import the packages of a rank, regardless of its working
+    directory.
+    """
+    code = (
+        "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; "
+        "print(torch.__version__)"
+    )
     try:
-        version = run_program([sys.executable, "-c", code], _IMPORT_SECONDS, {"PYTHONPATH": python_path()})
+        version = run_program(
+            [sys.executable, "-c", code], _IMPORT_SECONDS, {"PYTHONPATH": python_path()}
+        )
     except NoAnswer as error:
         return failed(f"a rank's imports fail: {error}", _INSTALL)
     return passed(f"torch {version.strip()} and what else a rank imports")
@@ -119,7 +155,9 @@ def check_ports(context: PreflightContext) -> CheckFinding:
                 with accepted:
                     accepted.sendall(b"ebb")
                     if client.recv(3) != b"ebb":
-                        return failed("127.0.0.1 altered the bytes", "look for a proxy on the loopback")
+                        return failed(
+                            "127.0.0.1 altered the bytes", "look for a proxy on the loopback"
+                        )
     except OSError as error:
         fix = "bring the loopback interface up (ip link set lo up) and allow it in the firewall"
         return failed(f"no connection over 127.0.0.1: {error}", fix)
@@ -127,7 +165,10 @@ def check_ports(context: PreflightContext) -> CheckFinding:
 
 
 def check_host_name(context: PreflightContext) -> CheckFinding:
-    """Check that the hostname resolves to this host. Gloo resolves the hostname to find its network interface."""
+    """Check that the hostname resolves to this host.
+
+    Gloo resolves the hostname to find its network interface.
+    """
     if context.config.cluster.nodes == 1:
         return skipped("a single node looks up no names")
     name = socket.gethostname()
@@ -135,7 +176,9 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
-        return failed(f"hostname {name} does not resolve: {error}; gloo falls back to the loopback", fix)
+        return failed(
+            f"hostname {name} does not resolve: {error}; gloo falls back to the loopback", fix
+        )
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
@@ -144,22 +187,46 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
             except OSError:
                 continue
             return passed(f"hostname {name} resolves to {address[0]}, an address of this host")
-    return failed(f"hostname {name} resolves to {', '.join(addresses)}, no address of this host", fix)
+    return failed(
+        f"hostname {name} resolves to {', '.join(addresses)}, no address of this host", fix
+    )
 
 
 def _same_environment(python: str) -> bool:
-    """Return whether an executable is in the same folder as this process's Python, without following symbolic links."""
-    return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
+    """Return whether an executable is in the same folder as this process's Python, without
+    following symbolic links.
+    """
+    return os.path.dirname(os.path.abspath(python)) == os.path.dirname(
+        os.path.abspath(sys.executable)
+    )
 
 
-# All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this list is complete.
+# All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this
+# list is complete.
 _OWN_VARIABLES = (
-    "EBBFLOW_STORE_REGION", "EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_JOB", "EBBFLOW_PROBE",
-    "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION", "EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS",
-    "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE", "EBBFLOW_CLOUD", "EBBFLOW_LAUNCHER", "EBBFLOW_LIVE_PAGE",
-    "EBBFLOW_PROJECT", "EBBFLOW_RUN_CLAIM", "EBBFLOW_SHIM_RULES", "EBBFLOW_SHIM_FILES",
-    NAME_VARIABLE, *MACHINE_VARIABLES.values(),
-)  # fmt: skip
+    "EBBFLOW_STORE_REGION",
+    "EBBFLOW_RUNS",
+    "EBBFLOW_PARENT_PID",
+    "EBBFLOW_SPEC",
+    "EBBFLOW_JOB",
+    "EBBFLOW_PROBE",
+    "EBBFLOW_STANDBY_OF",
+    "EBBFLOW_EXECUTION",
+    "EBBFLOW_SUBMIT",
+    "EBBFLOW_UNPLACED",
+    "EBBFLOW_RUNNABLE_SECONDS",
+    "EBBFLOW_GRACE_SECONDS",
+    "EBBFLOW_TASK_FILE",
+    "EBBFLOW_CLOUD",
+    "EBBFLOW_LAUNCHER",
+    "EBBFLOW_LIVE_PAGE",
+    "EBBFLOW_PROJECT",
+    "EBBFLOW_RUN_CLAIM",
+    "EBBFLOW_SHIM_RULES",
+    "EBBFLOW_SHIM_FILES",
+    NAME_VARIABLE,
+    *MACHINE_VARIABLES.values(),
+)
 _ON = ("1", "true", "yes", "on", "y", "t")
 
 
@@ -178,19 +245,27 @@ class Advice:
     variable: str
     why: str  # the problem; continues the variable's name
     instead: str  # the alternative
-    applies: Callable[[str], bool] = lambda value: True  # returns whether the advice applies to a value
+    applies: Callable[[str], bool] = lambda value: (
+        True
+    )  # returns whether the advice applies to a value
 
 
 def _renamed(old: str, new: str) -> Advice:
-    return Advice(old, f"is a deprecated name of {new}, which torch 2.13 reads as well", f"set {new}")
+    return Advice(
+        old, f"is a deprecated name of {new}, which torch 2.13 reads as well", f"set {new}"
+    )
 
 
 _DEADLINES = "set cluster.step_deadline_seconds and cluster.start_deadline_seconds"
 
 ADVICE = (
-    Advice("NCCL_TIMEOUT", "is not in NCCL's user guide, and torch 2.13 does not read it", _DEADLINES),
+    Advice(
+        "NCCL_TIMEOUT", "is not in NCCL's user guide, and torch 2.13 does not read it", _DEADLINES
+    ),
     Advice("TORCH_DIST_TIMEOUT", "is not read by torch 2.13", _DEADLINES),
-    Advice("NCCL_BACKEND", "is not in NCCL's user guide, and torch 2.13 does not read it", "unset it"),
+    Advice(
+        "NCCL_BACKEND", "is not in NCCL's user guide, and torch 2.13 does not read it", "unset it"
+    ),
     Advice("NCCL_TOPOLOGY", "is no variable of NCCL", "set NCCL_TOPO_FILE"),
     Advice("NCCL_TOPOLOGY_FILE", "is no variable of NCCL", "set NCCL_TOPO_FILE"),
     _renamed("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
@@ -225,7 +300,9 @@ ADVICE = (
 
 
 def check_advice(context: PreflightContext) -> CheckFinding:
-    """Check that no environment variable is set that Ebbflow ignores, that misleads, or that slows down training."""
+    """Check that no environment variable is set that Ebbflow ignores, that misleads, or that slows
+    down training.
+    """
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
         for one in ADVICE
@@ -238,24 +315,36 @@ def check_advice(context: PreflightContext) -> CheckFinding:
 
 
 def check_debug_level(context: PreflightContext) -> CheckFinding:
-    """Check that TORCH_DISTRIBUTED_DEBUG is not set to a level that crashes DDP's constructor (torch 2.13 on CPUs)."""
-    level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
+    """Check that TORCH_DISTRIBUTED_DEBUG is not set to a level that crashes DDP's constructor
+    (torch 2.13 on CPUs).
+    """
+    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    mode = context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
     if mode == "ddp" and _is_detail(level) and not gpu_files():
-        return failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
+        return failed(
+            f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO"
+        )
     return passed(detail)
 
 
 def _is_unknown(name: str, context: PreflightContext) -> bool:
     if name == context.config.checkpoint.signing_key_env:
         return False
-    return name.startswith("EBBFLOW_") and not name.startswith(PREFIX) and name not in _OWN_VARIABLES
+    return (
+        name.startswith("EBBFLOW_") and not name.startswith(PREFIX) and name not in _OWN_VARIABLES
+    )
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """Return (problem, fix) for an unknown EBBFLOW_ variable, such as an override that lacks one underscore."""
+    """Return (problem, fix) for an unknown EBBFLOW_ variable, such as an override that lacks one
+    underscore.
+    """
     close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.85)
     if close:
         return f"no program reads {name}", f"{name}: did you mean {close[0]}?"
     override = PREFIX + re.sub("^EBBFLOW_+", "", name)
-    return f"no program reads {name}", f"{name}: keys are overridden by {PREFIX}SECTION__KEY, such as {override}"
+    return (
+        f"no program reads {name}",
+        f"{name}: keys are overridden by {PREFIX}SECTION__KEY, such as {override}",
+    )

@@ -45,12 +45,13 @@ def has_rdma() -> bool:
 
 _ANSWER_SECONDS = 15.0  # nvidia-smi initializes each GPU that no process keeps awake
 _TORCH_SECONDS = 75.0
-# The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
-# (read in November 2026).
+# The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version
+# Compatibility", table 1 (read in November 2026).
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _WHEELS = "https://pytorch.org/get-started/locally"
 
-# Runs in a child process, which a broken driver may crash or hang. One addition proves that a GPU runs kernels.
+# Runs in a child process, which a broken driver may crash or hang. One addition proves that a GPU
+# runs kernels.
 _ASK_TORCH = """
 import json, torch
 seen, error = (torch.cuda.device_count() if torch.version.cuda else 0), ""
@@ -80,11 +81,17 @@ class _Driver:
 
 
 class NoAnswer(Exception):
-    """Failure of another program, such as nvidia-smi or a Python that imports torch. The message is the reason."""
+    """Failure of another program, such as nvidia-smi or a Python that imports torch.
+
+    The message is the reason.
+    """
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:
-    """Check that torch computes on every GPU of this machine. If cluster.device is cuda, each rank needs a GPU."""
+    """Check that torch computes on every GPU of this machine.
+
+    If cluster.device is cuda, each rank needs a GPU.
+    """
     config = context.config
     if config.cluster.device == "cpu":
         return skipped("cluster.device is cpu")
@@ -98,23 +105,30 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
     finding, gpus = try_gpus()
     gang = local_gang(config)
     if finding.status != "passed":
-        return CheckFinding(finding.status, finding.detail, f"{finding.fix}, or set cluster.device to cpu")
+        return CheckFinding(
+            finding.status, finding.detail, f"{finding.fix}, or set cluster.device to cpu"
+        )
     if gang is None or gang.ranks <= gpus:
         return finding
     short = f"{gang} on {gpus} GPUs"
     if wanted:
-        fix = "set cluster.nodes and cluster.processes_per_node to one rank per GPU, or cluster.device to auto or cpu"
+        fix = (
+            "set cluster.nodes and cluster.processes_per_node to one rank per GPU, or "
+            "cluster.device to auto or cpu"
+        )
         return failed(f"{short}, and cluster.device is cuda", fix)
-    return passed(f"{finding.detail}\n{short}: all ranks train on the CPU; one rank per GPU would use them")
+    return passed(
+        f"{finding.detail}\n{short}: all ranks train on the CPU; one rank per GPU would use them"
+    )
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
-    """Return whether this machine may have GPUs, judging by the placement, the configuration and the machine itself.
+    """Return whether this machine may have GPUs, judging by the placement, the configuration and
+    the machine itself.
 
-    Args:
-        promised: GPUs per node according to the placement, or 0 if unknown.
-        wanted: the configuration demands GPUs.
-        by_tool: count nvidia-smi on the PATH as a sign of GPUs. GPU images contain it even on machines without GPUs.
+    Args: promised: GPUs per node according to the placement, or 0 if unknown. wanted: the
+        configuration demands GPUs. by_tool: count nvidia-smi on the PATH as a sign of GPUs. GPU
+        images contain it even on machines without GPUs.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
@@ -123,40 +137,53 @@ def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = Tr
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
     """Compute one addition on each GPU with torch, in a child process.
 
-    Returns the finding and the number of GPUs that torch found. The check passes if the addition works on every GPU.
+    Returns the finding and the number of GPUs that torch found. The check passes if the addition
+    works on every GPU.
     promised: GPUs per node according to the placement, or 0 if unknown.
     """
-    promise = f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
+    if promised:
+        promise = f", and this node was chosen for its GPUs ({promised} per node)"
+    else:
+        promise = ""
     if gpus_hidden():
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
         return failed(f"{hidden}{promise}", "unset CUDA_VISIBLE_DEVICES"), 0
     if not gpu_files() and not shutil.which("nvidia-smi"):
-        fix = "give the container its GPUs (docker run --gpus all; an AMI or node image with the NVIDIA driver)"
+        fix = (
+            "give the container its GPUs (docker run --gpus all; an AMI or node image with the "
+            "NVIDIA driver)"
+        )
         return failed(f"there is no {GPU_FILES} and no nvidia-smi here{promise}", fix), 0
     try:
         driver = _ask_driver()
     except NoAnswer as error:
-        return failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"), 0
+        return failed(
+            str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"
+        ), 0
     try:
         answer = _ask_torch()
     except NoAnswer as error:
-        return failed(f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"), 0
+        return failed(
+            f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"
+        ), 0
     return _compare(driver, answer), len(answer["gpus"])
 
 
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
     """Return whether a torch build has kernels that a GPU can run.
 
-    Machine code (sm_80) runs on GPUs of the same major version and the same or a later minor version. With a suffix
-    (sm_90a) it runs on exactly that version. Portable code (PTX, compute_80) runs on the same and all later versions
-    (CUDA C++ Programming Guide, "Application Compatibility"). capability: the GPU's compute capability × 10, such as 90
-    for 9.0.
+    Machine code (sm_80) runs on GPUs of the same major version and the same or a later minor
+    version. With a suffix (sm_90a) it runs on exactly that version. Portable code (PTX, compute_80)
+    runs on the same and all later versions (CUDA C++ Programming Guide, "Application
+    Compatibility"). capability: the GPU's compute capability × 10, such as 90 for 9.0.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)
         if match is None:
             continue
-        kind, number, exact = match[1], int(match[2]), bool(match[3])
+        kind = match[1]
+        number = int(match[2])
+        exact = bool(match[3])
         if number == capability or (not exact and number < capability and kind == "compute"):
             return True
         if not exact and kind == "sm" and number // 10 == capability // 10 and number < capability:
@@ -165,46 +192,69 @@ def has_kernels_for(capability: int, architectures: list[str]) -> bool:
 
 
 def _compare(driver: _Driver, answer: dict) -> CheckFinding:
-    torch, cuda, architectures = answer["torch"], answer["cuda"], answer["arches"]
+    torch = answer["torch"]
+    cuda = answer["cuda"]
+    architectures = answer["arches"]
     names = ", ".join(driver.gpus) or "no GPU listed"
     here = f"driver {driver.version} ({names}), torch {torch}"
     if cuda is None:
         fix = f"install torch for CUDA ({_WHEELS})"
         return failed(f"{here} is built without CUDA: ranks would train on the CPU", fix)
-    family, major = int(cuda.split(".")[0]), int(driver.version.split(".")[0])
+    family = int(cuda.split(".")[0])
+    major = int(driver.version.split(".")[0])
     oldest = _OLDEST_DRIVER.get(family)
     if oldest is not None and major < oldest:
         fix = f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
-        return failed(f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix)
+        return failed(
+            f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix
+        )
     if not answer["gpus"]:
         said = answer["error"] or "torch sees none of the GPUs"
         return failed(f"{here} for CUDA {cuda}: {said}", _fix_of(said))
     for index, gpu in enumerate(answer["gpus"]):
         capability = 10 * gpu["capability"][0] + gpu["capability"][1]
         if not has_kernels_for(capability, architectures):
-            what = f"GPU {index}, {gpu['name']}, is sm_{capability}; torch {torch} has {' '.join(architectures)}"
-            return failed(f"no kernel image: {what}", f"install a torch with sm_{capability}: {_WHEELS}")
+            what = (
+                f"GPU {index}, {gpu['name']}, is sm_{capability}; torch {torch} has "
+                f"{' '.join(architectures)}"
+            )
+            return failed(
+                f"no kernel image: {what}", f"install a torch with sm_{capability}: {_WHEELS}"
+            )
         if gpu["error"]:
-            return failed(f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q")
+            return failed(
+                f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q"
+            )
     return passed(f"{here} for CUDA {cuda}: an addition on each of {len(answer['gpus'])} GPUs")
 
 
 def _fix_of(said: str) -> str:
     if "802" in said or "system not yet initialized" in said:  # cudaErrorSystemNotReady
-        return "start NVIDIA Fabric Manager of the driver's version: systemctl start nvidia-fabricmanager"
+        return (
+            "start NVIDIA Fabric Manager of the driver's version: systemctl start "
+            "nvidia-fabricmanager"
+        )
     if "too old" in said or "insufficient" in said:
         return f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
     return "run nvidia-smi; see CUDA_VISIBLE_DEVICES, and whether the container was given its GPUs"
 
 
 def _ask_driver() -> _Driver:
-    """Return the driver's version and GPUs from nvidia-smi. Without nvidia-smi, read only the version from /proc."""
+    """Return the driver's version and GPUs from nvidia-smi.
+
+    Without nvidia-smi, read only the version from /proc.
+    """
     if shutil.which("nvidia-smi") is None:
         version = installed_versions().get("NVIDIA driver")
         if version is None:
-            raise NoAnswer(f"{GPU_FILES} exist, but neither nvidia-smi nor {DRIVER_FILE} shows the driver's version")
+            raise NoAnswer(
+                f"{GPU_FILES} exist, but neither nvidia-smi nor {DRIVER_FILE} shows the driver's "
+                "version"
+            )
         return _Driver(version, [])
-    lines = run_program(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
+    lines = run_program(
+        ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS
+    )
     rows = [line.split(", ", 1) for line in lines.splitlines() if ", " in line]
     if not rows or not rows[0][0].split(".")[0].isdecimal():
         raise NoAnswer(f"nvidia-smi lists no GPU: {(lines.splitlines() or ['it says nothing'])[0]}")
@@ -221,7 +271,10 @@ def _ask_torch() -> dict:
 
 
 def run_program(command: list[str], seconds: float, variables: dict[str, str] | None = None) -> str:
-    """Run a program in the folder / and return its standard output. Raises NoAnswer if it fails or takes too long."""
+    """Run a program in the folder / and return its standard output.
+
+    Raises NoAnswer if it fails or takes too long.
+    """
     name = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -240,5 +293,8 @@ def run_program(command: list[str], seconds: float, variables: dict[str, str] | 
         raise NoAnswer(f"{name} cannot be started: {error}") from None
     if done.returncode != 0:
         said = (done.stderr + done.stdout).strip().splitlines() or ["it says nothing"]
-        raise NoAnswer(f"{name} ended with {done.returncode}: {said[-1] if command[0] == sys.executable else said[0]}")
+        raise NoAnswer(
+            f"{name} ended with {done.returncode}: "
+            f"{said[-1] if command[0] == sys.executable else said[0]}"
+        )
     return done.stdout

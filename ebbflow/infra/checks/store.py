@@ -39,48 +39,74 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def check_store_folder(context: PreflightContext) -> CheckFinding:
-    """Check, without writing, that the folder of a local store exists or can be created, and is writable."""
+    """Check, without writing, that the folder of a local store exists or can be created, and is
+    writable.
+    """
     folder = store_folder(context)
     if folder is None:
         return skipped("the store is remote; the check store-probe asks it")
     there = nearest_existing(folder)
     if not there.is_dir():
-        return failed(f"{there} is in the way: it is not a folder", "set store to another folder, or move it")
+        return failed(
+            f"{there} is in the way: it is not a folder", "set store to another folder, or move it"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        return failed(f"{there} cannot be written to", f"set store to a folder of yours, or: chmod u+wx {there}")
-    made = "" if there == folder else f" (to be made in {there})"
+        return failed(
+            f"{there} cannot be written to",
+            f"set store to a folder of yours, or: chmod u+wx {there}",
+        )
+    if there == folder:
+        made = ""
+    else:
+        made = f" (to be made in {there})"
     return passed(f"{folder}{made} is writable")
 
 
 def check_records_folder(context: PreflightContext) -> CheckFinding:
-    """Check, without writing, that runs/ (reports and logs) and Metaflow's records are writable on this machine."""
+    """Check, without writing, that runs/ (reports and logs) and Metaflow's records are writable on
+    this machine.
+    """
     runs = runs_folder(context.project_root)
     metaflow = Path(
-        os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL") or records_root(context.project_root, METAFLOW_FOLDER)
+        os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
+        or records_root(context.project_root, METAFLOW_FOLDER)
     )
     folders = dict.fromkeys([runs, metaflow / METAFLOW_FOLDER])
-    closed = [folder for folder in folders if not os.access(nearest_existing(folder), os.W_OK | os.X_OK)]
+    closed = [
+        folder for folder in folders if not os.access(nearest_existing(folder), os.W_OK | os.X_OK)
+    ]
     if closed:
         return failed(
             f"{' and '.join(map(str, closed))} cannot be written to",
-            "set EBBFLOW_RUNS and METAFLOW_DATASTORE_SYSROOT_LOCAL to folders of yours, or make the project's writable",
+            "set EBBFLOW_RUNS and METAFLOW_DATASTORE_SYSROOT_LOCAL to folders of yours, or make "
+            "the project's writable",
         )
-    moved = "" if runs.is_relative_to(context.project_root) else f", outside the project ({context.project_root})"
+    if runs.is_relative_to(context.project_root):
+        moved = ""
+    else:
+        moved = f", outside the project ({context.project_root})"
     return passed(f"{runs} is writable{moved}")
 
 
 def check_store_probe(context: PreflightContext) -> CheckFinding:
     """Check that an object can be put, listed, read back unchanged and deleted in the store.
 
-    The check ends at the first request that fails because the store is unavailable. After a forbidden request it
-    continues, so that the finding names all missing permissions.
+    The check ends at the first request that fails because the store is unavailable. After a
+    forbidden request it continues, so that the finding names all missing permissions.
     """
     folder = store_folder(context)
-    uri = context.config.store if folder is None else str(folder)
+    if folder is None:
+        uri = context.config.store
+    else:
+        uri = str(folder)
     place = job_prefix(f".preflight-{secrets.token_hex(8)}")
     made = []
     if folder is not None:
-        made = [path for path in [folder / place, *(folder / place).parents] if not os.path.lexists(path)]
+        made = [
+            path
+            for path in [folder / place, *(folder / place).parents]
+            if not os.path.lexists(path)
+        ]
     try:
         return _probe(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS), place)
     except StoreError as error:
@@ -115,7 +141,10 @@ def check_store_multipart(context: PreflightContext) -> CheckFinding:
     except ClientError as error:
         code = error.response.get("Error", {}).get("Code", "no code")
         missing = code in _MISSING_RIGHT
-        fix = f"allow {action} on arn:aws:s3:::{bucket}/*" if missing else "see the check store-probe"
+        if missing:
+            fix = f"allow {action} on arn:aws:s3:::{bucket}/*"
+        else:
+            fix = "see the check store-probe"
         return failed(f"multipart upload: {code}", fix)
     except (BotoCoreError, StoreError) as error:
         text = " ".join(str(error).split())
@@ -124,30 +153,39 @@ def check_store_multipart(context: PreflightContext) -> CheckFinding:
 
 
 def _probe(store: Store, place: str) -> CheckFinding:
-    key, written = f"{place}/probe", secrets.token_bytes(_PROBE_BYTES)
+    key = f"{place}/probe"
+    written = secrets.token_bytes(_PROBE_BYTES)
     trials: dict[str, Callable[[], object]] = {
         "put": lambda: store.put(key, written),
         "list": lambda: store.list(place),
         "get": lambda: store.get(key),
         "delete": lambda: store.delete(key),
     }
-    read, refused = None, {}
+    read = None
+    refused = {}
     for operation, trial in trials.items():
         try:
             answer = trial()
-            read = answer if operation == "get" else read
+            if operation == "get":
+                read = answer
+            else:
+                read = read
         except StoreForbidden as error:
             refused[operation] = str(error)
         except ObjectNotFound:
             if "put" not in refused:
                 raise
-    if len(refused) == 1 or len(refused) == len(trials):  # one right is missing, or every request is rejected
+    if len(refused) == 1 or len(refused) == len(
+        trials
+    ):  # one right is missing, or every request is rejected
         return _failed(next(iter(refused.values())))
     if refused:
         actions = ", ".join(ACTIONS[operation] for operation in refused)
         return failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
     if read != written:
-        return failed(f"{store.uri}: what was read back is not what was written", "use another store")
+        return failed(
+            f"{store.uri}: what was read back is not what was written", "use another store"
+        )
     return passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
 
 
@@ -163,7 +201,10 @@ _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 
 
 def check_store_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with the store's. S3 rejects requests if they differ by over 15 min."""
+    """Check that this machine's clock agrees with the store's.
+
+    S3 rejects requests if they differ by over 15 min.
+    """
     if not context.config.store.startswith("s3://"):
         return skipped("the store is a folder: nothing is signed")
     try:
@@ -177,8 +218,8 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """Compare this machine's clock with the Date header of a server's response.
 
-    The check fails if the difference exceeds `warned` seconds. If it exceeds `refused` seconds, the finding says that
-    the server rejects signed requests.
+    The check fails if the difference exceeds `warned` seconds. If it exceeds `refused` seconds, the
+    finding says that the server rejects signed requests.
     """
     before = time.time()
     try:
@@ -188,17 +229,26 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     after = time.time()
     # The header has whole seconds, and was written between the two readings of our clock.
     skew = max(before - date - 1.0, date - after, 0.0)
-    direction = "ahead of" if before > date else "behind"
+    if before > date:
+        direction = "ahead of"
+    else:
+        direction = "behind"
     if skew <= warned:
         return passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
-    consequence = "; signed requests are refused" if skew > refused else ""
+    if skew > refused:
+        consequence = "; signed requests are refused"
+    else:
+        consequence = ""
     return failed(
-        f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({refused:.0f} s allowed){consequence}", _FIX
+        f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({refused:.0f} s "
+        f"allowed){consequence}",
+        _FIX,
     )
 
 
 def _date_of(url: str) -> float:
-    """Send a HEAD request, and return the response's Date header as Unix time, even if the status is an error.
+    """Send a HEAD request, and return the response's Date header as Unix time, even if the status
+    is an error.
 
     Raises OSError, HTTPException, or ValueError for a missing or unreadable header.
     """
@@ -215,7 +265,11 @@ def _date_of(url: str) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """HTTP handler that refuses redirects: the check reads the clock of the store, not that of another server."""
+    """HTTP handler that refuses redirects: the check reads the clock of the store, not that of
+    another server.
+    """
 
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> None:
         return None

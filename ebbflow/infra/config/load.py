@@ -1,4 +1,6 @@
-"""Loader of the typed configuration from a YAML file, the environment and --set; it reports all problems at once."""
+"""Loader of the typed configuration from a YAML file, the environment and --set; it reports all
+problems at once.
+"""
 
 import difflib
 import json
@@ -35,7 +37,10 @@ _RULES = (*shape_rules.RULES, *name_rules.RULES)
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
-    """Return all rules that a configuration breaks. Rules about a key in `without` are not checked."""
+    """Return all rules that a configuration breaks.
+
+    Rules about a key in `without` are not checked.
+    """
     broken = []
     for rule in _RULES:
         if any(key in without for key in rule.keys):
@@ -59,17 +64,21 @@ def _convert(given: Given) -> dict[str, Any]:
         try:
             values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
-            given.complain(f"{key} {mismatch.message}", key, entry.place_of(mismatch.node), mismatch.hint)
+            given.complain(
+                f"{key} {mismatch.message}", key, entry.place_of(mismatch.node), mismatch.hint
+            )
     return values
 
 
 def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str]) -> RunConfig:
-    """Check values against the schema's ranges and the rules about several keys; return the configuration.
+    """Check values against the schema's ranges and the rules about several keys; return the
+    configuration.
 
-    Problems are added to `given`, and defaults replace wrong values. Rules about a key in `unknown` are not checked,
-    because the value that the user intended for it is unknown.
+    Problems are added to `given`, and defaults replace wrong values. Rules about a key in `unknown`
+    are not checked, because the value that the user intended for it is unknown.
     """
-    good, bad = dict(values), set(unknown)
+    good = dict(values)
+    bad = set(unknown)
     try:
         RunConfig.model_validate(_nested(good))
     except ValidationError as error:
@@ -80,20 +89,23 @@ def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str])
             del good[key]
     config = RunConfig.model_validate(_nested(good))
     for violation in violations(config, without=bad):
-        # Blame the key given with --set, else in the environment, else in the file; of several, the first.
+        # Blame the key given with --set, else in the environment, else in the file; of several, the
+        # first.
         found = {key: _entry(key, given.entries) for key in violation.keys}
         ranks = {key: 0 if entry is None else _BLAME[entry.origin] for key, entry in found.items()}
         blamed = max(violation.keys, key=lambda key: ranks[key])
         entry = found[blamed]
-        given.complain(violation.message, blamed, None if entry is None else entry.place, violation.hint)
+        given.complain(
+            violation.message, blamed, None if entry is None else entry.place, violation.hint
+        )
     return config
 
 
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
     """Return one pydantic error for each wrong key.
 
-    For a union such as `int | Literal["auto"]`, pydantic reports one error per member. Of these, an error about an
-    exceeded limit is preferred to "not a valid choice".
+    For a union such as `int | Literal["auto"]`, pydantic reports one error per member. Of these, an
+    error about an exceeded limit is preferred to "not a valid choice".
     """
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
@@ -113,12 +125,18 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
     if not wanted or not isinstance(entry.node, ScalarNode):
         return f"{key}: {details['msg']}", None
     default = leaf_fields()[key].default
-    hint = None if default is None else f"the default is {default}"
+    if default is None:
+        hint = None
+    else:
+        hint = f"the default is {default}"
     return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
-    """Return a key's `Entry`, or None. For a free mapping (workload_options), return the `Entry` of its first name."""
+    """Return a key's `Entry`, or None.
+
+    For a free mapping (workload_options), return the `Entry` of its first name.
+    """
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
 
@@ -151,16 +169,25 @@ class LoadedConfig:
     """A validated configuration, and the source of each value."""
 
     config: RunConfig  # values of all keys, with absolute paths
-    sources: dict[str, str]  # source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
+    sources: dict[
+        str, str
+    ]  # source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
     path: Path  # absolute path of the configuration file; the current directory without one
 
     def script_settings(self) -> dict[str, Any]:
-        """Return the configuration of a user's script as JSON. Its save interval is "auto" unless the user chose one.
+        """Return the configuration of a user's script as JSON.
 
-        A default in steps would be arbitrary, because the steps of an unknown script may take microseconds or minutes.
+        Its save interval is "auto" unless the user chose one.
+
+        A default in steps would be arbitrary, because the steps of an unknown script may take
+        microseconds or minutes.
         """
         settings = self.config.model_dump(mode="json")
-        intervals = ("checkpoint.interval", "checkpoint.interval_steps", "checkpoint.interval_seconds")
+        intervals = (
+            "checkpoint.interval",
+            "checkpoint.interval_steps",
+            "checkpoint.interval_seconds",
+        )
         if all(self.sources.get(key, "default") == "default" for key in intervals):
             settings["checkpoint"]["interval"] = "auto"
         return settings
@@ -174,26 +201,39 @@ def load_config(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources win.
+    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources
+    win.
 
-    Args:
-        path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers": 8}}', or None.
-        overrides: values of the --set options, such as "model.num_heads=8".
-        project_root: base of relative paths that are written in the file.
-        cwd: base of all other relative paths, including `path`; None for the current directory.
-        environment: environment variables; None for os.environ.
+    Args: path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers":
+        8}}', or None. overrides: values of the --set options, such as "model.num_heads=8".
+        project_root: base of relative paths that are written in the file. cwd: base of all other
+        relative paths, including `path`; None for the current directory. environment: environment
+        variables; None for os.environ.
 
     Raises:
         ConfigError: the configuration has problems; the error lists all of them.
     """
-    cwd = Path.cwd() if cwd is None else Path(cwd)
-    inline = path if isinstance(path, str) and path.lstrip().startswith("{") else None
-    file = cwd if path is None or inline else Path(os.path.abspath(cwd / Path(path).expanduser()))
+    if cwd is None:
+        cwd = Path.cwd()
+    else:
+        cwd = Path(cwd)
+    if isinstance(path, str) and path.lstrip().startswith("{"):
+        inline = path
+    else:
+        inline = None
+    if path is None or inline:
+        file = cwd
+    else:
+        file = Path(os.path.abspath(cwd / Path(path).expanduser()))
     given = Given()
-    entries, problems = given.entries, given.problems
+    entries = given.entries
+    problems = given.problems
     try:
         if path is not None:
-            where = "--config" if inline else _display(file, cwd)
+            if inline:
+                where = "--config"
+            else:
+                where = _display(file, cwd)
             source = SourceText(where, inline or _read(file, path, project_root, cwd))
             given.add_section(parse(source), "", source, "file")
     except ConfigError as error:
@@ -204,9 +244,12 @@ def load_config(
         given.add_override(override)
     values = _convert(given)
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
-    # Values that could not be read are unknown: rules about them would judge defaults that the user did not choose.
+    # Values that could not be read are unknown: rules about them would judge defaults that the user
+    # did not choose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
-    unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, values)}
+    unknown |= {
+        key for problem in problems for key in leaf_fields() if _hides(problem.key, key, values)
+    }
     config = _validate(values, given, unknown)
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
@@ -218,7 +261,9 @@ def load_config(
 
 @cache
 def _warn(line: str) -> None:
-    """Print a warning to stderr, only once per process, because launching loads the configuration several times."""
+    """Print a warning to stderr, only once per process, because launching loads the configuration
+    several times.
+    """
     print(line, file=sys.stderr)
 
 
@@ -227,44 +272,66 @@ def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> str:
     place = None
     try:
         if file.is_dir():
-            message, hint = "is a folder, not a configuration file", _configs_there_are(file, project_root, cwd)
+            message = "is a folder, not a configuration file"
+            hint = _configs_there_are(file, project_root, cwd)
         elif file.exists() and not file.is_file():
-            message, hint = "is not a regular file", None
+            message = "is not a regular file"
+            hint = None
         else:
             with file.open("rb") as stream:
                 raw = stream.read(_LARGEST_FILE_BYTES + 1)
             if len(raw) <= _LARGEST_FILE_BYTES:
                 return raw.decode("utf-8-sig")
-            message, hint = "is larger than 1 MiB; expected a configuration file", None
+            message = "is larger than 1 MiB; expected a configuration file"
+            hint = None
         message = f"{given}: {message}"
     except UnicodeDecodeError as error:
         raw = error.object
-        good = SourceText(_display(file, cwd), raw[: error.start].decode("utf-8-sig", "replace") + "\ufffd")
+        good = SourceText(
+            _display(file, cwd), raw[: error.start].decode("utf-8-sig", "replace") + "\ufffd"
+        )
         message = f"not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}"
-        place, hint = good.span_at(len(good.text) - 1), "save the file as UTF-8"
+        place = good.span_at(len(good.text) - 1)
+        hint = "save the file as UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         missing = isinstance(error, FileNotFoundError)
-        reason = f"there is no such file (looked in {cwd})" if missing else f"cannot be read: {error}"
-        message, hint = f"{given}: {reason}", _configs_there_are(file, project_root, cwd)
+        if missing:
+            reason = f"there is no such file (looked in {cwd})"
+        else:
+            reason = f"cannot be read: {error}"
+        message = f"{given}: {reason}"
+        hint = _configs_there_are(file, project_root, cwd)
     raise ConfigError([Problem(message=message, place=place, hint=hint)])
 
 
 def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
-    """Return a hint that lists the existing configuration files and suggests the one with the most similar name."""
+    """Return a hint that lists the existing configuration files and suggests the one with the most
+    similar name.
+    """
     folders = dict.fromkeys([file, file.parent, project_root / "configs"])
     try:
-        names = [_display(found, cwd) for folder in folders for found in sorted(folder.glob("*.yaml"))]
+        names = []
+        for folder in folders:
+            for found in sorted(folder.glob("*.yaml")):
+                names.append(_display(found, cwd))
     except (OSError, ValueError):
         names = []
     if not names:
         return f"write one; there is no *.yaml in {file.parent} or {project_root / 'configs'}"
     close = difflib.get_close_matches(_display(file, cwd), names, n=1, cutoff=0.8)
-    meant = f"did you mean {close[0]}? " if close else ""
+    if close:
+        meant = f"did you mean {close[0]}? "
+    else:
+        meant = ""
     return f"{meant}configurations that exist: {', '.join(dict.fromkeys(names))}"
 
 
-def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Make paths in `values` absolute, in place; keep keywords such as "static" and addresses such as s3://."""
+def _resolve_paths(
+    values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path
+) -> None:
+    """Make paths in `values` absolute, in place; keep keywords such as "static" and addresses such
+    as s3://.
+    """
     values.setdefault("store", leaf_fields()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
@@ -274,18 +341,25 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
             continue
         if key == "cost.prices" and not Path(value).suffix:  # "static", "live", or an unknown word
             continue
-        base = project_root if key not in entries or entries[key].origin == "file" else cwd
+        if key not in entries or entries[key].origin == "file":
+            base = project_root
+        else:
+            base = cwd
         path = os.path.expanduser(value.removeprefix("file://"))
         values[key] = os.path.abspath(os.path.join(base, path))
 
 
 def _hides(bad: str, key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the intended value of `key` is unknown because of a problem with the key or section `bad`."""
+    """Return whether the intended value of `key` is unknown because of a problem with the key or
+    section `bad`.
+    """
     return key not in values and (key == bad or key.startswith(f"{bad}."))
 
 
 def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
-    """Sort problems: first the file from top to bottom, then the environment, then the overrides in order."""
+    """Sort problems: first the file from top to bottom, then the environment, then the overrides in
+    order.
+    """
     order = {override_name(override): number for number, override in enumerate(overrides, start=2)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
@@ -300,7 +374,9 @@ def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> 
 
 def _display(file: Path, cwd: Path) -> str:
     """Return a file's path for messages: relative if the file is below `cwd`, otherwise absolute."""
-    return str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
+    if file.is_relative_to(cwd):
+        return str(file.relative_to(cwd))
+    return str(file)
 
 
 DEFAULT = "default"
@@ -318,16 +394,22 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     return sources
 
 
-def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
+def values_with_sources(
+    config: Mapping[str, Any], sources: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return a row {"key", "value", "source"} for each key in `sources`.
 
     config: the configuration as nested JSON objects.
     """
-    return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
+    return [
+        {"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()
+    ]
 
 
 def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
-    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys that were not set."""
+    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys
+    that were not set.
+    """
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
     # A long list overflows its column instead of widening it for every line.
@@ -339,7 +421,9 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
 
 def value_text(value: Any) -> str:
     """Render a value as YAML, such as null, true or 0.001."""
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _source(entry: Entry | None) -> str:
@@ -347,11 +431,16 @@ def _source(entry: Entry | None) -> str:
         return DEFAULT
     if entry.origin == "environment":
         return environment_source(entry.key)
-    return "--set" if entry.origin == "set" else f"{entry.place.source}:{entry.place.line}"
+    if entry.origin == "set":
+        return "--set"
+    return f"{entry.place.source}:{entry.place.line}"
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        else:
+            value = None
     return value

@@ -25,10 +25,11 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """Return the prefix of an AWS region's zone ids, such as use1 for us-east-1; None if `region` is no region name.
+    """Return the prefix of an AWS region's zone ids, such as use1 for us-east-1; None if `region`
+    is no region name.
 
-    AWS shortens each compass direction and each other word to its first letter: ap-southeast-2 becomes apse2,
-    eu-central-1 becomes euc1.
+    AWS shortens each compass direction and each other word to its first letter: ap-southeast-2
+    becomes apse2, eu-central-1 becomes euc1.
     """
     match = _REGION.fullmatch(region)
     if match is None:
@@ -45,33 +46,53 @@ def _repetition(key: str, names: Iterable[str]) -> Breach:
 
 
 def _names_variable(key: str, secret: str, hint: str) -> None:
-    """Add a rule: `key` must name an environment variable. The message omits the value, which may be the secret."""
+    """Add a rule:
+
+    `key` must name an environment variable. The message omits the value, which may be the secret.
+    """
 
     @RULES.about(key)
     def check(config: RunConfig) -> Breach:
         name = value_of(config, key)
         if name is None or NAME_PATTERN.fullmatch(name):
             return None
-        return f"{key} must be the name of an environment variable in upper case, and not {secret}", hint
+        return (
+            f"{key} must be the name of an environment variable in upper case, and not {secret}",
+            hint,
+        )
 
 
-_names_variable("checkpoint.signing_key_env", "the key", "such as JOB_SIGNING_KEY, and set that variable to the key")
+_names_variable(
+    "checkpoint.signing_key_env",
+    "the key",
+    "such as JOB_SIGNING_KEY, and set that variable to the key",
+)
 for _key in ("notifications.webhook_env", "notifications.smtp_password_env"):
     _names_variable(_key, "its value", "such as SLACK_WEBHOOK_URL or SMTP_PASSWORD")
 
 
 @RULES.about("trackers")
 def _trackers_are_possible(config: RunConfig) -> Breach:
-    """Check that key_env is a variable's name and that a url suits the tracker and has no password. Hide the values."""
+    """Check that key_env is a variable's name and that a url suits the tracker and has no password.
+
+    Hide the values.
+    """
     for tracker in config.trackers:
         if tracker.key_env is not None and not NAME_PATTERN.fullmatch(tracker.key_env):
             hint = "such as WANDB_API_KEY, and set that variable to the key"
-            return "trackers: key_env must be the name of an environment variable in upper case, and not the key", hint
+            return (
+                "trackers: key_env must be the name of an environment variable in upper case, "
+                "and not the key",
+                hint,
+            )
         if tracker.url is not None and re.search(r"://[^/]*:[^/]*@", tracker.url):
             hint = "write url: null, and set MLFLOW_TRACKING_URI or WANDB_BASE_URL"
             return "trackers: a url with a password would be stored with the job", hint
         if tracker.url is not None and tracker.type in ("tensorboard", "jsonl"):
-            return f"trackers: {tracker.type} has no url, it writes files", "name a folder, or leave both out"
+            return (
+                f"trackers: {tracker.type} has no url, it writes files",
+                "name a folder, or leave both out",
+            )
     return None
 
 
@@ -81,17 +102,27 @@ def _mail_is_complete(config: RunConfig) -> Breach:
     if own.smtp_server is None:
         return None
     if not re.fullmatch(r"[^:\s]+(:\d{1,5})?", own.smtp_server):
-        return f"notifications.smtp_server must be host:port, not {own.smtp_server!r}", "such as mail.example.com:587"
+        return (
+            f"notifications.smtp_server must be host:port, not {own.smtp_server!r}",
+            "such as mail.example.com:587",
+        )
     if not own.mail_from or not own.mail_to:
-        return "notifications.smtp_server needs mail_from and mail_to", "such as mail_to: [me@example.com]"
+        return (
+            "notifications.smtp_server needs mail_from and mail_to",
+            "such as mail_to: [me@example.com]",
+        )
     if own.smtp_user is not None and own.smtp_password_env is None:
-        return "notifications.smtp_user needs smtp_password_env", "name the variable that has the password"
+        return (
+            "notifications.smtp_user needs smtp_password_env",
+            "name the variable that has the password",
+        )
     return None
 
 
 @RULES.about("checkpoint.keep_best.metric")
 def _best_metric_of_text_is_known(config: RunConfig) -> Breach:
-    metric, known = config.checkpoint.keep_best.metric, ("held_out_loss", "held_out_bits_per_byte")
+    metric = config.checkpoint.keep_best.metric
+    known = ("held_out_loss", "held_out_bits_per_byte")
     if metric is None or metric in known or config.user_code is not None:
         return None
     return f"the built-in language model has no metric {metric!r}", f"one of {', '.join(known)}"
@@ -101,7 +132,10 @@ def _best_metric_of_text_is_known(config: RunConfig) -> Breach:
 def _a_script_averages_itself(config: RunConfig) -> Breach:
     if config.script is None or config.training.ema is None:
         return None
-    return "training.ema does not apply to a script, which takes its own steps", "null, and average in the script"
+    return (
+        "training.ema does not apply to a script, which takes its own steps",
+        "null, and average in the script",
+    )
 
 
 @RULES.about("store")
@@ -118,14 +152,22 @@ def _store_is_known(config: RunConfig) -> Breach:
 
 
 def _named(key: str, hint: str) -> None:
-    """Add a rule: the value of `key` must be a non-empty path on this machine. `hint` is shown for an empty path."""
+    """Add a rule: the value of `key` must be a non-empty path on this machine.
+
+    `hint` is shown for an empty path.
+    """
 
     @RULES.about(key)
     def check(config: RunConfig) -> Breach:
         value = value_of(config, key)
         if value is not None and ADDRESS.match(value):
-            return f"{key} must be a path on this machine, not {value!r}", "copy it here first, and name the copy"
-        return None if value is None or value.strip() else (f"{key} must not be empty", hint)
+            return (
+                f"{key} must be a path on this machine, not {value!r}",
+                "copy it here first, and name the copy",
+            )
+        if value is None or value.strip():
+            return None
+        return (f"{key} must not be empty", hint)
 
 
 _named("data.path", "name a folder, file or glob, or write null for the standard library")
@@ -152,10 +194,14 @@ def _script_is_a_file(config: RunConfig) -> Breach:
     name = config.script
     if name is None:
         message = "script_args have no effect without script"
-        return (message, "set script to the path of a Python file") if config.script_args else None
+        if config.script_args:
+            return (message, "set script to the path of a Python file")
+        return None
     if not name.endswith(".py"):
         return f"script must be the path of a Python file, not {name!r}", "such as train.py"
-    return ("script and workload exclude each other", "remove one of them") if config.workload else None
+    if config.workload:
+        return ("script and workload exclude each other", "remove one of them")
+    return None
 
 
 @RULES.about("script", "cluster.nodes", "cluster.processes_per_node")
@@ -163,7 +209,10 @@ def _script_has_a_number_of_ranks(config: RunConfig) -> Breach:
     cluster = config.cluster
     if config.script is None or "auto" not in (cluster.nodes, cluster.processes_per_node):
         return None
-    message = "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends on them"
+    message = (
+        "cluster.nodes and cluster.processes_per_node must be numbers: a script's batch depends "
+        "on them"
+    )
     return message, "such as 1"
 
 
@@ -172,19 +221,32 @@ def _options_need_a_workload(config: RunConfig) -> Breach:
     if config.workload is not None or not config.workload_options:
         return None
     names = ", ".join(config.workload_options)
-    message = f"workload_options ({names}) have no effect: without workload the built-in language model is trained"
-    return message, "set workload to package.module:Class, or remove the options; the built-in model's are in model"
+    message = (
+        f"workload_options ({names}) have no effect: without workload the built-in language "
+        "model is trained"
+    )
+    return (
+        message,
+        "set workload to package.module:Class, or remove the options; the built-in model's are "
+        "in model",
+    )
 
 
 @RULES.about("cost.regions")
 def _regions_are_regions(config: RunConfig) -> Breach:
     regions = config.cost.regions
     if not regions:
-        return "cost.regions must name at least one region, or there is no capacity to choose from", "write [us-east-1]"
+        return (
+            "cost.regions must name at least one region, or there is no capacity to choose from",
+            "write [us-east-1]",
+        )
     for name in regions:
         if zone_prefix(name) is None:
             zone = name[:-1]
-            hint = f"{name} is a zone; its region is {zone}" if _ZONE_NAME.fullmatch(name) else "such as us-east-1"
+            if _ZONE_NAME.fullmatch(name):
+                hint = f"{name} is a zone; its region is {zone}"
+            else:
+                hint = "such as us-east-1"
             return f"cost.regions must be names of AWS regions, not {name!r}", hint
     return _repetition("cost.regions", regions)
 
@@ -199,7 +261,10 @@ def _zones_lie_in_the_regions(config: RunConfig) -> Breach:
         if match is None:
             hint = "such as use1-az1; aws ec2 describe-availability-zones lists them"
             if _ZONE_NAME.fullmatch(name):
-                hint = f"{name} is another zone in each account; aws ec2 describe-availability-zones shows its id"
+                hint = (
+                    f"{name} is another zone in each account; aws ec2 "
+                    "describe-availability-zones shows its id"
+                )
             return f"cost.zones must be zone ids, not {name!r}", hint
         if match[1] not in prefixes:
             allowed = ", ".join(f"{prefix}-az… ({region})" for prefix, region in prefixes.items())
@@ -232,16 +297,26 @@ def _push_url_is_an_address(config: RunConfig) -> Breach:
     hint = "such as http://pushgateway:9091"
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError as error:
         return f"metrics.push_url is no address: {error}", hint
     if parts.scheme not in ("http", "https") or not host or port == 0:
-        return f"metrics.push_url must be an http:// or https:// address with a host, not {url!r}", hint
+        return (
+            f"metrics.push_url must be an http:// or https:// address with a host, not {url!r}",
+            hint,
+        )
     if parts.username or parts.password:
-        message = "metrics.push_url must not hold a user or password: the configuration is written into the store"
+        message = (
+            "metrics.push_url must not hold a user or password: the configuration is written "
+            "into the store"
+        )
         return message, f"let a proxy add them, and write {parts.scheme}://{host}"
     if parts.query or parts.fragment:
-        return f"metrics.push_url must end with its path, not {url!r}", "leave out what follows '?' or '#'"
+        return (
+            f"metrics.push_url must end with its path, not {url!r}",
+            "leave out what follows '?' or '#'",
+        )
     return None
 
 
@@ -260,7 +335,9 @@ def _is_utc(text: str) -> bool:
 
 
 # https://docs.aws.amazon.com/batch/latest/APIReference/API_CreateJobQueue.html
-_QUEUE = re.compile(r"(arn:aws[a-z-]*:batch:[a-z0-9-]+:[0-9]{12}:job-queue/)?[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_QUEUE = re.compile(
+    r"(arn:aws[a-z-]*:batch:[a-z0-9-]+:[0-9]{12}:job-queue/)?[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
+)
 _QUEUE_HINT = "letters, digits, '-' and '_', at most 128; aws batch describe-job-queues lists them"
 _INSTANCE_TYPE = re.compile(r"[a-z][a-z0-9-]*(\.([a-z0-9-]+)?)?")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/[\w+=,.@/-]+", re.ASCII)
@@ -272,7 +349,11 @@ _FORMS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "batch.region": ("the name of an AWS region", zone_prefix, "such as us-east-1"),
     "batch.light_queue": ("the name of a job queue", _QUEUE.fullmatch, _QUEUE_HINT),
     "batch.image": ("the address of an image", re.compile(r"\S+").fullmatch, f"such as {_IMAGE}"),
-    "batch.job_role": ("the ARN of a role", _ROLE.fullmatch, "such as arn:aws:iam::123456789012:role/ebbflow-job"),
+    "batch.job_role": (
+        "the ARN of a role",
+        _ROLE.fullmatch,
+        "such as arn:aws:iam::123456789012:role/ebbflow-job",
+    ),
 }
 
 
@@ -280,7 +361,9 @@ def _formed(key: str, what: str, is_one: Callable[[str], object], hint: str) -> 
     @RULES.about(key)
     def check(config: RunConfig) -> Breach:
         value = value_of(config, key)
-        return None if value is None or is_one(value) else (f"{key} must be {what}, not {value!r}", hint)
+        if value is None or is_one(value):
+            return None
+        return (f"{key} must be {what}, not {value!r}", hint)
 
 
 for _key, _form in _FORMS.items():
@@ -294,12 +377,23 @@ def _queues_are_possible(config: RunConfig) -> Breach:
         if not _QUEUE.fullmatch(name):
             return f"batch.queues: {name!r} is no name of a job queue", _QUEUE_HINT
         if queue.market == "spot" and queue.multi_node:
-            message = f"batch.queues: {name} is spot and multi_node: AWS Batch runs no job of several nodes on Spot"
-            return message, f"set multi_node of {name} to false; several nodes on Spot need Kubernetes"
+            message = (
+                f"batch.queues: {name} is spot and multi_node: AWS Batch runs no job of several "
+                "nodes on Spot"
+            )
+            return (
+                message,
+                f"set multi_node of {name} to false; several nodes on Spot need Kubernetes",
+            )
         if queue.region is not None and zone_prefix(queue.region) is None:
-            return f"batch.queues: {name}: region {queue.region!r} is no AWS region", "such as us-west-2"
+            return (
+                f"batch.queues: {name}: region {queue.region!r} is no AWS region",
+                "such as us-west-2",
+            )
         if wrong := [kind for kind in queue.instance_types if not _INSTANCE_TYPE.fullmatch(kind)]:
-            message = f"batch.queues: {name}: {wrong[0]!r} is no instance type nor the beginning of one"
+            message = (
+                f"batch.queues: {name}: {wrong[0]!r} is no instance type nor the beginning of one"
+            )
             return message, "such as g5 or g5.12xlarge; leave instance_types out for any"
     return _repetition("batch.queues", (queue.name for queue in config.batch.queues))
 
@@ -307,67 +401,119 @@ def _queues_are_possible(config: RunConfig) -> Breach:
 @RULES.about("batch.queues", "batch.region", "cost.store_region")
 def _several_regions_are_named(config: RunConfig) -> Breach:
     batch = config.batch
-    there = [one.region or (one.name.split(":")[3] if one.name.startswith("arn:") else None) for one in batch.queues]
+    there = [
+        queue.region or (queue.name.split(":")[3] if queue.name.startswith("arn:") else None)
+        for queue in batch.queues
+    ]
     regions = dict.fromkeys(region for region in there if region not in (None, batch.region))
     if not regions or (len(regions) == 1 and batch.region is None and None not in there):
         return None
-    lacking = [key for key in ("batch.region", "cost.store_region") if value_of(config, key) is None]
+    lacking = [
+        key for key in ("batch.region", "cost.store_region") if value_of(config, key) is None
+    ]
     if not lacking:
         return None
-    message = f"batch.queues has queues in other regions ({', '.join(map(str, regions))}), and no {lacking[0]} is set"
-    return message, "set batch.region to the region of the light queue, and cost.store_region to that of the bucket"
+    message = (
+        f"batch.queues has queues in other regions ({', '.join(map(str, regions))}), and no "
+        f"{lacking[0]} is set"
+    )
+    return (
+        message,
+        "set batch.region to the region of the light queue, and cost.store_region to that of the "
+        "bucket",
+    )
 
 
 @RULES.about("cost.reservations", "batch.queues")
 def _reservations_are_possible(config: RunConfig) -> Breach:
-    for one in config.cost.reservations:
-        if not _INSTANCE_TYPE.fullmatch(one.instance_type) or "." not in one.instance_type:
-            return f"cost.reservations: {one.id}: {one.instance_type!r} is no instance type", "such as p5.48xlarge"
-        if (prefix := zone_prefix(one.region)) is None:
-            return f"cost.reservations: {one.id}: region {one.region!r} is no AWS region", "such as us-west-2"
-        match = None if one.zone is None else _ZONE_ID.fullmatch(one.zone)
-        if one.zone is not None and (match is None or match[1] != prefix):
-            message = f"cost.reservations: {one.id}: zone {one.zone!r} is no zone id of {one.region}"
+    for reservation in config.cost.reservations:
+        if (
+            not _INSTANCE_TYPE.fullmatch(reservation.instance_type)
+            or "." not in reservation.instance_type
+        ):
+            return (
+                f"cost.reservations: {reservation.id}: {reservation.instance_type!r} is no "
+                "instance type",
+                "such as p5.48xlarge",
+            )
+        prefix = zone_prefix(reservation.region)
+        if prefix is None:
+            return (
+                f"cost.reservations: {reservation.id}: region {reservation.region!r} is no AWS "
+                "region",
+                "such as us-west-2",
+            )
+        if reservation.zone is None:
+            match = None
+        else:
+            match = _ZONE_ID.fullmatch(reservation.zone)
+        if reservation.zone is not None and (match is None or match[1] != prefix):
+            message = (
+                f"cost.reservations: {reservation.id}: zone {reservation.zone!r} is no zone id "
+                f"of {reservation.region}"
+            )
             return message, f"such as {prefix}-az1; aws ec2 describe-availability-zones lists them"
-        for name, text in (("start", one.start), ("end", one.end)):
+        for name, text in (("start", reservation.start), ("end", reservation.end)):
             if text is not None and not _is_utc(text):
                 hint = "such as 2026-12-01T11:30:00Z"
-                return f"cost.reservations: {one.id}: {name} {text!r} is no time in UTC", hint
-        if one.start is not None and one.end is not None and one.end <= one.start:
-            message = f"cost.reservations: {one.id} ends at {one.end}, before its start at {one.start}"
+                return (
+                    f"cost.reservations: {reservation.id}: {name} {text!r} is no time in UTC",
+                    hint,
+                )
+        if (
+            reservation.start is not None
+            and reservation.end is not None
+            and reservation.end <= reservation.start
+        ):
+            message = (
+                f"cost.reservations: {reservation.id} ends at {reservation.end}, before its "
+                f"start at {reservation.start}"
+            )
             return message, "correct one of them"
-    known = [one.id for one in config.cost.reservations]
+    known = [reservation.id for reservation in config.cost.reservations]
     for queue in config.batch.queues:
         if queue.reservation is not None and queue.reservation not in known:
-            message = f"batch.queues: {queue.name}: reservation {queue.reservation} is not in cost.reservations"
+            message = (
+                f"batch.queues: {queue.name}: reservation {queue.reservation} is not in "
+                "cost.reservations"
+            )
             return message, f"there are: {', '.join(known) or 'none'}"
         if queue.reservation is not None and queue.market != "on_demand":
-            message = f"batch.queues: {queue.name} is {queue.market} and has a reservation, which is never Spot"
+            message = (
+                f"batch.queues: {queue.name} is {queue.market} and has a reservation, which is "
+                "never Spot"
+            )
             return message, "set its market to on_demand"
     return _repetition("cost.reservations", known)
 
 
 @RULES.about("cluster.nodes", "batch.queues", "cluster.plan_for")
 def _a_queue_takes_the_nodes(config: RunConfig) -> Breach:
-    nodes, queues = config.cluster.nodes, config.batch.queues
+    nodes = config.cluster.nodes
+    queues = config.batch.queues
     if (
         config.cluster.plan_for != "batch"
         or nodes in ("auto", 1)
         or not queues
-        or any(one.multi_node for one in queues)
+        or any(queue.multi_node for queue in queues)
     ):
         return None
-    message = f"cluster.nodes {nodes}: none of batch.queues ({_queue_markets(config)}) is multi_node"
+    message = (
+        f"cluster.nodes {nodes}: none of batch.queues ({_queue_markets(config)}) is multi_node"
+    )
     return message, "set multi_node of an on-demand queue to true, or cluster.nodes to 1 or auto"
 
 
 @RULES.about("cluster.market", "batch.queues", "cluster.plan_for")
 def _a_queue_is_of_the_market(config: RunConfig) -> Breach:
-    market, queues = config.cluster.market, config.batch.queues
+    market = config.cluster.market
+    queues = config.batch.queues
     offered = ("auto", *(queue.market for queue in queues))
     if config.cluster.plan_for != "batch" or not queues or market in offered:
         return None
-    message = f"cluster.market {market}: none of batch.queues ({_queue_markets(config)}) is {market}"
+    message = (
+        f"cluster.market {market}: none of batch.queues ({_queue_markets(config)}) is {market}"
+    )
     return message, f"add a queue of market {market}, or set cluster.market to auto"
 
 
@@ -376,26 +522,38 @@ def _queue_markets(config: RunConfig) -> str:
 
 
 # https://docs.aws.amazon.com/batch/latest/userguide/using-tags.html
-_MOST_TAGS, _LONGEST_TAG_NAME, _LONGEST_TAG_VALUE = 50, 128, 256
-_TAG_CHARACTERS = re.compile(r"[\w +\-.:/@]*")  # AWS takes "=" as well, and Metaflow's `--aws-batch-tag` does not
+_MOST_TAGS = 50
+_LONGEST_TAG_NAME = 128
+_LONGEST_TAG_VALUE = 256
+_TAG_CHARACTERS = re.compile(
+    r"[\w +\-.:/@]*"
+)  # AWS takes "=" as well, and Metaflow's `--aws-batch-tag` does not
 
 
 @RULES.about("batch.tags")
 def _tags_are_tags(config: RunConfig) -> Breach:
     tags = config.batch.tags
     if len(tags) > _MOST_TAGS:
-        return f"batch.tags has {len(tags)} tags, and AWS takes at most {_MOST_TAGS}", "leave some out"
+        return (
+            f"batch.tags has {len(tags)} tags, and AWS takes at most {_MOST_TAGS}",
+            "leave some out",
+        )
     for name, value in tags.items():
         if len(name) > _LONGEST_TAG_NAME or len(value) > _LONGEST_TAG_VALUE:
             limits = f"{_LONGEST_TAG_NAME} characters of name and {_LONGEST_TAG_VALUE} of value"
             return f"batch.tags: {name[:40]} is too long: AWS takes {limits}", "shorten it"
         problem = ""
         if "=" in value:
-            problem = "has '=' in it: Metaflow hands tags on as NAME=VALUE and splits them at each '='"
+            problem = (
+                "has '=' in it: Metaflow hands tags on as NAME=VALUE and splits them at each '='"
+            )
         elif value.lower().startswith("aws:"):
             problem = f"begins with {value[:4]}, which AWS keeps to itself"
         elif odd := next((char for char in value if not _TAG_CHARACTERS.fullmatch(char)), None):
             problem = f"has {odd!r} in it, which AWS does not take"
         if problem:
-            return f"batch.tags: {name}: {value!r} {problem}", "use letters, digits, spaces and + - . _ : / @"
+            return (
+                f"batch.tags: {name}: {value!r} {problem}",
+                "use letters, digits, spaces and + - . _ : / @",
+            )
     return None

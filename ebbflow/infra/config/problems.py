@@ -1,4 +1,6 @@
-"""Problems of a configuration, each with location, message and hint, and their rendering for a terminal."""
+"""Problems of a configuration, each with location, message and hint, and their rendering for a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ class Problem:
 
 
 class ConfigError(InfraError, outcome=Outcome.CONFIG):
-    """An unusable configuration. `problems` contains every problem; the error's text is the rendered list."""
+    """An unusable configuration.
+
+    `problems` contains every problem; the error's text is the rendered list.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -56,8 +61,12 @@ class ConfigError(InfraError, outcome=Outcome.CONFIG):
 
 
 def render_problems(problems: Sequence[Problem]) -> str:
-    """Render problems for a terminal: location and message, the source line with carets under the error, the hint."""
-    return _PASSWORD.sub(lambda found: "*" * len(found[0]), "\n\n".join(_render(problem) for problem in problems))
+    """Render problems for a terminal: location and message, the source line with carets under the
+    error, the hint.
+    """
+    return _PASSWORD.sub(
+        lambda found: "*" * len(found[0]), "\n\n".join(_render(problem) for problem in problems)
+    )
 
 
 def _render(problem: Problem) -> str:
@@ -74,7 +83,10 @@ def _excerpt(place: SourceSpan) -> list[str]:
 
     A line of more than 160 characters is shortened around the error.
     """
-    start = max(0, place.column - 1 - _WIDEST_LINE // 2) if len(place.text) > _WIDEST_LINE else 0
+    if len(place.text) > _WIDEST_LINE:
+        start = max(0, place.column - 1 - _WIDEST_LINE // 2)
+    else:
+        start = 0
     shown = place.text[start : start + _WIDEST_LINE]
     before = place.column - 1 - start
     under = shown[before : before + max(1, place.length)]
@@ -85,7 +97,10 @@ def _excerpt(place: SourceSpan) -> list[str]:
 
 
 def _cells(text: str) -> int:
-    """Return the width of a text in terminal columns: 2 for East Asian wide characters, 0 for combining characters."""
+    """Return the width of a text in terminal columns: 2 for East Asian wide characters, 0 for
+    combining characters.
+    """
     return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        for char in text
     )

@@ -33,7 +33,10 @@ class Rules(list[Rule]):
     """List of rules, in the order in which they are checked."""
 
     def about(self, *keys: str) -> Callable[[Check], Check]:
-        """Return a decorator that adds a check of these keys to the rules. First comes the key that is likely wrong."""
+        """Return a decorator that adds a check of these keys to the rules.
+
+        First comes the key that is likely wrong.
+        """
 
         def add(check: Check) -> Check:
             self.append(Rule(keys, check))
@@ -48,15 +51,20 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 def count_ranks(config: RunConfig) -> int | None:
     """Return the number of ranks, or None if the number of nodes or of ranks per node is "auto"."""
-    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
-    return None if nodes == "auto" or processes == "auto" else nodes * processes
+    nodes = config.cluster.nodes
+    processes = config.cluster.processes_per_node
+    if nodes == "auto" or processes == "auto":
+        return None
+    return nodes * processes
 
 
 _LARGEST_FACTORED = 10**12  # limits the search to a million trial divisions
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """Return the two divisors of `number` closest to `near`, in ascending order; a tie goes to the lower one."""
+    """Return the two divisors of `number` closest to `near`, in ascending order; a tie goes to the
+    lower one.
+    """
     if not 1 <= number <= _LARGEST_FACTORED:
         return []
     small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
@@ -65,7 +73,9 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 
 
 def nearest_multiples(unit: int, near: int) -> list[int]:
-    """Return the positive multiples of `unit` just below and just above `near`, which must not be a multiple itself."""
+    """Return the positive multiples of `unit` just below and just above `near`, which must not be a
+    multiple itself.
+    """
     below = near // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
@@ -79,9 +89,15 @@ def division(dividend: int, divisor: int) -> str:
 def product(factors: Sequence[object]) -> str:
     """Render a product, such as "(2 × 4 × 1)", without parentheses if there is only one factor."""
     text = " × ".join(map(str, factors))
-    return f"({text})" if len(factors) > 1 else text
+    if len(factors) > 1:
+        return f"({text})"
+    return text
 
 
 def suggest_values(*offers: tuple[str, Sequence[object]]) -> str:
-    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs; skip pairs with no values."""
-    return "set " + ", or ".join(f"{key} to {' or '.join(map(str, values))}" for key, values in offers if values)
+    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs; skip pairs with
+    no values.
+    """
+    return "set " + ", or ".join(
+        f"{key} to {' or '.join(map(str, values))}" for key, values in offers if values
+    )

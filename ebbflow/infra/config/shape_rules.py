@@ -1,4 +1,6 @@
-"""Configuration rules about sizes: batches, heads, ranks, shards and the quantities derived from them."""
+"""Configuration rules about sizes: batches, heads, ranks, shards and the quantities derived from
+them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,21 +24,28 @@ RULES = Rules()
 
 @RULES.about("model.hidden_size", "model.num_heads", "model.head_size")
 def _heads_divide_width(config: RunConfig) -> Breach:
-    width, heads = config.model.hidden_size, config.model.num_heads
-    if width % heads == 0 or width < heads or config.model.head_size:  # less than 1: reported as a derived quantity
+    width = config.model.hidden_size
+    heads = config.model.num_heads
+    if (
+        width % heads == 0 or width < heads or config.model.head_size
+    ):  # less than 1: reported as a derived quantity
         return None
     message = f"model.hidden_size must be divisible by model.num_heads: {division(width, heads)}"
     return message, suggest_values(
-        ("model.num_heads", nearest_divisors(width, heads)), ("model.hidden_size", nearest_multiples(heads, width))
+        ("model.num_heads", nearest_divisors(width, heads)),
+        ("model.hidden_size", nearest_multiples(heads, width)),
     )
 
 
 @RULES.about("model.num_kv_heads", "model.num_heads")
 def _kv_heads_divide_heads(config: RunConfig) -> Breach:
-    heads, kv_heads = config.model.num_heads, config.model.kv_heads
+    heads = config.model.num_heads
+    kv_heads = config.model.kv_heads
     if heads % kv_heads == 0:
         return None
-    message = f"model.num_heads must be a multiple of model.num_kv_heads: {division(heads, kv_heads)}"
+    message = (
+        f"model.num_heads must be a multiple of model.num_kv_heads: {division(heads, kv_heads)}"
+    )
     return message, suggest_values(("model.num_kv_heads", nearest_divisors(heads, kv_heads)))
 
 
@@ -46,8 +55,16 @@ def _rotated_heads_are_even(config: RunConfig) -> Breach:
     if model.architecture != "llama" or model.head_width % 2 == 0:
         return None
     own = model.head_size is not None
-    computed = "" if own else f" = model.hidden_size / model.num_heads = {model.hidden_size} / {model.num_heads}"
-    message = f"the width of an attention head must be even for rotary positions: {model.head_width}{computed}"
+    if own:
+        computed = ""
+    else:
+        computed = (
+            f" = model.hidden_size / model.num_heads = {model.hidden_size} / {model.num_heads}"
+        )
+    message = (
+        "the width of an attention head must be even for rotary positions: "
+        f"{model.head_width}{computed}"
+    )
     return message, suggest_values(("model.head_size", [model.head_width + 1]))
 
 
@@ -62,33 +79,46 @@ def _batch_divides_evenly(config: RunConfig) -> Breach:
     world_size = count_ranks(config)
     if world_size is None or config.script is not None:  # a script has batches of its own
         return None
-    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
-    batch, parts = config.training.batch_size, config.training.gradient_accumulation_steps
+    nodes = config.cluster.nodes
+    processes = config.cluster.processes_per_node
+    batch = config.training.batch_size
+    parts = config.training.gradient_accumulation_steps
     tensor = config.parallel.tensor_size
-    over, value = (" / parallel.tensor_size", f" / {tensor}") if tensor > 1 else ("", "")
+    if tensor > 1:
+        over, value = (" / parallel.tensor_size", f" / {tensor}")
+    else:
+        over, value = ("", "")
     world_size = max(1, world_size // tensor)
     unit = world_size * parts
     if batch % unit == 0 or batch < unit:  # less than 1: reported as a derived quantity
         return None
     message = (
         "training.batch_size must be a multiple of cluster.nodes × cluster.processes_per_node × "
-        f"training.gradient_accumulation_steps{over} = {nodes} × {processes} × {parts}{value} = {unit}: "
-        f"{division(batch, unit)}"
+        f"training.gradient_accumulation_steps{over} = {nodes} × {processes} × {parts}{value} = "
+        f"{unit}: {division(batch, unit)}"
     )
-    fitting_parts = nearest_divisors(batch // world_size, parts) if batch % world_size == 0 else []
+    if batch % world_size == 0:
+        fitting_parts = nearest_divisors(batch // world_size, parts)
+    else:
+        fitting_parts = []
     return message, suggest_values(
-        ("training.batch_size", nearest_multiples(unit, batch)), ("training.gradient_accumulation_steps", fitting_parts)
+        ("training.batch_size", nearest_multiples(unit, batch)),
+        ("training.gradient_accumulation_steps", fitting_parts),
     )
 
 
 @RULES.about("training.scheduler.warmup_steps", "training.max_steps")
 def _warm_up_fits(config: RunConfig) -> Breach:
-    warmup, steps = config.training.scheduler.warmup_steps, config.training.max_steps
+    warmup = config.training.scheduler.warmup_steps
+    steps = config.training.max_steps
     if warmup <= steps:
         return None
-    message = f"training.scheduler.warmup_steps must not exceed training.max_steps: {warmup} > {steps}"
+    message = (
+        f"training.scheduler.warmup_steps must not exceed training.max_steps: {warmup} > {steps}"
+    )
     return message, suggest_values(
-        ("training.scheduler.warmup_steps", [max(1, steps // 10)]), ("training.max_steps", [warmup * 10])
+        ("training.scheduler.warmup_steps", [max(1, steps // 10)]),
+        ("training.max_steps", [warmup * 10]),
     )
 
 
@@ -97,18 +127,21 @@ def _bytes_have_tokens(config: RunConfig) -> Breach:
     size = config.model.vocab_size
     if config.data.tokenizer != "bytes" or size >= 256:
         return None
-    return f"model.vocab_size must be at least 256, one for each byte of the text: {size} < 256", suggest_values(
-        ("model.vocab_size", [256])
+    return (
+        f"model.vocab_size must be at least 256, one for each byte of the text: {size} < 256",
+        suggest_values(("model.vocab_size", [256])),
     )
 
 
 @RULES.about("model.end_of_document", "model.vocab_size")
 def _end_of_document_is_a_token(config: RunConfig) -> Breach:
-    end, size = config.model.end_of_document, config.model.vocab_size
+    end = config.model.end_of_document
+    size = config.model.vocab_size
     if end is None or end < size:
         return None
     return (
-        f"model.end_of_document {end} is no token: model.vocab_size {size} has tokens 0 to {size - 1}",
+        f"model.end_of_document {end} is no token: model.vocab_size {size} has tokens 0 to "
+        f"{size - 1}",
         suggest_values(("model.end_of_document", [0, size - 1]), ("model.vocab_size", [end + 1])),
     )
 
@@ -117,20 +150,27 @@ def _end_of_document_is_a_token(config: RunConfig) -> Breach:
 def _suffixes_are_endings(config: RunConfig) -> Breach:
     suffixes = config.data.suffixes
     if not suffixes:
-        return "data.suffixes must name at least one file ending, or no file is taken", "for example [.py, .txt]"
+        return (
+            "data.suffixes must name at least one file ending, or no file is taken",
+            "for example [.py, .txt]",
+        )
     bare = [suffix for suffix in suffixes if not suffix.startswith(".") or suffix == "."]
     if not bare:
         return None
     mended = ", ".join(f".{suffix.lstrip('*').strip('.')}" for suffix in bare)
-    return f"data.suffixes must be file endings with their dot, not {', '.join(map(repr, bare))}", f"write {mended}"
+    return (
+        f"data.suffixes must be file endings with their dot, not {', '.join(map(repr, bare))}",
+        f"write {mended}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A whole number, such as samples per micro-batch, that is computed from several keys and must be at least 1.
+    """A whole number, such as samples per micro-batch, that is computed from several keys and must
+    be at least 1.
 
-    It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down. Keys set to "auto"
-    are left out, as is a parallel.tensor_size of 1.
+    It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down.
+    Keys set to "auto" are left out, as is a parallel.tensor_size of 1.
     """
 
     name: str  # name of the quantity in messages
@@ -138,14 +178,19 @@ class Derived:
     bottom: tuple[str, ...]  # dotted keys of the denominator
     why: str  # consequence if the quantity is 0
     spare: int = 1  # quantity that results from the values in the hint, such as 4 commits of a job
-    applies: Callable[[RunConfig], bool] = lambda config: True  # returns whether the quantity exists in a configuration
+    applies: Callable[[RunConfig], bool] = lambda config: (
+        True
+    )  # returns whether the quantity exists in a configuration
 
     def value(self, config: RunConfig) -> int:
         return self._product(config, self.top) // self._product(config, self.bottom)
 
     def formula(self, config: RunConfig) -> str:
-        """Return the calculation as text: "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"."""
-        top, bottom = self._known(config, self.top), self._known(config, self.bottom)
+        """Return the calculation as text: "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4)
+        = 0.5".
+        """
+        top = self._known(config, self.top)
+        bottom = self._known(config, self.bottom)
         values = [product([value_of(config, key) for key in keys]) for keys in (top, bottom)]
         exact = self._product(config, self.top) / self._product(config, self.bottom)
         return f"{product(top)} / {product(bottom)} = {' / '.join(values)} = {exact:.4g}"
@@ -153,12 +198,16 @@ class Derived:
     def check(self, config: RunConfig) -> Breach:
         if not self.applies(config) or self.value(config) >= 1:
             return None
-        return f"{self.name} must be at least 1, or {self.why}: {self.formula(config)}", self._hint(config)
+        return f"{self.name} must be at least 1, or {self.why}: {self.formula(config)}", self._hint(
+            config
+        )
 
     def _hint(self, config: RunConfig) -> str:
-        whole, unit = self._product(config, self.top), self._product(config, self.bottom)
+        whole = self._product(config, self.top)
+        unit = self._product(config, self.bottom)
         offers: list[tuple[str, list[int]]] = []
-        if len(known := self._known(config, self.top)) == 1:
+        known = self._known(config, self.top)
+        if len(known) == 1:
             offers.append((known[0], [unit * self.spare]))
         for key in self._known(config, self.bottom):
             own = value_of(config, key)
@@ -172,7 +221,9 @@ class Derived:
     @staticmethod
     def _known(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
         numbers = [key for key in keys if isinstance(value_of(config, key), int)]
-        return [key for key in numbers if key != "parallel.tensor_size" or value_of(config, key) > 1]
+        return [
+            key for key in numbers if key != "parallel.tensor_size" or value_of(config, key) > 1
+        ]
 
     def _product(self, config: RunConfig, keys: tuple[str, ...]) -> int:
         return prod(value_of(config, key) for key in self._known(config, keys))
@@ -182,7 +233,11 @@ DERIVED = (
     Derived(
         name="samples per micro-batch",
         top=("training.batch_size", "parallel.tensor_size"),
-        bottom=("training.gradient_accumulation_steps", "cluster.nodes", "cluster.processes_per_node"),
+        bottom=(
+            "training.gradient_accumulation_steps",
+            "cluster.nodes",
+            "cluster.processes_per_node",
+        ),
         why="ranks have nothing to compute",
         applies=lambda config: config.script is None,
     ),
@@ -219,12 +274,14 @@ _SHARDED = ("fsdp2", "hsdp")
 
 @RULES.about("parallel.shard_size", "parallel.mode", "cluster.nodes", "cluster.processes_per_node")
 def _shards_divide_ranks(config: RunConfig) -> Breach:
-    shard, world_size = config.parallel.shard_size, count_ranks(config)
+    shard = config.parallel.shard_size
+    world_size = count_ranks(config)
     if config.parallel.mode != "hsdp" or shard is None or world_size is None:
         return None
     if world_size % shard == 0 or world_size < shard:  # less than 1: reported as a derived quantity
         return None
-    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    nodes = config.cluster.nodes
+    processes = config.cluster.processes_per_node
     message = (
         "parallel.shard_size must divide the ranks, cluster.nodes × cluster.processes_per_node = "
         f"{nodes} × {processes} = {world_size}: {division(world_size, shard)}"
@@ -232,35 +289,65 @@ def _shards_divide_ranks(config: RunConfig) -> Breach:
     return message, suggest_values(("parallel.shard_size", nearest_divisors(world_size, shard)))
 
 
-@RULES.about("ddp.static_graph", "ddp.gradient_compression", "training.gradient_accumulation_steps", "parallel.mode")
+@RULES.about(
+    "ddp.static_graph",
+    "ddp.gradient_compression",
+    "training.gradient_accumulation_steps",
+    "parallel.mode",
+)
 def _compressed_once(config: RunConfig) -> Breach:
-    ddp, parts = config.ddp, config.training.gradient_accumulation_steps
-    if config.parallel.mode != "ddp" or ddp.gradient_compression == "none" or not ddp.static_graph or parts == 1:
+    ddp = config.ddp
+    parts = config.training.gradient_accumulation_steps
+    if (
+        config.parallel.mode != "ddp"
+        or ddp.gradient_compression == "none"
+        or not ddp.static_graph
+        or parts == 1
+    ):
         return None
     message = (
-        f"ddp.static_graph with training.gradient_accumulation_steps {parts} reduces gradients {parts} times per step, "
-        f"and ddp.gradient_compression {ddp.gradient_compression} would compress what was compressed before"
+        f"ddp.static_graph with training.gradient_accumulation_steps {parts} reduces gradients "
+        f"{parts} times per step, and ddp.gradient_compression {ddp.gradient_compression} would "
+        "compress what was compressed before"
     )
-    return message, suggest_values(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
+    return message, suggest_values(
+        ("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1])
+    )
 
 
-def _only_with(key: str, default: object, selector: str, values: tuple[object, ...], why: str = "") -> None:
-    """Add a rule: an option must keep its default unless the key `selector` has one of `values`. `why`: the reason."""
+def _only_with(
+    key: str, default: object, selector: str, values: tuple[object, ...], why: str = ""
+) -> None:
+    """Add a rule: an option must keep its default unless the key `selector` has one of `values`.
+
+    `why`: the reason.
+    """
 
     @RULES.about(key, selector)
     def check(config: RunConfig) -> Breach:
-        selected, value = value_of(config, selector), value_of(config, key)
+        selected = value_of(config, selector)
+        value = value_of(config, key)
         if selected in values or value == default:
             return None
         shown, given, *others = (_write(one) for one in (default, selected, *values))
-        condition = f"without {selector}" if values == (True,) else f"with {selector} {given}"
-        message = f"{key} has no effect {condition}: {why or 'it is an option of ' + ' and '.join(others)}"
+        if values == (True,):
+            condition = f"without {selector}"
+        else:
+            condition = f"with {selector} {given}"
+        message = (
+            f"{key} has no effect {condition}: "
+            f"{why or 'it is an option of ' + ' and '.join(others)}"
+        )
         return message, suggest_values((selector, others), (key, [f"{shown}, the default"]))
 
 
 def _write(value: object) -> str:
     """Return a value as it is written in YAML."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 for _name, _field in DdpConfig.model_fields.items():
@@ -278,14 +365,22 @@ for _name, _field in ModelConfig.model_fields.items():
 
 
 def _at_most(low: str, high: str, *others: object) -> None:
-    """Add a rule: the number of the key `low` must not exceed that of `high`. The hint also offers `others` for it."""
+    """Add a rule: the number of the key `low` must not exceed that of `high`.
+
+    The hint also offers `others` for it.
+    """
 
     @RULES.about(low, high)
     def check(config: RunConfig) -> Breach:
-        value, limit = value_of(config, low), value_of(config, high)
-        if not (isinstance(value, int) and isinstance(limit, int)) or value <= limit:  # auto or null
+        value = value_of(config, low)
+        limit = value_of(config, high)
+        if (
+            not (isinstance(value, int) and isinstance(limit, int)) or value <= limit
+        ):  # auto or null
             return None
-        return f"{low} {value} is more than {high} {limit}", suggest_values((low, [limit, *others]), (high, [value]))
+        return f"{low} {value} is more than {high} {limit}", suggest_values(
+            (low, [limit, *others]), (high, [value])
+        )
 
 
 _at_most("cluster.min_nodes", "cluster.nodes")
@@ -293,17 +388,31 @@ _at_most("cluster.nodes", "cluster.max_nodes", "auto")
 _at_most("cluster.min_nodes", "cluster.max_nodes")
 
 
-@RULES.about("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes")
+@RULES.about(
+    "parallel.shard_size",
+    "parallel.mode",
+    "cluster.processes_per_node",
+    "cluster.min_nodes",
+    "cluster.nodes",
+)
 def _shards_stay_on_a_node(config: RunConfig) -> Breach:
-    """Check that each hsdp shard group is within one node, if the job may continue with fewer nodes."""
-    shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
-    if config.cluster.min_nodes is None or config.parallel.mode != "hsdp" or shard is None or processes == "auto":
+    """Check that each hsdp shard group is within one node, if the job may continue with fewer
+    nodes.
+    """
+    shard = config.parallel.shard_size
+    processes = config.cluster.processes_per_node
+    if (
+        config.cluster.min_nodes is None
+        or config.parallel.mode != "hsdp"
+        or shard is None
+        or processes == "auto"
+    ):
         return None
     if config.cluster.min_nodes == config.cluster.nodes or processes % shard == 0:
         return None
     message = (
-        "parallel.shard_size must divide cluster.processes_per_node where cluster.min_nodes lets nodes be lost: "
-        f"{division(processes, shard)}"
+        "parallel.shard_size must divide cluster.processes_per_node where cluster.min_nodes lets "
+        f"nodes be lost: {division(processes, shard)}"
     )
     return message, suggest_values(
         ("parallel.shard_size", nearest_divisors(processes, shard)), ("cluster.min_nodes", ["null"])

@@ -1,7 +1,9 @@
-"""YAML 1.2 parser that keeps source positions, and the conversion of parsed nodes to the types in the schema.
+"""YAML 1.2 parser that keeps source positions, and the conversion of parsed nodes to the types in
+the schema.
 
-The parser is ruamel.yaml, because YAML 1.1 parsers read ``1e-3`` as text, ``012`` as ten, ``1:30`` as ninety and ``no``
-as false. Each node keeps its start and end, so that errors can point at the value.
+The parser is ruamel.yaml, because YAML 1.1 parsers read ``1e-3`` as text, ``012`` as ten, ``1:30``
+as ninety and ``no`` as false. Each node keeps its start and end, so that errors can point at the
+value.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _TAG_PREFIX = "tag:yaml.org,2002:"
 _CORE_KINDS = ("str", "seq", "map", "null", "bool", "int", "float", "timestamp", "merge", "value")
 _CORE_TAGS = {_TAG_PREFIX + kind for kind in _CORE_KINDS}
 _NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
-_FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")  # .5e3 is a number in the standard, but text in ruamel.yaml
+_FRACTION = re.compile(
+    r"[-+]?\.[0-9]+[eE][-+]?[0-9]+"
+)  # .5e3 is a number in the standard, but text in ruamel.yaml
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
 _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
@@ -40,7 +44,10 @@ _SYNTAX_HINTS = (
     ("found character '\\t'", "YAML indents with spaces; replace the tab"),
     ("found character '@'", "put the value in quotes"),
     ("found character '`'", "put the value in quotes"),
-    ("mapping values are not allowed", "indent each key like its neighbours; quote a text that has ': ' in it"),
+    (
+        "mapping values are not allowed",
+        "indent each key like its neighbours; quote a text that has ': ' in it",
+    ),
     ("found unexpected end of stream", "a quote or bracket is not closed"),
     ("<stream end>", "a quote or bracket is not closed"),
     ("expected <block end>", "indent the keys of a section alike, two spaces deeper than its name"),
@@ -60,12 +67,23 @@ class SourceText:
     before: str = ""  # these characters, such as "model.num_heads=" of an override
 
     def span(self, start: StringMark, end: StringMark | None = None) -> SourceSpan:
-        """Return the range from `start` to `end`, or to the end of the line if `end` is None or on another line."""
+        """Return the range from `start` to `end`, or to the end of the line if `end` is None or on
+        another line.
+        """
         lines = _LINE_BREAK.split(self.text)
-        line = lines[start.line] if start.line < len(lines) else ""
+        if start.line < len(lines):
+            line = lines[start.line]
+        else:
+            line = ""
         column = min(start.column, len(line))
-        stop = end.column if end is not None and end.line == start.line else len(line.rstrip())
-        shift, before = (self.first_column, self.before) if start.line == 0 else (0, "")
+        if end is not None and end.line == start.line:
+            stop = end.column
+        else:
+            stop = len(line.rstrip())
+        if start.line == 0:
+            shift, before = (self.first_column, self.before)
+        else:
+            shift, before = (0, "")
         return SourceSpan(
             source=self.name,
             line=start.line + 1,
@@ -78,14 +96,19 @@ class SourceText:
         return self.span(node.start_mark, node.end_mark)
 
     def span_at(self, index: int) -> SourceSpan:
-        """Return the line and column of the character at `index` in the text, as a span of length 1."""
+        """Return the line and column of the character at `index` in the text, as a span of length
+        1.
+        """
         lines = _LINE_BREAK.split(self.text[:index])
         mark = _mark(len(lines) - 1, len(lines[-1]))
         return self.span(mark, mark)
 
 
 def parse(source: SourceText) -> Node | None:
-    """Parse one YAML document into a tree of nodes; return None if it is empty. Raises ConfigError."""
+    """Parse one YAML document into a tree of nodes; return None if it is empty.
+
+    Raises ConfigError.
+    """
     yaml = YAML(typ="safe", pure=True, plug_ins=[])
     yaml.composer.warn_double_anchors = False
     try:
@@ -102,7 +125,9 @@ def parse(source: SourceText) -> Node | None:
 
 def is_empty(node: Node | None) -> bool:
     """Return whether a node has no content, as in an empty file or after ``model:`` with no value."""
-    return node is None or (isinstance(node, ScalarNode) and node.style is None and node.value == "")
+    return node is None or (
+        isinstance(node, ScalarNode) and node.style is None and node.value == ""
+    )
 
 
 def empty_node() -> ScalarNode:
@@ -145,12 +170,16 @@ class Expected:
     types: frozenset[type]  # accepted Python types
     choices: tuple[str, ...]  # accepted words
     nullable: bool  # whether null is accepted
-    section: type[BaseModel] | None = None  # type of a list's items if they are sections; None if they are texts
+    # Type of a list's items if they are sections; None if they are texts
+    section: type[BaseModel] | None = None
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
         """Return the values that fit a type annotation such as ``int | Literal["auto"]``."""
-        types, choices, nullable, section = set(), [], False, None
+        types = set()
+        choices = []
+        nullable = False
+        section = None
         for part in _alternatives(annotation):
             if part is type(None):
                 nullable = True
@@ -162,9 +191,21 @@ class Expected:
         return cls(frozenset(types), tuple(choices), nullable, section)
 
     def __str__(self) -> str:
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
-        names |= {list: "a list of sections"} if self.section else {}
-        names |= {int: names[float]} if float in self.types else {}
+        names = {
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            str: "text",
+            list: "a list of texts",
+        }
+        if self.section:
+            names |= {list: "a list of sections"}
+        else:
+            names |= {}
+        if float in self.types:
+            names |= {int: names[float]}
+        else:
+            names |= {}
         parts = list(dict.fromkeys(name for kind, name in names.items() if kind in self.types))
         if len(self.choices) > 1:
             parts.append("one of " + ", ".join(self.choices))
@@ -174,16 +215,27 @@ class Expected:
 
 
 def convert(node: Node, expected: Expected) -> Any:
-    """Convert a node to a Python value. Raises MismatchError if `expected` does not include the value."""
+    """Convert a node to a Python value.
+
+    Raises MismatchError if `expected` does not include the value.
+    """
     if node.tag not in _CORE_TAGS:
         tag = node.tag.replace(_TAG_PREFIX, "!!")  # such as !!python/name:os.system
-        raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
+        raise MismatchError(
+            f"has the tag {tag}, which a configuration has no use for", "remove the tag"
+        )
     if isinstance(node, SequenceNode):
         if list not in expected.types:
             raise MismatchError(f"must be {expected}, not a list")
-        return [_convert_item(item, number, expected.section) for number, item in enumerate(node.value, start=1)]
+        return [
+            _convert_item(item, number, expected.section)
+            for number, item in enumerate(node.value, start=1)
+        ]
     if isinstance(node, MappingNode):
-        hint = "quote a text that has ': ' in it" if str in expected.types else None
+        if str in expected.types:
+            hint = "quote a text that has ': ' in it"
+        else:
+            hint = None
         raise MismatchError(f"must be {expected}, not a section", hint)
     assert isinstance(node, ScalarNode), "the third and last kind of node"
     return _convert_scalar(node, expected)
@@ -193,14 +245,20 @@ def describe_node(node: Node) -> str:
     """Describe a value for messages, such as "the number 3"."""
     if isinstance(node, ScalarNode):
         return _describe_value(_interpret(node))
-    return "a list" if isinstance(node, SequenceNode) else "a section"
+    if isinstance(node, SequenceNode):
+        return "a list"
+    return "a section"
 
 
 def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """Return the known word most similar to `word`, ignoring case and dashes; None if none is similar."""
+    """Return the known word most similar to `word`, ignoring case and dashes; None if none is
+    similar.
+    """
     folded = {_fold(name): name for name in known}
     matches = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.7)
-    return folded[matches[0]] if matches else None
+    if matches:
+        return folded[matches[0]]
+    return None
 
 
 def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> Any:
@@ -209,27 +267,41 @@ def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> A
             return _convert_section(node, section)
         return convert(node, Expected(frozenset({str}), (), False))
     except MismatchError as mismatch:
-        raise MismatchError(f"item {number} {mismatch.message}", mismatch.hint, mismatch.node or node) from None
+        raise MismatchError(
+            f"item {number} {mismatch.message}", mismatch.hint, mismatch.node or node
+        ) from None
 
 
 def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
-    """Convert a list item, which must be a section, to a dict. Raises MismatchError for wrong or missing keys."""
+    """Convert a list item, which must be a section, to a dict.
+
+    Raises MismatchError for wrong or missing keys.
+    """
     fields = section.model_fields
     known = _known_keys(section)
     if not isinstance(node, MappingNode):
-        raise MismatchError(f"must be a section of 'key: value' lines, not {describe_node(node)}", known)
+        raise MismatchError(
+            f"must be a section of 'key: value' lines, not {describe_node(node)}", known
+        )
     values: dict[str, Any] = {}
     for key, value in node.value:
-        name = key.value if isinstance(key, ScalarNode) else ""
+        if isinstance(key, ScalarNode):
+            name = key.value
+        else:
+            name = ""
         if name not in fields:
             close = closest_match(name, list(fields))
-            raise MismatchError(f"has an unknown key {name!r}", f"did you mean {close}?" if close else known, key)
+            raise MismatchError(
+                f"has an unknown key {name!r}", f"did you mean {close}?" if close else known, key
+            )
         if name in values:
             raise MismatchError(f"gives {name} twice", "keep one of the two", key)
         try:
             values[name] = convert(value, Expected.of(fields[name].annotation))
         except MismatchError as mismatch:
-            raise MismatchError(f"{name} {mismatch.message}", mismatch.hint, mismatch.node or value) from None
+            raise MismatchError(
+                f"{name} {mismatch.message}", mismatch.hint, mismatch.node or value
+            ) from None
     missing = [name for name, field in fields.items() if field.is_required() and name not in values]
     if missing:
         raise MismatchError(f"lacks {' and '.join(missing)}", known)
@@ -237,21 +309,26 @@ def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
 
 
 def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
-    text, types = node.value, expected.types
+    text = node.value
+    types = expected.types
     value = _interpret(node)
     if isinstance(value, str):
         return _convert_text(node, text, expected)
     if value is None:
         if expected.nullable:
             return None
-        raise MismatchError(f"has no value; it must be {expected}", "remove the line for the default")
+        raise MismatchError(
+            f"has no value; it must be {expected}", "remove the line for the default"
+        )
     if isinstance(value, bool):
         if bool in types:
             return value
     elif isinstance(value, int) and types & {int, float}:
         if abs(value) > _LARGEST:
             raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
-        return value if int in types else float(value)
+        if int in types:
+            return value
+        return float(value)
     elif float in types:
         if not math.isfinite(value):
             raise MismatchError(f"must be a finite number, not {text}")
@@ -267,14 +344,18 @@ def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
 
 
 def _convert_text(node: ScalarNode, text: str, expected: Expected) -> Any:
-    types, plain = expected.types, node.style is None
+    types = expected.types
+    plain = node.style is None
     if text in expected.choices or str in types:
         return text
     if bool in types and plain and text.lower() in _YAML_1_1_BOOLS:
         return _YAML_1_1_BOOLS[text.lower()]
     if float in types and _NON_FINITE.fullmatch(text):
         raise MismatchError(f"must be a finite number, not {text}")
-    given = text if plain and types & {int, float} and _LEADING_ZERO.fullmatch(text) else f"the text {_quoted(text)}"
+    if plain and types & {int, float} and _LEADING_ZERO.fullmatch(text):
+        given = text
+    else:
+        given = f"the text {_quoted(text)}"
     raise MismatchError(f"must be {expected}, not {given}", _text_hint(text, expected, plain))
 
 
@@ -283,13 +364,20 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
     if not plain and (numeric or bool in expected.types) and _is_value_unquoted(text):
         return f"remove the quotes: {text}"
     if numeric and _LEADING_ZERO.fullmatch(text):
-        return f"write {text.lstrip('+').replace('_', '').lstrip('0') or '0'}: a leading zero may mean an octal number"
+        return (
+            f"write {text.lstrip('+').replace('_', '').lstrip('0') or '0'}: a leading zero may "
+            "mean an octal number"
+        )
     if numeric and _GROUPED.fullmatch(text):
         return f"write {text.replace(',', '')}"
     if list in expected.types:
-        return f"write [{text}]" if expected.section is None else _known_keys(expected.section)
+        if expected.section is None:
+            return f"write [{text}]"
+        return _known_keys(expected.section)
     close = closest_match(text, expected.choices)
-    return f"did you mean {close}?" if close else None
+    if close:
+        return f"did you mean {close}?"
+    return None
 
 
 def _is_value_unquoted(text: str) -> bool:
@@ -301,8 +389,11 @@ def _is_value_unquoted(text: str) -> bool:
 
 
 def _interpret(node: ScalarNode) -> Value:
-    """Convert a scalar by the core schema of YAML 1.2, but keep a number with a leading zero as text."""
-    text, kind = node.value, node.tag.removeprefix(_TAG_PREFIX)
+    """Convert a scalar by the core schema of YAML 1.2, but keep a number with a leading zero as
+    text.
+    """
+    text = node.value
+    kind = node.tag.removeprefix(_TAG_PREFIX)
     if node.style is not None:
         return text
     if kind == "null":
@@ -335,12 +426,18 @@ def _quoted(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union type, or a list of only the type if it is no union. Strip `Annotated` metadata."""
+    """Return the members of a union type, or a list of only the type if it is no union.
+
+    Strip `Annotated` metadata.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return [part for member in get_args(annotation) for part in _alternatives(member)]
+        alternatives = []
+        for member in get_args(annotation):
+            alternatives.extend(_alternatives(member))
+        return alternatives
     return [annotation]
 
 

@@ -1,1 +1,3 @@
-"""Diagnosis of training logs of any framework: the root failure, the failures that followed, and how to fix them."""
+"""Diagnosis of training logs of any framework: the root failure, the failures that followed, and
+how to fix them.
+"""

@@ -1,4 +1,5 @@
-"""Comparison of a job with a reference job of the same configuration (`ebbflow diagnose JOB --against SOUND`).
+"""Comparison of a job with a reference job of the same configuration
+(`ebbflow diagnose JOB --against SOUND`).
 
 This module calls the reference job sound, because it ran as expected.
 """
@@ -14,34 +15,53 @@ from ebbflow.infra.events import COMMIT, CONFIGURED, PHASE, STEP, Event, LedgerC
 from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.untrusted_text import one_line
 
-SLOWER, _RARELY_SLOWER = 1.3, 2.0  # a duration this many times the sound job's is reported; of few ones, the second
+# a duration this many times the sound job's is reported; of few ones, the second
+SLOWER = 1.3
+_RARELY_SLOWER = 2.0
 _FEW = 10
 _SHORTEST_SECONDS = 0.01  # a shorter difference is noise
 _WARM_UP_STEPS = 3
-# Steps that must be slow for "since", beyond two for each other one: the second, or a quarter of a longer job up to the
-# third. A burst of load on one machine passes sooner. Of a short job, half of its steps and at least the first.
-_LEAST_SLOW, _LONGER_THAN_A_BURST, _MOST_NEEDED = 3, 10, 50
+# Steps that must be slow for "since", beyond two for each other one: the second, or a quarter of a
+# longer job up to the third. A burst of load on one machine passes sooner. Of a short job, half of
+# its steps and at least the first.
+_LEAST_SLOW = 3
+_LONGER_THAN_A_BURST = 10
+_MOST_NEEDED = 50
 _MOST_LINES = 5
-_WAIT = "waiting for other ranks"  # if no rank computes or reads slower, collectives or the network are slow
+# if no rank computes or reads slower, collectives or the network are slow
+_WAIT = "waiting for other ranks"
 _Timed = tuple[int | None, int, float]  # step (None: not of a step), node, seconds
 _DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowerPart:
-    """A part of the steps, or a kind of operation such as a commit, that takes longer than in the reference job."""
+    """A part of the steps, or a kind of operation such as a commit, that takes longer than in the
+    reference job.
+    """
 
     part: str  # ledger class of a step, "commit", or the class of a phase such as startup
     rank: int | None  # None: every rank is slower
     node: int | None
     seconds: float  # median
     sound_seconds: float  # median over all ranks of the sound job
-    since_step: int | None  # first of enough slow steps; None: no such stretch, or not a part of steps
+    since_step: (
+        int | None
+    )  # first of enough slow steps; None: no such stretch, or not a part of steps
 
     def render(self) -> str:
-        since = "" if self.since_step is None else f" since step {self.since_step}"
-        ratio = self.seconds / self.sound_seconds if self.sound_seconds else float("inf")
-        who = "every rank" if self.rank is None else f"node {self.node} rank {self.rank}"
+        if self.since_step is None:
+            since = ""
+        else:
+            since = f" since step {self.since_step}"
+        if self.sound_seconds:
+            ratio = self.seconds / self.sound_seconds
+        else:
+            ratio = float("inf")
+        if self.rank is None:
+            who = "every rank"
+        else:
+            who = f"node {self.node} rank {self.rank}"
         return (
             f"{who}: {self.part} takes {self.seconds:.3g} s, in the sound job "
             f"{self.sound_seconds:.3g} s ({ratio:.1f} times){since}"
@@ -50,7 +70,10 @@ class SlowerPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that was the slowest in most slow steps. Time spent waiting for other ranks does not count."""
+    """The rank that was the slowest in most slow steps.
+
+    Time spent waiting for other ranks does not count.
+    """
 
     rank: int
     node: int | None  # None: unknown
@@ -59,10 +82,17 @@ class Straggler:
     since_step: int | None  # first of a stretch with mostly such steps
 
     def render(self) -> str:
-        since = "" if self.since_step is None else f" since step {self.since_step}"
-        node = "" if self.node is None else f"node {self.node} "
+        if self.since_step is None:
+            since = ""
+        else:
+            since = f" since step {self.since_step}"
+        if self.node is None:
+            node = ""
+        else:
+            node = f"node {self.node} "
         return (
-            f"{node}rank {self.rank} is {self.ratio:.1f} times as slow as the median rank{since}, in {self.steps} steps"
+            f"{node}rank {self.rank} is {self.ratio:.1f} times as slow as the median "
+            f"rank{since}, in {self.steps} steps"
         )
 
 
@@ -72,32 +102,44 @@ class Comparison:
 
     # (key, value, value in the reference job) of each setting that differs, except for the store
     settings: tuple[tuple[str, Any, Any], ...]
-    # a rank that slows down the other ranks. None if there is no such rank, or if the same rank was about as slow in
-    # the reference job.
+    # a rank that slows down the other ranks. None if there is no such rank, or if the same rank was
+    # about as slow in the reference job.
     straggler: Straggler | None
     slower: tuple[SlowerPart, ...]
-    new_lines: tuple[LogLine, ...]  # the first log lines that the reference job did not print. Digits are ignored.
+    new_lines: tuple[
+        LogLine, ...
+    ]  # the first log lines that the reference job did not print. Digits are ignored.
     missing: tuple[str, ...]  # names of events that only the reference job has, such as commits
 
     def to_json(self) -> dict[str, Any]:
         names = ("generation", "node", "rank", "step", "t", "text")
-        return asdict(self) | {"new_lines": [{name: getattr(line, name) for name in names} for line in self.new_lines]}
+        return asdict(self) | {
+            "new_lines": [{name: getattr(line, name) for name in names} for line in self.new_lines]
+        }
 
     def render(self) -> str:
-        parts = [f"setting {key}: {mine}, in the sound job {sound}" for key, mine, sound in self.settings]
-        parts += [] if self.straggler is None else [self.straggler.render()]
+        parts = [
+            f"setting {key}: {mine}, in the sound job {sound}" for key, mine, sound in self.settings
+        ]
+        if self.straggler is None:
+            parts += []
+        else:
+            parts += [self.straggler.render()]
         parts += [each.render() for each in self.slower]
         parts += [f"missing: {name}" for name in self.missing]
         parts += [
-            f"new line of node {line.node} rank {line.rank}, step {'?' if line.step is None else line.step}: "
-            f"{one_line(line.text)[:200]}"
+            f"new line of node {line.node} rank {line.rank}, step "
+            f"{'?' if line.step is None else line.step}: {one_line(line.text)[:200]}"
             for line in self.new_lines
         ]
         return "\n".join(parts) or "no difference in settings, times, events or lines"
 
 
 def compare_jobs(
-    events: Sequence[Event], lines: Iterable[LogLine], sound: Sequence[Event], sound_lines: Iterable[LogLine]
+    events: Sequence[Event],
+    lines: Iterable[LogLine],
+    sound: Sequence[Event],
+    sound_lines: Iterable[LogLine],
 ) -> Comparison:
     """Compare the events and log lines of a job with those of a reference job."""
     known = {_form(line.text) for line in sound_lines}
@@ -107,11 +149,22 @@ def compare_jobs(
         if form and form not in known:
             new.setdefault(form, line)
     have, had = ({event.name for event in each} for each in (events, sound))
-    slower = sorted(_slower(events, sound), key=lambda one: (one.since_step is None, one.sound_seconds - one.seconds))
-    if any(each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower):  # the other ranks wait for this one
+    slower = sorted(
+        _slower(events, sound),
+        key=lambda one: (one.since_step is None, one.sound_seconds - one.seconds),
+    )
+    if any(
+        each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower
+    ):  # the other ranks wait for this one
         slower = [each for each in slower if each.part != _WAIT]
-    straggler, usual = _straggler(events), _straggler(sound)
-    if straggler and usual and usual.rank == straggler.rank and straggler.ratio < SLOWER * usual.ratio:
+    straggler = _straggler(events)
+    usual = _straggler(sound)
+    if (
+        straggler
+        and usual
+        and usual.rank == straggler.rank
+        and straggler.ratio < SLOWER * usual.ratio
+    ):
         straggler = None
     return Comparison(
         settings=tuple(_settings(events, sound)),
@@ -147,9 +200,11 @@ def _straggler(events: Sequence[Event]) -> Straggler | None:
         if event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
         else (event.step, -1, 1.0)
         for event in events
-        if event.name == STEP and event.step is not None and isinstance(event.data.get("slowest_rank"), int)
+        if event.name == STEP
+        and event.step is not None
+        and isinstance(event.data.get("slowest_rank"), int)
         and isinstance(event.data.get("slowest_ratio"), int | float)
-    ]  # fmt: skip
+    ]
     slow = [(rank, ratio) for _, rank, ratio in steps if ratio > SLOWER]
     if not slow:
         return None
@@ -163,13 +218,26 @@ def _straggler(events: Sequence[Event]) -> Straggler | None:
 
 
 def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerPart]:
-    for mine, theirs in ((_step_parts(events), _step_parts(sound)), (_operations(events), _operations(sound))):
+    for mine, theirs in (
+        (_step_parts(events), _step_parts(sound)),
+        (_operations(events), _operations(sound)),
+    ):
         for part in dict.fromkeys(part for part, _ in mine):
-            reference = [second for (name, _), each in theirs.items() if name == part for _, _, second in each]
+            reference = [
+                second
+                for (name, _), each in theirs.items()
+                if name == part
+                for _, _, second in each
+            ]
             ranks = {rank: each for (name, rank), each in mine.items() if name == part}
-            slow = {rank: found for rank, each in ranks.items() if (found := _compare(each, reference))}
+            slow = {
+                rank: found for rank, each in ranks.items() if (found := _compare(each, reference))
+            }
             if len(slow) == len(ranks) > 1:  # ranks wait for each other
-                everyone = sorted((value for each in ranks.values() for value in each), key=lambda one: one[0] or 0)
+                everyone = sorted(
+                    (value for each in ranks.values() for value in each),
+                    key=lambda one: one[0] or 0,
+                )
                 if found := _compare(everyone, reference):
                     yield from _part(part, None, everyone, found)
                 continue
@@ -177,30 +245,54 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
                 yield from _part(part, rank, ranks[rank], found)
 
 
-def _part(part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]) -> Iterator[SlowerPart]:
+def _part(
+    part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]
+) -> Iterator[SlowerPart]:
     """Yield a slower part. If it is a part of steps, enough of these in a row must be slow."""
-    steps = sorted((step, second > sum(found) / 2) for step, _, second in values if step is not None)
-    node, since = None if rank is None else values[0][1], _since(steps)
+    steps = sorted(
+        (step, second > sum(found) / 2) for step, _, second in values if step is not None
+    )
+    if rank is None:
+        node = None
+    else:
+        node = values[0][1]
+    since = _since(steps)
     if since is not None or not steps:
-        yield SlowerPart(part=part, rank=rank, node=node, seconds=found[0], sound_seconds=found[1], since_step=since)
+        yield SlowerPart(
+            part=part,
+            rank=rank,
+            node=node,
+            seconds=found[0],
+            sound_seconds=found[1],
+            since_step=since,
+        )
 
 
 def _compare(values: Sequence[_Timed], sound: list[float]) -> tuple[float, float] | None:
-    """Return the medians of both jobs if this one is slower. Its median is that of all steps or of the last third."""
+    """Return the medians of both jobs if this one is slower.
+
+    Its median is that of all steps or of the last third.
+    """
     if not values or not sound:
         return None
     seconds = [second for _, _, second in values]
     mine = max(statistics.median(seconds), statistics.median(seconds[-(len(seconds) // 3 + 1) :]))
     other = statistics.median(sound)
-    ratio = SLOWER if len(values) >= _FEW else _RARELY_SLOWER
-    return (mine, other) if mine > ratio * other and mine - other > _SHORTEST_SECONDS else None
+    if len(values) >= _FEW:
+        ratio = SLOWER
+    else:
+        ratio = _RARELY_SLOWER
+    if mine > ratio * other and mine - other > _SHORTEST_SECONDS:
+        return (mine, other)
+    return None
 
 
 def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
     """Return the times that steps took, by (ledger class, rank).
 
-    A step is divided into the rank's own computation and its wait for other ranks, if the rank recorded its own time.
-    The first three steps of each rank in each generation are left out as warm-up.
+    A step is divided into the rank's own computation and its wait for other ranks, if the rank
+    recorded its own time. The first three steps of each rank in each generation are left out as
+    warm-up.
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     taken: Counter[tuple[int, int]] = Counter()
@@ -211,7 +303,8 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
         if taken[event.generation, event.rank] <= _WARM_UP_STEPS:
             continue
         parts = dict(event.data.get("seconds") or {})
-        if isinstance(own := event.data.get("own_seconds"), int | float) and own > 0:
+        own = event.data.get("own_seconds")
+        if isinstance(own, int | float) and own > 0:
             parts["compute"] = max(own - parts.get(LedgerClass.DATA_WAIT, 0.0), 0.0)
             parts[_WAIT] = max(parts.pop(LedgerClass.USEFUL_STEP, 0.0) - parts["compute"], 0.0)
         for part, seconds in parts.items():
@@ -226,21 +319,40 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     for event in events:
-        if event.name in (COMMIT, PHASE) and isinstance(seconds := event.data.get("seconds"), int | float):
-            found[str(event.data.get("class", event.name)), event.rank].append((None, event.node, seconds))
+        if event.name in (COMMIT, PHASE) and isinstance(
+            seconds := event.data.get("seconds"), int | float
+        ):
+            found[str(event.data.get("class", event.name)), event.rank].append(
+                (None, event.node, seconds)
+            )
     return found
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first step of the longest stretch of which two thirds are slow; None if it has too few slow steps.
+    """Return the first step of the longest stretch of which two thirds are slow; None if it has too
+    few slow steps.
 
     steps: (step, whether the step was slow).
     """
-    most, found, beyond, begin = 0, None, 0, None
+    most = 0
+    found = None
+    beyond = 0
+    begin = None
     for step, slow in steps:
-        beyond, begin = (beyond, begin) if beyond > 0 else (0, step)
-        beyond += 1 if slow else -2
-        most, found = (beyond, begin) if beyond > most else (most, found)
+        if beyond > 0:
+            beyond, begin = (beyond, begin)
+        else:
+            beyond, begin = (0, step)
+        if slow:
+            beyond += 1
+        else:
+            beyond += -2
+        if beyond > most:
+            most, found = (beyond, begin)
+        else:
+            most, found = (most, found)
     count = len({step for step, _ in steps})
     least = max(_LEAST_SLOW, min(count // 2, max(count // 4, _LONGER_THAN_A_BURST), _MOST_NEEDED))
-    return found if most >= least * len(steps) / max(count, 1) else None
+    if most >= least * len(steps) / max(count, 1):
+        return found
+    return None

@@ -16,13 +16,23 @@ from ebbflow.infra.rank_logs import LogLine
 
 
 def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
-    """Diagnose a job from its events and its ranks' output. The causes that its agents recorded count as evidence.
+    """Diagnose a job from its events and its ranks' output.
 
-    If the job has failed, only its last generation counts: the job survived what ended the earlier ones.
+    The causes that its agents recorded count as evidence.
+
+    If the job has failed, only its last generation counts: the job survived what ended the earlier
+    ones.
     """
-    outcome = next((event.data.get("outcome") for event in reversed(events) if event.name == ev.OUTCOME), None)
-    last = max((event.generation for event in events if event.name == ev.GENERATION_ENDED), default=None)
-    if last is not None and outcome not in (None, *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED))):
+    outcome = next(
+        (event.data.get("outcome") for event in reversed(events) if event.name == ev.OUTCOME), None
+    )
+    last = max(
+        (event.generation for event in events if event.name == ev.GENERATION_ENDED), default=None
+    )
+    if last is not None and outcome not in (
+        None,
+        *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED)),
+    ):
         events = [event for event in events if event.generation == last]
         lines = (line for line in lines if line.generation == last)
     seen: dict[str, Seen] = {}
@@ -40,33 +50,61 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
     for number, event in enumerate(events, 1):
         data = event.data
-        if event.name not in (ev.FAULT_DETECTED, ev.GENERATION_ENDED, ev.GUARD, ev.NOTICE, ev.STALL):
+        if event.name not in (
+            ev.FAULT_DETECTED,
+            ev.GENERATION_ENDED,
+            ev.GUARD,
+            ev.NOTICE,
+            ev.STALL,
+        ):
             continue
-        if event.name == ev.NOTICE and data.get("source") in (NoticeSource.SIGNAL, NoticeSource.REHEARSAL):
+        if event.name == ev.NOTICE and data.get("source") in (
+            NoticeSource.SIGNAL,
+            NoticeSource.REHEARSAL,
+        ):
             continue  # somebody stopped the job, or rehearses; EC2 has not announced anything
         if event.name == ev.STALL and any(later.name == ev.STEP for later in events[number:]):
             continue  # the rank has continued, or another generation
-        words = [data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")]
-        text = f"{event.name} {' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
+        words = [
+            data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")
+        ]
+        text = (
+            f"{event.name} "
+            f"{' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
+        )
         symptom = load_rules().read_verdict(text)
         if symptom is not None:
             rank = data.get("rank", event.rank)
-            yield symptom, LogText("events", number, text, rank if isinstance(rank, int) else None, event.t_wall)
+            yield (
+                symptom,
+                LogText(
+                    "events", number, text, rank if isinstance(rank, int) else None, event.t_wall
+                ),
+            )
 
 
 def _price_straggler(guard: Event, events: Sequence[Event]) -> str:
-    """Return the time and dollars that a straggler cost in its generation, as text; "" for any other event."""
+    """Return the time and dollars that a straggler cost in its generation, as text; "" for any
+    other event.
+    """
     if guard.data.get("action") != GuardAction.SLOW_RANK:
         return ""
     lost = sum(
         event.data.get("slowest_seconds") or 0.0
         for event in events
         if event.name == ev.STEP
-        and (event.generation, event.data.get("slowest_rank")) == (guard.generation, guard.data.get("rank"))
+        and (event.generation, event.data.get("slowest_rank"))
+        == (guard.generation, guard.data.get("rank"))
     )
-    share, hourly = guard.data.get("share") or 0.0, guard.data.get("usd_per_hour") or 0.0
-    usd = f" and ${lost * hourly / share / 3600:.4f}" if share and hourly else ""
-    return f"; in all {lost:.1f} s{usd}" if lost else ""
+    share = guard.data.get("share") or 0.0
+    hourly = guard.data.get("usd_per_hour") or 0.0
+    if share and hourly:
+        usd = f" and ${lost * hourly / share / 3600:.4f}"
+    else:
+        usd = ""
+    if lost:
+        return f"; in all {lost:.1f} s{usd}"
+    return ""
 
 
 def _log_texts(lines: Iterable[LogLine]) -> Iterator[LogText]:

@@ -1,4 +1,6 @@
-"""Diagnosis of the symptoms found in logs: it names the root failure, unless the evidence is too weak."""
+"""Diagnosis of the symptoms found in logs: it names the root failure, unless the evidence is too
+weak.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,32 +22,47 @@ _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
 _LASTING = ("quality", "throughput", "hardware", "cost")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
-_VAGUE_RANK = 5  # exceptions up to this rank are attributed to the code that raised them, or by words
+# Exceptions up to this rank are attributed to the code that raised them, or by words
+_VAGUE_RANK = 5
 _NEAR_LINES = 3
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
-# The last collective that a rank of the default group has called: the rank with the smallest number is behind.
-_ENQUEUED = re.compile(r"\[PG ID 0 [^]]*?Rank (\d+)\].*?last enqueued(?: NCCL)? work: (-?\d+)", re.IGNORECASE)
+# The last collective that a rank of the default group has called: the rank with the smallest number
+# is behind.
+_ENQUEUED = re.compile(
+    r"\[PG ID 0 [^]]*?Rank (\d+)\].*?last enqueued(?: NCCL)? work: (-?\d+)", re.IGNORECASE
+)
 _NOTES = {
     "others": "the lines above come from a rank that waits, and not from the one at fault",
     "all": "the ranks differ, and no line tells which of them is wrong",
     "alike": "every rank wrote these lines, and no line tells of one that is at fault alone",
 }
-_MISSING_FILE = {"storage": "H02", "data": "E09"}  # rules for an absent file, by the area of the code that opens it
+_MISSING_FILE = {
+    "storage": "H02",
+    "data": "E09",
+}  # rules for an absent file, by the area of the code that opens it
 # Rules whose message does not tell the family; the code that raised it does.
-_BY_PLACE = {"O02": ("data",), "E09": ("storage", "monitoring"), "H01": ("data", "monitoring"), "D06": ("data",)}
+_BY_PLACE = {
+    "O02": ("data",),
+    "E09": ("storage", "monitoring"),
+    "H01": ("data", "monitoring"),
+    "D06": ("data",),
+}
 # What a process meets whose data worker ends while it sends a batch.
 _WORKER_GONE = re.compile(r"\bEOFError$|Connection(?:Reset|Refused)Error|BrokenPipeError")
 _SERIES_ONLY = ("F02", "G01", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
 _TEXT_LENGTH = 300
-_LEAD_SECONDS = 1.0  # of several ranks with the same cause, one that has it so much earlier is named
+# Of several ranks with the same cause, one that has it so much earlier is named
+_LEAD_SECONDS = 1.0
 # A cause that is logged this long after an effect did not lead to it.
 _AFTERMATH_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A symptom found in the logs: its rule, its role (root, cascade or advice), the confidence and the evidence."""
+    """A symptom found in the logs: its rule, its role (root, cascade or advice), the confidence and
+    the evidence.
+    """
 
     rule: SymptomRule
     role: str
@@ -53,7 +70,9 @@ class Finding:
     evidence: tuple[LogText, ...]
     ranks: tuple[int, ...]  # that wrote it
     count: int
-    suspects: tuple[int, ...] = ()  # ranks that the lines accuse, or that did not write them although others wait
+    suspects: tuple[
+        int, ...
+    ] = ()  # ranks that the lines accuse, or that did not write them although others wait
     note: str = ""  # how far the lines tell which rank is at fault
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +103,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings in a set of logs, whether the diagnosis abstained from naming a root, and which files were read."""
+    """Findings in a set of logs, whether the diagnosis abstained from naming a root, and which
+    files were read.
+    """
 
     findings: tuple[Finding, ...]
     abstained: bool
@@ -95,14 +116,19 @@ class Diagnosis:
             "schema": 1,
             "findings": [finding.to_json() for finding in self.findings],
             "abstained": self.abstained,
-            "files": [{"file": scan.file, "lines": scan.lines, "refused": scan.refused} for scan in self.scans],
+            "files": [
+                {"file": scan.file, "lines": scan.lines, "refused": scan.refused}
+                for scan in self.scans
+            ],
         }
 
 
 def shorten(text: str) -> str:
     """Replace unprintable characters of a log line, and shorten it to at most 300 characters."""
     shown = one_line(text)
-    return shown if len(shown) <= _TEXT_LENGTH else f"{shown[: _TEXT_LENGTH - 1]}…"
+    if len(shown) <= _TEXT_LENGTH:
+        return shown
+    return f"{shown[: _TEXT_LENGTH - 1]}…"
 
 
 def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
@@ -111,7 +137,8 @@ def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
     triggers = tuple({*matcher.triggers, *Series.triggers, *TRIGGERS})
     seen: dict[str, Seen] = {}
     series = Series()
-    scans, order = [], 0
+    scans = []
+    order = 0
     for path in files:
         scan = FileScan("-" if path is None else str(path))
         order = matcher.collect(series.watch(candidates(path, triggers, scan)), seen, order)
@@ -120,7 +147,8 @@ def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
 
 
 def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
-    """Choose at most three findings: the root failure, then failures that followed from it, then advice.
+    """Choose at most three findings: the root failure, then failures that followed from it, then
+    advice.
 
     seen: the matches of each rule, by rule id.
     """
@@ -134,10 +162,14 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     suspects = [found for found in known.values() if found.rule.kind != "advice"]
     root = _root(suspects, series)
     if root is None and series.finished is None:
-        root = _only_advice(each for each in known.values() if not series.sound or _tells_of_the_run(each))
+        root = _only_advice(
+            each for each in known.values() if not series.sound or _tells_of_the_run(each)
+        )
     root = _by_words(root, suspects, series)
     if root is None:  # a summary that tells at least who reports the failure
-        root = next((found for found in suspects if _is_summary(found) and _confidence(found) >= THIN), None)
+        root = next(
+            (found for found in suspects if _is_summary(found) and _confidence(found) >= THIN), None
+        )
     findings = []
     if root is not None:
         ranks = {rank for scan in scans if (rank := rank_of_path(Path(scan.file))) is not None}
@@ -149,18 +181,24 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
     advice = [
         found
         for found in known.values()
-        if found.rule.kind == "advice" and found is not root and _confidence(found) >= (THIN if root else _LIKELY)
+        if found.rule.kind == "advice"
+        and found is not root
+        and _confidence(found) >= (THIN if root else _LIKELY)
     ]
     if root is None:  # a summary names no cause, but says where to look for one
         advice += [found for found in suspects if found.rule.kind == "summary"]
     if root is not None or not series.sound:
         advice.sort(key=lambda found: (-_confidence(found), found.order))
-        findings += [_finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]]
+        findings += [
+            _finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]
+        ]
     return Diagnosis(tuple(findings), root is None, tuple(scans))
 
 
 def _confidence(found: Seen) -> float:
-    """Return the confidence in one symptom, regardless of other symptoms; 0 if no line matches its rule's `need`."""
+    """Return the confidence in one symptom, regardless of other symptoms; 0 if no line matches its
+    rule's `need`.
+    """
     rule = found.rule
     if (rule.need and not found.needed) or (found.count < rule.least and not found.verdict):
         return 0.0
@@ -171,20 +209,31 @@ def _confidence(found: Seen) -> float:
 
 def _level(found: Seen) -> int:
     generic = found.rule.kind == "cause" and found.rule.rank <= _GENERIC_RANK
-    return _GENERIC_LEVEL if generic else _LEVELS[found.rule.kind]
+    if generic:
+        return _GENERIC_LEVEL
+    return _LEVELS[found.rule.kind]
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
-    """Return the first failure, or a nearby symptom that its rule lists under `follows`, as one that causes it."""
+    """Return the first failure, or a nearby symptom that its rule lists under `follows`, as one
+    that causes it.
+    """
     first = _first_failure(suspects, series)
     if first is None:
         return None
-    causes = [each for each in suspects if each.rule.id in first.rule.follows and _confidence(each) >= THIN]
-    return _earliest([each for each in causes if abs(each.order - first.order) <= _SAME_FAILURE] or [first])
+    causes = [
+        each
+        for each in suspects
+        if each.rule.id in first.rule.follows and _confidence(each) >= THIN
+    ]
+    return _earliest(
+        [each for each in causes if abs(each.order - first.order) <= _SAME_FAILURE] or [first]
+    )
 
 
 def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
-    # A failure that training survived is no root, except in families that harm a run without ending it.
+    # A failure that training survived is no root, except in families that harm a run without ending
+    # it.
     able = [found for found in suspects if _confidence(found) >= THIN and not _is_summary(found)]
     able = [found for found in able if _lasted(found, series)]
     if not able:
@@ -192,16 +241,27 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     level = max(_level(found) for found in able)
     top = [found for found in able if _level(found) == level]
     top = [found for found in top if found.rule.id not in _SERIES_ONLY] or top
-    if level >= _GENERIC_LEVEL and series.went_on(top) and not any(each.rule.family in _LASTING for each in top):
+    if (
+        level >= _GENERIC_LEVEL
+        and series.went_on(top)
+        and not any(each.rule.family in _LASTING for each in top)
+    ):
         return None
     chosen = _earliest(top)
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _follows_late(chosen, _earliest(effects)):
-        return _earliest(effects)  # a generic exception long after an effect, such as a timeout, comes from clean-up
+        return _earliest(
+            effects
+        )  # a generic exception long after an effect, such as a timeout, comes from clean-up
     # A nearby match of a more specific rule usually describes the same exception.
-    margin, reach = (1, _SAME_FAILURE) if chosen.rule.rank == 1 else (2, 8)
+    if chosen.rule.rank == 1:
+        margin, reach = (1, _SAME_FAILURE)
+    else:
+        margin, reach = (2, 8)
     near = [found for found in top if found.rule.rank >= chosen.rule.rank + margin]
-    return _earliest([found for found in near if abs(found.order - chosen.order) <= reach] or [chosen])
+    return _earliest(
+        [found for found in near if abs(found.order - chosen.order) <= reach] or [chosen]
+    )
 
 
 def _follows_late(failure: Seen, effect: Seen) -> bool:
@@ -212,7 +272,9 @@ def _follows_late(failure: Seen, effect: Seen) -> bool:
 
 
 def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
-    """Return `root`, or a symptom whose family fits the stack frames or the words of the error lines better."""
+    """Return `root`, or a symptom whose family fits the stack frames or the words of the error
+    lines better.
+    """
     if root is None:
         return _by_words_alone(series)
     at = root.lines[0]
@@ -220,10 +282,19 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     family = series.raised_in(at)
     if family is not None and (vague or family in _BY_PLACE.get(root.rule.id, ())):
         rule = load_rules().find(_symptom_of_code(family, at.text))
-        return replace(root, rule=rule, strong=True) if rule else root
+        if rule:
+            return replace(root, rule=rule, strong=True)
+        return root
     lines = list(series.severe.values())
     if vague:  # the lines of other failures would drown the exception's
-        lines = [at, *(line for line in lines if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES)]
+        lines = [
+            at,
+            *(
+                line
+                for line in lines
+                if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES
+            ),
+        ]
     guess = guess_family(line.text for line in lines)
     if guess is None:
         return root
@@ -233,14 +304,22 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     if margin >= _OVERRULING_MARGIN and family != root.rule.family:
         level = _level(root)
         rivals = [each for each in suspects if each.rule.family == family and _level(each) == level]
-        rivals = [each for each in rivals if root.rule.id not in each.rule.follows and _lasted(each, series)]
+        rivals = [
+            each
+            for each in rivals
+            if root.rule.id not in each.rule.follows and _lasted(each, series)
+        ]
         rivals = [each for each in rivals if _confidence(each) >= THIN]
-        return _earliest(rivals) if rivals else root
+        if rivals:
+            return _earliest(rivals)
+        return root
     return root
 
 
 def _by_words_alone(series: Series) -> Seen | None:
-    """Return the failure of logs in which no rule names a root, from the words of severe lines or from stack frames."""
+    """Return the failure of logs in which no rule names a root, from the words of severe lines or
+    from stack frames.
+    """
     lines = list(series.severe.values())
     guess = guess_family(line.text for line in lines)
     if guess is not None:
@@ -250,11 +329,15 @@ def _by_words_alone(series: Series) -> Seen | None:
     if end is None:
         return None
     family = series.raised_in(end)
-    return None if family is None else _unknown_failure(family, MARGIN, end, series)
+    if family is None:
+        return None
+    return _unknown_failure(family, MARGIN, end, series)
 
 
 def _unknown_failure(family: str, margin: float, line: LogText, series: Series) -> Seen | None:
-    """Return a failure of a family that none of its rules describes, or None if the run completed or trained on."""
+    """Return a failure of a family that none of its rules describes, or None if the run completed
+    or trained on.
+    """
     book = load_rules()
     rule = book.find(book.other(family))
     if rule is None or series.finished or series.survived(line):
@@ -274,7 +357,9 @@ def _symptom_of_code(family: str, text: str) -> str:
 
 
 def _lasted(found: Seen, series: Series) -> bool:
-    """Return whether a failure may have ended or harmed the run, because normal training did not follow."""
+    """Return whether a failure may have ended or harmed the run, because normal training did not
+    follow.
+    """
     if found.verdict:
         return True
     if found.rule.id == "F01":
@@ -283,9 +368,13 @@ def _lasted(found: Seen, series: Series) -> bool:
 
 
 def _only_advice(known: Iterable[Seen]) -> Seen | None:
-    """Return the best advice if the logs show no failure, for example if a run is only slow; otherwise return None."""
+    """Return the best advice if the logs show no failure, for example if a run is only slow;
+    otherwise return None.
+    """
     found = list(known)
-    if any(each.rule.kind not in ("advice", "summary") and _confidence(each) >= THIN for each in found):
+    if any(
+        each.rule.kind not in ("advice", "summary") and _confidence(each) >= THIN for each in found
+    ):
         return None
     advice = [
         each
@@ -300,12 +389,18 @@ def _is_summary(found: Seen) -> bool:
 
 
 def _tells_of_the_run(found: Seen) -> bool:
-    """Return whether advice matters although losses are sound: monitoring or speed, or clocks, in several lines."""
-    return found.count > 1 and (found.rule.family in ("monitoring", "throughput") or found.rule.id == "A32")
+    """Return whether advice matters although losses are sound: monitoring or speed, or clocks, in
+    several lines.
+    """
+    return found.count > 1 and (
+        found.rule.family in ("monitoring", "throughput") or found.rule.id == "A32"
+    )
 
 
 def _earliest(found: list[Seen]) -> Seen:
-    """Return the symptom with the smallest time of its first line, or the first in the logs if a time is unknown."""
+    """Return the symptom with the smallest time of its first line, or the first in the logs if a
+    time is unknown.
+    """
     in_order = sorted(found, key=lambda each: (each.order, -each.rule.rank))
     if any(each.lines[0].time is None for each in found):
         return in_order[0]
@@ -313,8 +408,11 @@ def _earliest(found: list[Seen]) -> Seen:
 
 
 def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
-    """Return the ranks that the symptom's lines accuse or, if their writers only wait, the other ranks of the logs."""
-    lines, rule = [*found.lines, *found.ranks.values()], found.rule
+    """Return the ranks that the symptom's lines accuse or, if their writers only wait, the other
+    ranks of the logs.
+    """
+    lines = [*found.lines, *found.ranks.values()]
+    rule = found.rule
     hits = (hit for line in lines for text in rule.accuses if (hit := re.search(text, line.text)))
     named = {int(number) for hit in hits for number in re.findall(r"\d+", hit[1])}
     reached = {int(hit[1]): int(hit[2]) for line in lines if (hit := _ENQUEUED.search(line.text))}
@@ -328,7 +426,9 @@ def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
 
 
 def _are_alike(found: Seen, known: set[int]) -> bool:
-    """Return whether every one of several ranks has the cause, none of them clearly before the others."""
+    """Return whether every one of several ranks has the cause, none of them clearly before the
+    others.
+    """
     if found.rule.kind != "cause" or len(found.ranks) < max(2, len(known)):
         return False
     # At a start, the time tells only which rank was started first.
@@ -342,7 +442,9 @@ def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:
         rivals = [
             each
             for each in others
-            if each.rule.family != found.rule.family and _level(each) == _level(found) and _confidence(each) >= THIN
+            if each.rule.family != found.rule.family
+            and _level(each) == _level(found)
+            and _confidence(each) >= THIN
         ]
         confidence *= 0.9 ** min(len(rivals), 3)
     first = found.lines[0].rank

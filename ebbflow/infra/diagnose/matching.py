@@ -1,8 +1,9 @@
 """Matching of log lines against the rules' regular expressions, fast enough for a million lines.
 
-Each expression has required literals: texts of which every matching line contains at least one. Each literal contains
-one of the short texts in `Matcher.triggers`. The reader searches whole blocks of a file for the triggers. Lines that
-differ only in digits share one cached result, unless an expression that may match them depends on digits.
+Each expression has required literals: texts of which every matching line contains at least one.
+Each literal contains one of the short texts in `Matcher.triggers`. The reader searches whole blocks
+of a file for the triggers. Lines that differ only in digits share one cached result, unless an
+expression that may match them depends on digits.
 """
 
 import functools
@@ -19,11 +20,26 @@ from ebbflow.infra.diagnose.rules import VALUES, SymptomRule, load_rules
 _MOST_CACHED = 200_000
 _TRIGGER_LENGTHS = (7, 6, 5, 4)
 # Words that are too common in logs of healthy runs to be triggers.
-_COMMON = ("step", "rank", "info", "train", "torch", "tensor", "model", "data", "time", "loss", " the", "with", "epoch")
+_COMMON = (
+    "step",
+    "rank",
+    "info",
+    "train",
+    "torch",
+    "tensor",
+    "model",
+    "data",
+    "time",
+    "loss",
+    " the",
+    "with",
+    "epoch",
+)
 _NOISE = re.compile("|".join(VALUES["noise"]))
 _PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
 _FRAME = re.compile(r'File "[^"]+", line \d+')
-# A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have no other.
+# A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have
+# no other.
 _QUOTED_CODE = re.compile(r"  +(?!assert )\S")
 # The task, Batch job or pod that a line is about.
 _OBJECT = re.compile(
@@ -37,7 +53,10 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled expression of a rule. `rule` is the rule's index, `role` the rule's field (look, hint, …)."""
+    """A compiled expression of a rule.
+
+    `rule` is the rule's index, `role` the rule's field (look, hint, …).
+    """
 
     regex: re.Pattern[str]
     rule: int
@@ -69,28 +88,37 @@ class Seen:
             return
         self.count += 1
         if self.first is None:
-            self.first, self.order = line, order
+            self.first = line
+            self.order = order
         self.last = line
         if self.rule.cleared and len(self.kept) < _MOST_KEPT:
             self.kept.append((line, order, _object_of(line)))
         if len(self.lines) < 3:
             self.lines.append(line)
-        new = line.rank not in self.ranks or "ast enqueued" in line.text  # which tells how far the rank has come
+        new = (
+            line.rank not in self.ranks or "ast enqueued" in line.text
+        )  # which tells how far the rank has come
         if line.rank is not None and new and len(self.ranks) < 4096:
             self.ranks[line.rank] = line
 
     def without(self, cleared: str) -> "Seen | None":
-        """Return the matches that are about another task, job or pod than `cleared`, or None if there are none."""
+        """Return the matches that are about another task, job or pod than `cleared`, or None if
+        there are none.
+        """
         left = [(line, order) for line, order, name in self.kept if name not in ("", cleared)]
         new = Seen(self.rule, hints=self.hints, strong=self.strong, needed=self.needed)
         for line, order in left:
             new.add(line, order)
-        return new if left else None
+        if left:
+            return new
+        return None
 
 
 def _object_of(line: LogText) -> str:
     match = _OBJECT.search(line.text)
-    return match[match.lastindex or 0] if match else ""
+    if match:
+        return match[match.lastindex or 0]
+    return ""
 
 
 class Matcher:
@@ -111,9 +139,13 @@ class Matcher:
                 self._by_literal[literal].append(pattern)
         words = choose_triggers(self._by_literal)
         self.triggers = tuple(word.encode() for word in words)
-        self._literals_of = {word: [each for each in self._by_literal if word in each] for word in words}
+        self._literals_of = {
+            word: [each for each in self._by_literal if word in each] for word in words
+        }
         self._counts_digits = {
-            id(pattern): bool(re.search(r"\\d|[0-9]", re.sub(r"\{[\d,]+\}", "", pattern.regex.pattern)))
+            id(pattern): bool(
+                re.search(r"\\d|[0-9]", re.sub(r"\{[\d,]+\}", "", pattern.regex.pattern))
+            )
             for pattern in self._patterns
         }
         self._cache: dict[str, tuple[tuple[int, str, str], ...] | None] = {}
@@ -121,13 +153,17 @@ class Matcher:
     def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
         """Return (index of the rule, role, expression) for each expression that matches a line.
 
-        If several rules match with the role "look", only the matches of the rules with the highest `rank` are returned.
+        If several rules match with the role "look", only the matches of the rules with the highest
+        `rank` are returned.
         """
         skeleton = text.translate(_NO_DIGITS)
         cached = self._cache.get(skeleton, False)
         if cached is not None and cached is not False:
             return cached  # type: ignore[return-value]
-        text = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else text
+        if _PREFIX.match(text):
+            text = _PREFIX.sub("", text, count=1)
+        else:
+            text = text
         if _NOISE.search(text):
             return ()
         low = text.lower()
@@ -141,15 +177,22 @@ class Matcher:
         }
         digits = any(self._counts_digits[key] for key in tried)
         found = [pattern for pattern in tried.values() if pattern.regex.search(text)]
-        found = [each for each in found if not any(no.search(text) for no in self._unless[each.rule])]
-        highest = max((self.rules[each.rule].rank for each in found if each.role == "look"), default=0)
+        found = [
+            each for each in found if not any(no.search(text) for no in self._unless[each.rule])
+        ]
+        highest = max(
+            (self.rules[each.rule].rank for each in found if each.role == "look"), default=0
+        )
         result = tuple(
             (each.rule, each.role, each.regex.pattern)
             for each in found
             if each.role != "look" or self.rules[each.rule].rank == highest
         )
         if len(self._cache) < _MOST_CACHED and cached is False:
-            self._cache[skeleton] = None if digits else result
+            if digits:
+                self._cache[skeleton] = None
+            else:
+                self._cache[skeleton] = result
         return result
 
     def collect(self, lines: Iterable[LogText], seen: dict[str, Seen], order: int = 0) -> int:
@@ -157,17 +200,23 @@ class Matcher:
 
         order: number of lines processed so far; the function returns the new number.
         """
-        frame, column = None, 0  # the last frame of a traceback, and where its `File` begins
+        # the last frame of a traceback, and where its `File` begins
+        frame = None
+        column = 0
         for line in lines:
             order += 1
             if found := _FRAME.search(line.text):
-                frame, column = line, found.start()
-            elif frame and line.number == frame.number + 1 and _QUOTED_CODE.match(line.text, column):
+                frame = line
+                column = found.start()
+            elif (
+                frame and line.number == frame.number + 1 and _QUOTED_CODE.match(line.text, column)
+            ):
                 continue
             for number, role, expression in self.match(line.text):
                 rule = self.rules[number]
                 if role == "cleared":
-                    if (mine := seen.pop(rule.id, None)) and (rest := mine.without(_object_of(line))):
+                    mine = seen.pop(rule.id, None)
+                    if mine and (rest := mine.without(_object_of(line))):
                         seen[rule.id] = rest
                     continue
                 mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))
@@ -187,7 +236,8 @@ def load_matcher() -> Matcher:
 
 
 def required_literals(expression: str) -> tuple[str, ...]:
-    """Return lower-case texts such that every line that matches the expression contains at least one of them.
+    """Return lower-case texts such that every line that matches the expression contains at least
+    one of them.
 
     Raises ValueError if the expression requires no text of at least 3 characters.
     """
@@ -200,7 +250,8 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """Return a set of texts such that every match of a parsed regular expression contains at least one of them.
+    """Return a set of texts such that every match of a parsed regular expression contains at least
+    one of them.
 
     If there are several such sets, return the one with the longest texts.
     """
@@ -227,12 +278,17 @@ def _best(sequence: Any) -> set[str]:
 
 
 def _shortest(literals: set[str]) -> int:
-    """Return the smallest length of a literal. Its length is that of its longest run without digits and dots."""
+    """Return the smallest length of a literal.
+
+    Its length is that of its longest run without digits and dots.
+    """
     return min(max(map(len, _DIGIT.split(literal))) for literal in literals)
 
 
 def choose_triggers(literals: Iterable[str]) -> list[str]:
-    """Choose a small set of short texts such that each literal contains at least one of them (greedy set cover)."""
+    """Choose a small set of short texts such that each literal contains at least one of them
+    (greedy set cover).
+    """
     uncovered = set(literals)
     holders: dict[str, set[str]] = defaultdict(set)
     for literal in uncovered:

@@ -1,8 +1,8 @@
 """Symptom rules of `ebbflow diagnose`: loaded from `rules/*.yaml`, and rendered as text or JSON.
 
-A file contains one family of symptoms: `family` (its name), `letter`, `title`, `frames` (a pattern of the paths of code
-whose exceptions belong to the family), `other` (the rule of what only frames or words name), `defaults` (for fields of
-its rules) and `rules`. Fields of a rule:
+A file contains one family of symptoms: `family` (its name), `letter`, `title`, `frames` (a pattern
+of the paths of code whose exceptions belong to the family), `other` (the rule of what only frames
+or words name), `defaults` (for fields of its rules) and `rules`. Fields of a rule:
 
     id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
     kind            cause: can explain other failures. effect: a failure that often follows a cause elsewhere. echo: a
@@ -39,8 +39,16 @@ from typing import Any
 import yaml
 
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
-VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())  # patterns that are no symptoms
-KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}  # kind: default weight
+VALUES = yaml.safe_load(
+    Path(__file__).with_name("values.yaml").read_bytes()
+)  # patterns that are no symptoms
+KINDS = {
+    "cause": 0.9,
+    "effect": 0.75,
+    "echo": 0.55,
+    "summary": 0.4,
+    "advice": 0.6,
+}  # kind: default weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,18 @@ class SymptomRule:
         return found and not any(re.search(one, text, re.IGNORECASE) for one in self.unless)
 
     def to_json(self) -> dict[str, Any]:
-        names = ("id", "family", "title", "kind", "causes", "collect", "fix", "cost", "guides", "source")
+        names = (
+            "id",
+            "family",
+            "title",
+            "kind",
+            "causes",
+            "collect",
+            "fix",
+            "cost",
+            "guides",
+            "source",
+        )
         return {name: getattr(self, name) for name in names}
 
     def render(self) -> str:
@@ -87,12 +106,29 @@ class SymptomRule:
         if self.causes:
             parts.append("causes")
             parts += [f"  {share:4.0%}  {cause}" for cause, share in self.causes.items()]
-        lists = {"collect": self.collect, "fix": self.fix, "looks like": self.examples, "follows": self.follows}
+        lists = {
+            "collect": self.collect,
+            "fix": self.fix,
+            "looks like": self.examples,
+            "follows": self.follows,
+        }
         for name, entries in lists.items():
-            parts += [name, *(f"  {entry}" for entry in entries)] if entries else []
-        parts += [f"costs: {self.cost}"] if self.cost else []
-        parts += [f"guides: {', '.join(self.guides)}"] if self.guides else []
-        parts += [f"source: {self.source}"] if self.source else []
+            if entries:
+                parts += [name, *(f"  {entry}" for entry in entries)]
+            else:
+                parts += []
+        if self.cost:
+            parts += [f"costs: {self.cost}"]
+        else:
+            parts += []
+        if self.guides:
+            parts += [f"guides: {', '.join(self.guides)}"]
+        else:
+            parts += []
+        if self.source:
+            parts += [f"source: {self.source}"]
+        else:
+            parts += []
         return "\n".join(parts)
 
 
@@ -101,7 +137,9 @@ _LISTS = tuple(each.name for each in fields(SymptomRule) if each.type == tuple[s
 
 @dataclass(frozen=True)
 class Family:
-    """Symptoms: their name, first letter and title, a pattern of their code's paths, and the rule of unknown ones."""
+    """Symptoms: their name, first letter and title, a pattern of their code's paths, and the rule
+    of unknown ones.
+    """
 
     name: str
     letter: str
@@ -129,24 +167,41 @@ class RuleBook:
         return next(each.other for each in self.families if each.name == family)
 
     def to_json(self) -> dict[str, Any]:
-        families = [{"name": each.name, "letter": each.letter, "title": each.title} for each in self.families]
-        return {"schema": 1, "families": families, "symptoms": [rule.to_json() for rule in self.rules]}
+        families = [
+            {"name": each.name, "letter": each.letter, "title": each.title}
+            for each in self.families
+        ]
+        return {
+            "schema": 1,
+            "families": families,
+            "symptoms": [rule.to_json() for rule in self.rules],
+        }
 
     def render(self) -> str:
         lines = []
         for family in self.families:
             lines.append(f"{family.name}: {family.title}")
-            lines += [f"  {rule.id}  {rule.title}" for rule in self.rules if rule.family == family.name]
+            lines += [
+                f"  {rule.id}  {rule.title}" for rule in self.rules if rule.family == family.name
+            ]
         return "\n".join(lines)
 
 
 @functools.cache
 def load_rules() -> RuleBook:
     """Load all rules. Raises ValueError if a rule is invalid."""
-    families, rules = [], []
+    families = []
+    rules = []
     for path in sorted(RULES_FOLDER.glob("*.yaml")):
         document = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        families.append(Family(*(document.get(name, "") for name in ("family", "letter", "title", "frames", "other"))))
+        families.append(
+            Family(
+                *(
+                    document.get(name, "")
+                    for name in ("family", "letter", "title", "frames", "other")
+                )
+            )
+        )
         for entry in document["rules"]:
             try:
                 rules.append(_rule({**document.get("defaults", {}), **entry}, document["family"]))
@@ -159,12 +214,16 @@ def load_rules() -> RuleBook:
     rules.sort(key=lambda rule: rule.id)
     verdicts = yaml.safe_load((RULES_FOLDER.parent / "verdicts.yaml").read_bytes())
     return RuleBook(
-        tuple(families), tuple(rules), tuple((re.compile(text, re.IGNORECASE), symptom) for text, symptom in verdicts)
+        tuple(families),
+        tuple(rules),
+        tuple((re.compile(text, re.IGNORECASE), symptom) for text, symptom in verdicts),
     )
 
 
 def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
-    if unknown := entry.keys() - {one.name for one in fields(SymptomRule) if one.name != "family"}:
+    if unknown := entry.keys() - {
+        field.name for field in fields(SymptomRule) if field.name != "family"
+    }:
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     kind = entry.get("kind", "cause")
     if kind not in KINDS:
@@ -180,7 +239,10 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    entries: Iterable[Any] = (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        entries: Iterable[Any] = (value,)
+    else:
+        entries = value
     if not all(isinstance(each, str) for each in entries):
         raise ValueError(f"{value!r} is not text or a list of texts")
     return tuple(entries)

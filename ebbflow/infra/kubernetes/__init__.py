@@ -1,1 +1,3 @@
-"""Kubernetes: manifests, preflight checks of a cluster, and requests that observe or end a job's attempts."""
+"""Kubernetes: manifests, preflight checks of a cluster, and requests that observe or end a job's
+attempts.
+"""

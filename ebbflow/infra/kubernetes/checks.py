@@ -1,12 +1,29 @@
-"""Preflight checks of whether a Kubernetes cluster can run the job, also used by `ebbflow kubernetes check`."""
+"""Preflight checks of whether a Kubernetes cluster can run the job, also used by
+`ebbflow kubernetes check`.
+"""
 
 import argparse
 import os
 from collections.abc import Callable
 
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
-from ebbflow.infra.kubernetes.cluster import JOBSET_GROUP, QUOTA, QUOTA_FIX, Cluster, namespace, open_cluster
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed, render_results, skipped
+from ebbflow.infra.kubernetes.cluster import (
+    JOBSET_GROUP,
+    QUOTA,
+    QUOTA_FIX,
+    Cluster,
+    namespace,
+    open_cluster,
+)
+from ebbflow.infra.preflight import (
+    Check,
+    CheckFinding,
+    PreflightContext,
+    failed,
+    passed,
+    render_results,
+    skipped,
+)
 
 _SECONDS = 4.0
 _NEEDED = (
@@ -17,10 +34,14 @@ _NEEDED = (
 _RBAC = "kubectl apply -f infra/kubernetes/rbac.yaml"
 
 
-def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> Callable[..., CheckFinding]:
+def _for_cluster(
+    check: Callable[[PreflightContext, Cluster], CheckFinding],
+) -> Callable[..., CheckFinding]:
     def run(context: PreflightContext) -> CheckFinding:
         config = context.config
-        planned = config.cluster.plan_for == "kubernetes" and "://" in config.store  # pods cannot read a folder
+        planned = (
+            config.cluster.plan_for == "kubernetes" and "://" in config.store
+        )  # pods cannot read a folder
         if context.target != "kubernetes" and (context.target is not None or not planned):
             return skipped("the job does not run on Kubernetes")
         if "METAFLOW_KUBERNETES_WORKLOAD" in os.environ:
@@ -28,10 +49,16 @@ def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> 
         try:
             return check(context, open_cluster(_SECONDS))
         except CloudForbidden as error:
-            login = "log in to the cluster again: the kubeconfig's credentials are missing, wrong or expired"
+            login = (
+                "log in to the cluster again: the kubeconfig's credentials are missing, wrong or "
+                "expired"
+            )
             return failed(str(error), login if "(401)" in str(error) else _RBAC)
         except CloudUnavailable as error:
-            return failed(f"the API server does not answer: {error}", "kubectl cluster-info; check KUBECONFIG and VPN")
+            return failed(
+                f"the API server does not answer: {error}",
+                "kubectl cluster-info; check KUBECONFIG and VPN",
+            )
         except CloudError as error:
             return failed(str(error), "correct KUBECONFIG, or METAFLOW_KUBERNETES_NAMESPACE")
 
@@ -41,7 +68,8 @@ def _for_cluster(check: Callable[[PreflightContext, Cluster], CheckFinding]) -> 
 
 @_for_cluster
 def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check, with a dry run, that the API server accepts a JobSet (for one node, a Job) similar to the job's.
+    """Check, with a dry run, that the API server accepts a JobSet (for one node, a Job) similar to
+    the job's.
 
     This covers permissions, the namespace, its quota, and the installed JobSet definition.
     """
@@ -51,9 +79,15 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
     except CloudRefused as error:
         text = str(error)
         if "namespaces" in text:
-            return failed(text, "kubectl apply -f infra/kubernetes/namespace.yaml; set METAFLOW_KUBERNETES_NAMESPACE")
+            return failed(
+                text,
+                "kubectl apply -f infra/kubernetes/namespace.yaml; set "
+                "METAFLOW_KUBERNETES_NAMESPACE",
+            )
         if error.code == "404":
-            release = "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+            release = (
+                "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+            )
             return failed(
                 f"the cluster has no JobSet, which several nodes need: {text}",
                 f"kubectl apply --server-side -f {release}",
@@ -66,10 +100,18 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 @_for_cluster
 def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check that this account may create, read and delete Jobs, JobSets and pods (SelfSubjectAccessReview)."""
-    lacking = [f"{verb} {resource}" for verb, group, resource in _NEEDED if not cluster.may(verb, group, resource)]
+    """Check that this account may create, read and delete Jobs, JobSets and pods
+    (SelfSubjectAccessReview).
+    """
+    lacking = [
+        f"{verb} {resource}"
+        for verb, group, resource in _NEEDED
+        if not cluster.may(verb, group, resource)
+    ]
     if lacking:
-        return failed(f"this account may not {', '.join(lacking)} in namespace {namespace()}", _RBAC)
+        return failed(
+            f"this account may not {', '.join(lacking)} in namespace {namespace()}", _RBAC
+        )
     return passed(f"all {len(_NEEDED)} rights in namespace {namespace()}")
 
 
@@ -94,48 +136,110 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
     try:
         nodes = cluster.nodes()
     except CloudForbidden:
-        return skipped("this account may not list nodes; infra/kubernetes/rbac.yaml has the ClusterRole")
+        return skipped(
+            "this account may not list nodes; infra/kubernetes/rbac.yaml has the ClusterRole"
+        )
     types = context.config.cluster.instance_types
     label = "node.kubernetes.io/instance-type"
-    kinds = [(one["metadata"].get("labels") or {}).get(label, "") for one in nodes]
+    kinds = [(node["metadata"].get("labels") or {}).get(label, "") for node in nodes]
     found = [one for one, kind in zip(nodes, kinds, strict=True) if kind.startswith(tuple(types))]
-    wanted = [] if context.config.cluster.device == "cpu" else ["nvidia.com/gpu"]
-    wanted += ["vpc.amazonaws.com/efa"] if context.config.batch.efa_interfaces else []
+    if context.config.cluster.device == "cpu":
+        wanted = []
+    else:
+        wanted = ["nvidia.com/gpu"]
+    if context.config.batch.efa_interfaces:
+        wanted += ["vpc.amazonaws.com/efa"]
+    else:
+        wanted += []
     for resource in wanted:
-        without = [one["metadata"]["name"] for one in found if resource not in one["status"].get("allocatable", {})]
+        without = [
+            one["metadata"]["name"]
+            for one in found
+            if resource not in one["status"].get("allocatable", {})
+        ]
         if without:
             return failed(
-                f"{len(without)} of {len(found)} nodes of {', '.join(types)} show no {resource}: {without[0]}",
-                "install the NVIDIA (or EFA) device plugin with a toleration of ebbflow/training, or correct the pool",
+                f"{len(without)} of {len(found)} nodes of {', '.join(types)} show no {resource}: "
+                f"{without[0]}",
+                "install the NVIDIA (or EFA) device plugin with a toleration of "
+                "ebbflow/training, or correct the pool",
             )
-    return passed(f"{len(nodes)} nodes, {len(found)} of the wanted types; {', '.join(wanted) or 'no device'} needed")
+    return passed(
+        f"{len(nodes)} nodes, {len(found)} of the wanted types; "
+        f"{', '.join(wanted) or 'no device'} needed"
+    )
 
 
 CHECKS = [
-    Check("kubernetes-cluster", "cluster accepts the job", "error", "quick", 30.0, ("A18", "I04"), check_create),
-    Check("kubernetes-rights", "account has its rights", "error", "quick", 30.0, ("A19",), check_access),
+    Check(
+        "kubernetes-cluster",
+        "cluster accepts the job",
+        "error",
+        "quick",
+        30.0,
+        ("A18", "I04"),
+        check_create,
+    ),
+    Check(
+        "kubernetes-rights",
+        "account has its rights",
+        "error",
+        "quick",
+        30.0,
+        ("A19",),
+        check_access,
+    ),
     Check("kubernetes-queue", "Kueue queue exists", "error", "quick", 30.0, ("I04",), check_queue),
-    Check("kubernetes-devices", "nodes show their devices", "warning", "quick", 30.0, ("A04",), check_nodes),
+    Check(
+        "kubernetes-devices",
+        "nodes show their devices",
+        "warning",
+        "quick",
+        30.0,
+        ("A04",),
+        check_nodes,
+    ),
 ]
 
 
 def _example(context: PreflightContext) -> dict:
-    """Return a minimal Job or, unless the job has one node, JobSet with a control job and a worker job."""
-    image = context.config.batch.image or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE") or "python"
+    """Return a minimal Job or, unless the job has one node, JobSet with a control job and a worker
+    job.
+    """
+    image = (
+        context.config.batch.image
+        or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE")
+        or "python"
+    )
     pod = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
     job = {"spec": {"backoffLimit": 0, "template": {"spec": pod}}}
     metadata = {"name": "ebbflow-check"}
     if context.config.cluster.nodes == 1:
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, **job}
-    spec = {"replicatedJobs": [{"name": name, "replicas": 1, "template": job} for name in ("control", "worker")]}
-    return {"apiVersion": f"{JOBSET_GROUP}/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+    spec = {
+        "replicatedJobs": [
+            {"name": name, "replicas": 1, "template": job} for name in ("control", "worker")
+        ]
+    }
+    return {
+        "apiVersion": f"{JOBSET_GROUP}/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": spec,
+    }
 
 
 def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("kubernetes", help="check whether a Kubernetes cluster can run a job")
-    command.add_argument("what", choices=["check"], help="check: what the cluster has, each problem with its fix")
+    command = commands.add_parser(
+        "kubernetes", help="check whether a Kubernetes cluster can run a job"
+    )
+    command.add_argument(
+        "what", choices=["check"], help="check: what the cluster has, each problem with its fix"
+    )
     command.add_argument("config", nargs="?", metavar="CONFIG")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key"
+    )
     command.set_defaults(command=_check)
 
 

@@ -1,7 +1,9 @@
-"""Requests to a Kubernetes API server: read the pods of an attempt, find out why they ended, and end an attempt.
+"""Requests to a Kubernetes API server: read the pods of an attempt, find out why they ended, and
+end an attempt.
 
 An attempt is a JobSet (several nodes) or a Job (one node). Its id is NAMESPACE/KIND/NAME, such as
-ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` package is imported only when needed.
+ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` package is imported
+only when needed.
 """
 
 import contextlib
@@ -19,22 +21,46 @@ from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
 from ebbflow.infra.retry import retry
 
-JOBSET_GROUP, JOBSET_VERSION = "jobset.x-k8s.io", "v1alpha2"
-QUOTA, QUOTA_FIX = "exceeded quota", "end other jobs, or raise the namespace's ResourceQuota"
+JOBSET_GROUP = "jobset.x-k8s.io"
+JOBSET_VERSION = "v1alpha2"
+QUOTA = "exceeded quota"
+QUOTA_FIX = "end other jobs, or raise the namespace's ResourceQuota"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
-_INSTANCE_TYPE, _ZONE = "node.kubernetes.io/instance-type", "topology.kubernetes.io/zone"
+_INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+_ZONE = "topology.kubernetes.io/zone"
 _MARKETS = {"spot": "spot", "SPOT": "spot", "on-demand": "on_demand", "ON_DEMAND": "on_demand"}
 # Reasons of a pod whose node was taken away or drained:
 # https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions
-_LOST = ("NodeLost", "Evicted", "Terminated", "NodeShutdown", "Shutdown", "Preempting", "NodeAffinity")
-_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName",
-             "SignatureValidationFailed", "CreateContainerConfigError", "CreateContainerError")  # fmt: skip
-# Taints that announce the end of a node, before or while it is drained: Karpenter's, the AWS node termination
-# handler's, GKE's and the cluster autoscaler's.
-_ENDING = ("karpenter.sh/disrupted", "aws-node-termination-handler/", "cloud.google.com/impending-node-termination",
-           "ToBeDeletedByClusterAutoscaler")  # fmt: skip
-_SECONDS, _PAUSE_SECONDS = 10.0, 0.5
+_LOST = (
+    "NodeLost",
+    "Evicted",
+    "Terminated",
+    "NodeShutdown",
+    "Shutdown",
+    "Preempting",
+    "NodeAffinity",
+)
+_NO_IMAGE = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ErrImageNeverPull",
+    "ImageInspectError",
+    "InvalidImageName",
+    "SignatureValidationFailed",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+)
+# Taints that announce the end of a node, before or while it is drained: Karpenter's, the AWS node
+# termination handler's, GKE's and the cluster autoscaler's.
+_ENDING = (
+    "karpenter.sh/disrupted",
+    "aws-node-termination-handler/",
+    "cloud.google.com/impending-node-termination",
+    "ToBeDeletedByClusterAutoscaler",
+)
+_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
 
 
 def namespace() -> str:
@@ -47,7 +73,10 @@ def is_cluster_id(job_id: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """One pod of an attempt. Times (Unix seconds) are by the cluster's clock; None if unknown or in the future."""
+    """One pod of an attempt.
+
+    Times (Unix seconds) are by the cluster's clock; None if unknown or in the future.
+    """
 
     name: str
     node: int  # number of the node in the gang
@@ -56,7 +85,8 @@ class PodState:
     created: float | None
     started: float | None = None  # when its container started
     ended: float | None = None
-    ended_by_cluster: bool = False  # `ended` is the container's own; otherwise it is when its end was noticed
+    # `ended` is the container's own; otherwise it is when its end was noticed
+    ended_by_cluster: bool = False
     exit_code: int | None = None
     waiting: str = ""  # why it does not run yet
     no_image: bool = False
@@ -72,13 +102,18 @@ class Cluster:
     def __init__(self, api_client: Any, seconds: float = _SECONDS) -> None:
         from kubernetes import client
 
-        self._core, self._custom = client.CoreV1Api(api_client), client.CustomObjectsApi(api_client)
+        self._core = client.CoreV1Api(api_client)
+        self._custom = client.CustomObjectsApi(api_client)
         self._access = client.AuthorizationV1Api(api_client)
         self._seconds = seconds
         self._labels: dict[str, dict[str, str]] = {}  # by node; {} if they may not be read
 
-    def ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
-        """Send a request and return the parsed JSON answer; retry it for some seconds. Raises CloudError.
+    def ask(
+        self, what: str, call: Callable[..., Any], *args: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Send a request and return the parsed JSON answer; retry it for some seconds.
+
+        Raises CloudError.
 
         what: name of the request in error messages.
         """
@@ -90,8 +125,13 @@ class Cluster:
             pauses=itertools.repeat(_PAUSE_SECONDS),
         )
 
-    def _find(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any] | None:
-        """Send a request with `ask`. Return None if the object does not exist. Raises CloudError."""
+    def _find(
+        self, what: str, call: Callable[..., Any], *args: Any, **options: Any
+    ) -> dict[str, Any] | None:
+        """Send a request with `ask`.
+
+        Return None if the object does not exist. Raises CloudError.
+        """
         try:
             return self.ask(what, call, *args, **options)
         except CloudRefused as error:
@@ -99,7 +139,9 @@ class Cluster:
                 return None
             raise
 
-    def _ask(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
+    def _ask(
+        self, what: str, call: Callable[..., Any], *args: Any, **options: Any
+    ) -> dict[str, Any]:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -116,51 +158,94 @@ class Cluster:
             raise CloudUnavailable(f"Kubernetes: {what}: {str(error)[:300]}") from None
 
     def owner(self, job_id: str) -> dict[str, Any] | None:
-        """Return the Job or JobSet of an attempt, or None if it no longer exists. Raises CloudError."""
+        """Return the Job or JobSet of an attempt, or None if it no longer exists.
+
+        Raises CloudError.
+        """
         _, kind, name = job_id.split("/")
-        return self._find(f"get {kind} {name}", self._custom.get_namespaced_custom_object, *_path(job_id))
+        return self._find(
+            f"get {kind} {name}", self._custom.get_namespaced_custom_object, *_path(job_id)
+        )
 
     def pods(self, job_id: str) -> tuple[list[PodState], str]:
-        """Return the attempt's pods that currently exist, and the version of this list. Raises CloudError."""
+        """Return the attempt's pods that currently exist, and the version of this list.
+
+        Raises CloudError.
+        """
         found = self._list_pods("list pods", job_id)
-        pods = [replace(one, labels=self._node_labels(one.machine)) for one in map(_pod_state, found["items"])]
+        pods = [
+            replace(one, labels=self._node_labels(one.machine))
+            for one in map(_pod_state, found["items"])
+        ]
         return pods, (found.get("metadata") or {}).get("resourceVersion") or ""
 
     def removed_pods(self, job_id: str, version: str) -> list[PodState]:
-        """Return the last states of the pods that were removed since a list of this version. Raises CloudError."""
+        """Return the last states of the pods that were removed since a list of this version.
+
+        Raises CloudError.
+        """
         since = {"resource_version": version, "watch": True, "timeout_seconds": 1}
         found = self._list_pods("watch pods", job_id, **since)["items"]
         return [_pod_state(one["object"]) for one in found if one["type"] == "DELETED"]
 
     def _list_pods(self, what: str, job_id: str, **options: Any) -> dict[str, Any]:
         space, kind, name = job_id.split("/")
-        label = "job-name" if kind == "jobs" else _JOBSET_LABEL
-        return self.ask(what, self._core.list_namespaced_pod, space, label_selector=f"{label}={name}", **options)
+        if kind == "jobs":
+            label = "job-name"
+        else:
+            label = _JOBSET_LABEL
+        return self.ask(
+            what, self._core.list_namespaced_pod, space, label_selector=f"{label}={name}", **options
+        )
 
     def refused_pods(self, job_id: str) -> str:
-        """Return why the cluster refused to create a pod of the attempt, such as a quota, or "". Raises CloudError."""
+        """Return why the cluster refused to create a pod of the attempt, such as a quota, or "".
+
+        Raises CloudError.
+        """
         space, _, name = job_id.split("/")
         which = {"field_selector": "reason=FailedCreate,involvedObject.kind=Job"}
         found = self.ask("list events", self._core.list_namespaced_event, space, **which)["items"]
         mine = [one for one in found if str(one["involvedObject"].get("name")).startswith(name)]
-        return str(mine[-1].get("message") or "") if mine else ""
+        if mine:
+            return str(mine[-1].get("message") or "")
+        return ""
 
     def delete(self, job_id: str) -> None:
-        """Delete the Job or JobSet. Its pods get SIGTERM and run at most for their grace period. Raises CloudError."""
+        """Delete the Job or JobSet.
+
+        Its pods get SIGTERM and run at most for their grace period. Raises CloudError.
+        """
         _, kind, name = job_id.split("/")
         call = self._custom.delete_namespaced_custom_object
         self._find(f"delete {kind} {name}", call, *_path(job_id), propagation_policy="Foreground")
 
     def evict(self, job_id: str, pod: str) -> None:
-        """Evict a pod. It gets SIGTERM, and may run until its grace period ends. Raises CloudError."""
+        """Evict a pod.
+
+        It gets SIGTERM, and may run until its grace period ends. Raises CloudError.
+        """
         space = job_id.split("/")[0]
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": space}}
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": space},
+        }
         self.ask(f"evict pod {pod}", self._core.create_namespaced_pod_eviction, pod, space, body)
 
     def may(self, verb: str, group: str, resource: str) -> bool:
-        """Return whether the current account has a permission in the namespace. Raises CloudError."""
+        """Return whether the current account has a permission in the namespace.
+
+        Raises CloudError.
+        """
         name, _, sub = resource.partition("/")
-        about = {"namespace": namespace(), "verb": verb, "group": group, "resource": name, "subresource": sub}
+        about = {
+            "namespace": namespace(),
+            "verb": verb,
+            "group": group,
+            "resource": name,
+            "subresource": sub,
+        }
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
         body["spec"] = {"resourceAttributes": about}  # type: ignore[assignment]
         answer = self.ask("review access", self._access.create_self_subject_access_review, body)
@@ -170,17 +255,27 @@ class Cluster:
         """Let the API server check a Job or JobSet without creating it. Raises CloudError."""
         kind = f"{body['kind'].lower()}s"
         where = (*body["apiVersion"].split("/"), namespace(), kind)
-        self.ask(f"create {kind} (dry run)", self._custom.create_namespaced_custom_object, *where, body, dry_run="All")
+        self.ask(
+            f"create {kind} (dry run)",
+            self._custom.create_namespaced_custom_object,
+            *where,
+            body,
+            dry_run="All",
+        )
 
     def queue_position(self, job_id: str, queue: str) -> int | None:
-        """Return how many workloads are before this attempt in the Kueue queue, or None if this is unknown."""
+        """Return how many workloads are before this attempt in the Kueue queue, or None if this is
+        unknown.
+        """
         space, _, name = job_id.split("/")
         try:
             found = self._of_kueue("visibility.kueue.x-k8s.io", space, f"{queue}/pendingworkloads")
         except CloudError:
             return None
         for one in (found or {}).get("items") or []:
-            if any(each.get("name") == name for each in one["metadata"].get("ownerReferences") or []):
+            if any(
+                each.get("name") == name for each in one["metadata"].get("ownerReferences") or []
+            ):
                 return int(one.get("positionInLocalQueue") or 0)
         return None
 
@@ -189,48 +284,71 @@ class Cluster:
         return self._of_kueue("kueue.x-k8s.io", namespace(), queue) is not None
 
     def _of_kueue(self, group: str, space: str, name: str) -> dict[str, Any] | None:
-        what, call = f"get localqueues {name}", self._custom.get_namespaced_custom_object
+        what = f"get localqueues {name}"
+        call = self._custom.get_namespaced_custom_object
         versions = ("v1beta2", "v1beta1")  # releases serve one or both
-        answers = (self._find(what, call, group, version, space, "localqueues", name) for version in versions)
+        answers = (
+            self._find(what, call, group, version, space, "localqueues", name)
+            for version in versions
+        )
         return next((answer for answer in answers if answer is not None), None)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return all nodes of the cluster. Raises CloudError, for example if this account may not list nodes."""
+        """Return all nodes of the cluster.
+
+        Raises CloudError, for example if this account may not list nodes.
+        """
         return self.ask("list nodes", self._core.list_node)["items"]
 
     def _node(self, name: str) -> dict[str, Any] | None:
-        """Return the cluster's node `name`, {} if the request fails, or None if the node no longer exists."""
+        """Return the cluster's node `name`, {} if the request fails, or None if the node no longer
+        exists.
+        """
         try:
             return self._find(f"get node {name}", self._core.read_node, name)
         except CloudError:
             return {}
 
     def has_lost(self, name: str) -> bool:
-        """Return whether a node is gone or its kubelet no longer reports. Return False if nodes cannot be read."""
+        """Return whether a node is gone or its kubelet no longer reports.
+
+        Return False if nodes cannot be read.
+        """
         node = self._node(name)
         conditions = ((node or {}).get("status") or {}).get("conditions") or []
-        return node is None or any(one["type"] == "Ready" and one["status"] == "Unknown" for one in conditions)
+        return node is None or any(
+            condition["type"] == "Ready" and condition["status"] == "Unknown"
+            for condition in conditions
+        )
 
     def announced_end(self, name: str) -> str:
-        """Return the taint that announces that a node will be taken away, or "" if the node has no such taint."""
+        """Return the taint that announces that a node will be taken away, or "" if the node has no
+        such taint.
+        """
         taints = ((self._node(name) or {}).get("spec") or {}).get("taints") or []
-        return next((one["key"] for one in taints if one["key"].startswith(_ENDING)), "")
+        return next((taint["key"] for taint in taints if taint["key"].startswith(_ENDING)), "")
 
     def _node_labels(self, name: str) -> dict[str, str]:
         if name and name not in self._labels:
-            self._labels[name] = ((self._node(name) or {}).get("metadata") or {}).get("labels") or {}
+            self._labels[name] = ((self._node(name) or {}).get("metadata") or {}).get(
+                "labels"
+            ) or {}
         return self._labels.get(name, {})
 
 
 def open_cluster(seconds: float = _SECONDS) -> Cluster:
-    """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config. Sends no request.
+    """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config.
+
+    Sends no request.
 
     Raises CloudRefused if there is no configuration.
     """
     try:
         from kubernetes import client, config
     except ImportError:
-        raise CloudRefused("--with kubernetes needs a package; fix: pip install kubernetes") from None
+        raise CloudRefused(
+            "--with kubernetes needs a package; fix: pip install kubernetes"
+        ) from None
     try:
         made = client.Configuration()
         if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
@@ -238,14 +356,18 @@ def open_cluster(seconds: float = _SECONDS) -> Cluster:
         else:
             config.load_kube_config(client_configuration=made)
     except (config.ConfigException, OSError, ValueError, TypeError) as error:
-        raise CloudRefused(f"no usable kubeconfig: {error}; fix: set KUBECONFIG, or run in a pod") from None
+        raise CloudRefused(
+            f"no usable kubeconfig: {error}; fix: set KUBECONFIG, or run in a pod"
+        ) from None
     made.retries = False
     return Cluster(client.ApiClient(made), seconds)
 
 
 def _path(job_id: str) -> tuple[str, ...]:
     space, kind, name = job_id.split("/")
-    return ("batch", "v1", space, kind, name) if kind == "jobs" else (JOBSET_GROUP, JOBSET_VERSION, space, kind, name)
+    if kind == "jobs":
+        return ("batch", "v1", space, kind, name)
+    return (JOBSET_GROUP, JOBSET_VERSION, space, kind, name)
 
 
 def _json(body: Any) -> dict[str, Any]:
@@ -253,25 +375,36 @@ def _json(body: Any) -> dict[str, Any]:
         found = json.loads(body or b"{}")
     except (ValueError, TypeError):
         found = {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 def _api_error(what: str, status: int, body: Mapping[str, Any]) -> CloudError:
     text = f"Kubernetes: {what}: {str(body.get('message') or 'no reason given')[:500]} ({status})"
     if status in (401, 403) and QUOTA not in text:
         return CloudForbidden(text)
-    return CloudUnavailable(text) if status == 429 or status >= 500 or not status else CloudRefused(text, str(status))
+    if status == 429 or status >= 500 or not status:
+        return CloudUnavailable(text)
+    return CloudRefused(text, str(status))
 
 
 def _unix(text: Any) -> float | None:
-    return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp() if text else None
+    if text:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    return None
 
 
 def _pod_state(pod: Mapping[str, Any]) -> PodState:
-    metadata, status, labels = pod["metadata"], pod.get("status") or {}, pod["metadata"].get("labels") or {}
+    metadata = pod["metadata"]
+    status = pod.get("status") or {}
+    labels = pod["metadata"].get("labels") or {}
     worker = labels.get("jobset.sigs.k8s.io/replicatedjob-name") == "worker"
     lines = status.get("containerStatuses") or []
-    state = (lines[0].get("state") or {}) if lines else {}
+    if lines:
+        state = lines[0].get("state") or {}
+    else:
+        state = {}
     ended, running, waits = (state.get(name) or {} for name in ("terminated", "running", "waiting"))
     conditions = {one["type"]: one for one in status.get("conditions") or []}
     disrupted = conditions.get("DisruptionTarget", {}).get("status") == "True"
@@ -279,7 +412,9 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
     reason = str(waits.get("reason") or "")
     waiting = ": ".join(filter(None, (reason, str(waits.get("message") or ""))))
     if unscheduled.get("status") == "False":
-        waiting = f"{unscheduled.get('reason') or 'Unschedulable'}: {unscheduled.get('message') or ''}"
+        waiting = (
+            f"{unscheduled.get('reason') or 'Unschedulable'}: {unscheduled.get('message') or ''}"
+        )
     return PodState(
         name=metadata["name"],
         node=1 + int(labels.get("jobset.sigs.k8s.io/job-index") or 0) if worker else 0,
@@ -299,58 +434,95 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
 
 
 class AttemptWatch:
-    """Record of one attempt, built from repeated readings. It keeps pods that no longer exist. Not thread-safe."""
+    """Record of one attempt, built from repeated readings.
+
+    It keeps pods that no longer exist. Not thread-safe.
+    """
 
     def __init__(self, job_id: str, nodes: int = 1, roll_call_seconds: float = math.inf) -> None:
-        self.job_id, self.nodes = job_id, nodes
-        self._roll_call_seconds = roll_call_seconds  # for which a node waits for the others before it fails
+        self.job_id = job_id
+        self.nodes = nodes
+        # For which a node waits for the others before it fails
+        self._roll_call_seconds = roll_call_seconds
         self.pods: dict[str, PodState] = {}
-        self.evicted: set[str] = set()  # by the caller; such a pod can be gone before a reading shows why
+        self.evicted: set[str] = (
+            set()
+        )  # by the caller; such a pod can be gone before a reading shows why
         self.succeeded = self.failed = self.suspended = self.gone = False
         self.reason = self._version = self._refused = ""
 
     def look(self, cluster: Cluster, now: float) -> None:
-        """Read the attempt's current state and update this record. `now` is Unix time. Raises CloudError."""
-        found, version = cluster.pods(self.job_id)  # read before the owner, whose deletion removes the pods
+        """Read the attempt's current state and update this record.
+
+        `now` is Unix time. Raises CloudError.
+        """
+        found, version = cluster.pods(
+            self.job_id
+        )  # read before the owner, whose deletion removes the pods
         owner = cluster.owner(self.job_id)
         present = {one.name for one in found}
-        if self._version and any(one.ended is None and name not in present for name, one in self.pods.items()):
-            with contextlib.suppress(CloudError):  # such as 410: the cluster no longer has these changes
-                found += [one for one in cluster.removed_pods(self.job_id, self._version) if one.name not in present]
-        self._version, self.gone = version, owner is None or "deletionTimestamp" in owner["metadata"]
+        if self._version and any(
+            one.ended is None and name not in present for name, one in self.pods.items()
+        ):
+            with contextlib.suppress(
+                CloudError
+            ):  # such as 410: the cluster no longer has these changes
+                found += [
+                    pod
+                    for pod in cluster.removed_pods(self.job_id, self._version)
+                    if pod.name not in present
+                ]
+        self._version = version
+        self.gone = owner is None or "deletionTimestamp" in owner["metadata"]
         if owner is not None:
             self._read_owner(owner)
-        if len({one.node for one in (*self.pods.values(), *found)}) < self.nodes and not (self.suspended or self.ended):
+        if len({one.node for one in (*self.pods.values(), *found)}) < self.nodes and not (
+            self.suspended or self.ended
+        ):
             with contextlib.suppress(CloudError):  # such as 403: this account may not list events
                 self._refused = cluster.refused_pods(self.job_id)
         for one in found:
             old = self.pods.get(one.name) or one
             self.pods[one.name] = replace(
-                one, started=one.started or old.started, ended=one.ended or old.ended, labels=one.labels or old.labels,
+                one,
+                started=one.started or old.started,
+                ended=one.ended or old.ended,
+                labels=one.labels or old.labels,
                 ended_by_cluster=one.ended_by_cluster or old.ended_by_cluster,
                 lost=one.lost or old.lost or (one.leaving and not self.ended),  # deleted by a drain
-            )  # fmt: skip
+            )
         for name, one in self.pods.items():
             if one.ended is None:
-                # A container that is asked to end is paid for until it ends. A lost node's pod may stay for minutes.
-                # A pod that was deleted may leave an empty node behind, which the cluster removes as well.
-                node_lost = self.ended and name in present and bool(one.machine) and cluster.has_lost(one.machine)
+                # A container that is asked to end is paid for until it ends. A lost node's pod may
+                # stay for minutes. A pod that was deleted may leave an empty node behind, which the
+                # cluster removes as well.
+                node_lost = (
+                    self.ended
+                    and name in present
+                    and bool(one.machine)
+                    and cluster.has_lost(one.machine)
+                )
                 if name not in present or one.phase == "Failed" or node_lost:
                     lost = one.lost or node_lost or (name not in present and not self.ended)
                     self.pods[name] = replace(one, ended=now, lost=lost)
 
     def end(self, cluster: Cluster, limit: float) -> None:
-        """Delete the attempt if it has not ended, and wait until its pods have ended, or `limit` (monotonic time)."""
+        """Delete the attempt if it has not ended, and wait until its pods have ended, or `limit`
+        (monotonic time).
+        """
         if not self.ended or self.gone:
             cluster.delete(self.job_id)
-        while any(one.ended is None for one in self.pods.values()) and time.monotonic() < limit:
+        while any(pod.ended is None for pod in self.pods.values()) and time.monotonic() < limit:
             time.sleep(0.3)
             self.look(cluster, time.time())
 
     def _read_owner(self, owner: Mapping[str, Any]) -> None:
-        spec, status = owner.get("spec") or {}, owner.get("status") or {}
+        spec = owner.get("spec") or {}
+        status = owner.get("status") or {}
         conditions = {one["type"]: one for one in status.get("conditions") or []}
-        self.succeeded = any(conditions.get(name, {}).get("status") == "True" for name in ("Completed", "Complete"))
+        self.succeeded = any(
+            conditions.get(name, {}).get("status") == "True" for name in ("Completed", "Complete")
+        )
         failed = conditions.get("Failed") or {}
         self.failed = failed.get("status") == "True"
         self.reason = str(failed.get("message") or "")
@@ -364,46 +536,64 @@ class AttemptWatch:
     @property
     def over(self) -> bool:
         """Whether the attempt has ended and the end time of every pod is known."""
-        return self.ended and all(one.ended is not None for one in self.pods.values())
+        return self.ended and all(pod.ended is not None for pod in self.pods.values())
 
     @property
     def waiting(self) -> str:
-        """Why a node of the attempt does not run yet: the reason in its pod, or that it has no pod; "" if all run."""
-        if waiting := next((f"{one.name}: {one.waiting}" for one in self.pods.values() if one.waiting), ""):
+        """Why a node of the attempt does not run yet: the reason in its pod, or that it has no pod;
+        "" if all run.
+        """
+        if waiting := next(
+            (f"{pod.name}: {pod.waiting}" for pod in self.pods.values() if pod.waiting), ""
+        ):
             return waiting
-        if not self.lacking or len({one.node for one in self.pods.values()}) >= self.nodes:
+        if not self.lacking or len({pod.node for pod in self.pods.values()}) >= self.nodes:
             return ""
-        fix = f"; fix: {QUOTA_FIX}" if QUOTA in self._refused else ""
+        if QUOTA in self._refused:
+            fix = f"; fix: {QUOTA_FIX}"
+        else:
+            fix = ""
         why = self._refused or f"kubectl -n {self.job_id.split('/')[0]} describe jobs tells why"
         return f"a pod was not made; {why}{fix}"
 
     @property
     def started(self) -> bool:
-        return any(one.started is not None for one in self.pods.values())
+        return any(pod.started is not None for pod in self.pods.values())
 
     @property
     def disrupted(self) -> bool:
         """Whether a pod was evicted, or lost with its machine."""
-        return bool(self.evicted) or any(one.lost for one in self.pods.values())
+        return bool(self.evicted) or any(pod.lost for pod in self.pods.values())
 
     @property
     def lacking(self) -> bool:
-        """Whether no pod has started for some node of the attempt, so that the attempt can neither continue nor end.
+        """Whether no pod has started for some node of the attempt, so that the attempt can neither
+        continue nor end.
 
-        A lost pod counts as started until node 0 has succeeded: before that, its replacement may start at any time.
+        A lost pod counts as started until node 0 has succeeded: before that, its replacement may
+        start at any time.
         """
-        begun = [one for one in self.pods.values() if one.started is not None]
+        begun = [pod for pod in self.pods.values() if pod.started is not None]
         finished = any(one.node == 0 and one.exit_code == 0 for one in begun)
         return len({one.node for one in begun if not (finished and one.lost)}) < self.nodes
 
     def announced(self, cluster: Cluster) -> list[tuple[PodState, str]]:
         """Return the running pods whose node is about to be taken away, each with the node's taint."""
-        running = [one for one in self.pods.values() if one.phase == "Running" and one.ended is None]
-        found = [(one, cluster.announced_end(one.machine)) for one in running if one.machine and not one.leaving]
+        running = [
+            pod for pod in self.pods.values() if pod.phase == "Running" and pod.ended is None
+        ]
+        found = [
+            (one, cluster.announced_end(one.machine))
+            for one in running
+            if one.machine and not one.leaving
+        ]
         return [(one, taint) for one, taint in found if taint]
 
     def cause(self, ended_by: Cause | None) -> Cause:
-        """Return why the attempt ended. If this process ended the attempt, `ended_by` is the cause."""
+        """Return why the attempt ended.
+
+        If this process ended the attempt, `ended_by` is the cause.
+        """
         pods = list(self.pods.values())
         if self.succeeded:
             return "ended"
@@ -411,24 +601,43 @@ class AttemptWatch:
             return ended_by
         if self.disrupted:
             return "reclaimed"
-        if any(one.late for one in pods) or (self.gone and not self.failed):
+        if any(pod.late for pod in pods) or (self.gone and not self.failed):
             return "terminated"
-        if ran := [(one.ended - one.started, one.ended) for one in pods if one.exit_code and one.ended and one.started]:
-            longest, end = max(ran)  # a missing pod may start on the machine that the failed one leaves
-            present = {one.node for one in pods if one.started is not None and one.started < end}
+        if ran := [
+            (pod.ended - pod.started, pod.ended)
+            for pod in pods
+            if pod.exit_code and pod.ended and pod.started
+        ]:
+            longest, end = max(
+                ran
+            )  # a missing pod may start on the machine that the failed one leaves
+            present = {pod.node for pod in pods if pod.started is not None and pod.started < end}
             if len(present) < self.nodes and longest >= self._roll_call_seconds:
-                return "never_started"  # a machine was missing at the roll-call, before any code of the user
+                # a machine was missing at the roll-call, before any code of the user
+                return "never_started"
             # A gang fails as a whole long before the cluster notices the loss of a node.
-            known = all(one.exit_code is not None for one in pods if one.started is not None)
-            return "user_code" if known else "unknown"
-        if any(one.no_image for one in pods):
+            known = all(pod.exit_code is not None for pod in pods if pod.started is not None)
+            if known:
+                return "user_code"
+            return "unknown"
+        if any(pod.no_image for pod in pods):
             return "not_made"
-        return "unknown" if self.started else "never_started"
+        if self.started:
+            return "unknown"
+        return "never_started"
 
-    def attempt(self, *, now: float, ended_by: Cause | None = None, reason: str = "") -> BatchAttempt:
-        """Return the description of the attempt. A node's time includes only the time in which one of its pods ran."""
-        main = [one for one in self.pods.values() if one.node == 0]
-        texts = [reason or self.reason, *(f"{one.name}: {_why(one)}" for one in self.pods.values() if _why(one))]
+    def attempt(
+        self, *, now: float, ended_by: Cause | None = None, reason: str = ""
+    ) -> BatchAttempt:
+        """Return the description of the attempt.
+
+        A node's time includes only the time in which one of its pods ran.
+        """
+        main = [pod for pod in self.pods.values() if pod.node == 0]
+        texts = [
+            reason or self.reason,
+            *(f"{pod.name}: {_why(pod)}" for pod in self.pods.values() if _why(pod)),
+        ]
         times = tuple(self._times(node, now) for node in range(self.nodes))
         begun = [start for start, _ in times if start is not None]
         over = [stop for _, stop in times if stop is not None]
@@ -437,38 +646,61 @@ class AttemptWatch:
             job_name=self.job_id.rpartition("/")[2],
             queue="kubernetes",
             nodes=self.nodes,
-            status=("SUCCEEDED" if self.succeeded else "FAILED") if self.ended or ended_by else "RUNNING",
-            created_utc=min((one.created for one in self.pods.values() if one.created), default=None),
+            status=("SUCCEEDED" if self.succeeded else "FAILED")
+            if self.ended or ended_by
+            else "RUNNING",
+            created_utc=min(
+                (pod.created for pod in self.pods.values() if pod.created), default=None
+            ),
             started_utc=min(begun, default=None),
             stopped_utc=max(over, default=None),
-            exit_code=next((one.exit_code for one in reversed(main) if one.exit_code is not None), None),
+            exit_code=next(
+                (one.exit_code for one in reversed(main) if one.exit_code is not None), None
+            ),
             reason="; ".join(filter(None, texts))[:1000],
             cause=self.cause(ended_by) if self.ended or ended_by else "unknown",
             node_times=times if begun else (),
         )
 
     def _times(self, node: int, now: float) -> tuple[float | None, float | None]:
-        mine = [one for one in self.pods.values() if one.node == node and one.started is not None]
+        mine = [pod for pod in self.pods.values() if pod.node == node and pod.started is not None]
         if not mine:
             return None, None
-        # A lost pod has no end time. Its gang ends within seconds, long before the cluster notices the loss.
-        known = [one.ended for one in self.pods.values() if one.ended and one.ended_by_cluster]
+        # A lost pod has no end time. Its gang ends within seconds, long before the cluster notices
+        # the loss.
+        known = [pod.ended for pod in self.pods.values() if pod.ended and pod.ended_by_cluster]
         ends = [
-            now if one.ended is None else one.ended if one.ended_by_cluster
-            else min(one.ended, max((end for end in known if end >= (one.started or end)), default=now))
+            now
+            if one.ended is None
+            else one.ended
+            if one.ended_by_cluster
+            else min(
+                one.ended, max((end for end in known if end >= (one.started or end)), default=now)
+            )
             for one in mine
-        ]  # fmt: skip
+        ]
         start = min(one.started or now for one in mine)
-        return start, start + sum(end - (one.started or end) for one, end in zip(mine, ends, strict=True))
+        return start, start + sum(
+            end - (one.started or end) for one, end in zip(mine, ends, strict=True)
+        )
 
     def given(self) -> dict[str, str]:
-        """Return the machines' instance type, market and zone, from node labels. Omit values in which they differ."""
+        """Return the machines' instance type, market and zone, from node labels.
+
+        Omit values in which they differ.
+        """
         found: dict[str, set[str]] = {}
-        for one in self.pods.values():
+        for pod in self.pods.values():
             market = _MARKETS.get(
-                one.labels.get("karpenter.sh/capacity-type") or one.labels.get("eks.amazonaws.com/capacityType") or ""
+                pod.labels.get("karpenter.sh/capacity-type")
+                or pod.labels.get("eks.amazonaws.com/capacityType")
+                or ""
             )
-            facts = {"instance_type": one.labels.get(_INSTANCE_TYPE), "market": market, "zone": one.labels.get(_ZONE)}
+            facts = {
+                "instance_type": pod.labels.get(_INSTANCE_TYPE),
+                "market": market,
+                "zone": pod.labels.get(_ZONE),
+            }
             for name, value in facts.items():
                 if value:
                     found.setdefault(name, set()).add(value)
@@ -480,10 +712,14 @@ def _why(pod: PodState) -> str:
         return "its node was lost or drained"
     if pod.waiting:
         return pod.waiting
-    return f"exit code {pod.exit_code}" if pod.exit_code else ""
+    if pod.exit_code:
+        return f"exit code {pod.exit_code}"
+    return ""
 
 
-def describe_attempts(job_ids: Sequence[str], cluster: Cluster, *, now: float) -> dict[str, BatchAttempt]:
+def describe_attempts(
+    job_ids: Sequence[str], cluster: Cluster, *, now: float
+) -> dict[str, BatchAttempt]:
     """Return the attempts by id, without those that the cluster has deleted. Raises CloudError."""
     found = {}
     for job_id in job_ids:
@@ -491,14 +727,23 @@ def describe_attempts(job_ids: Sequence[str], cluster: Cluster, *, now: float) -
         watch.look(cluster, now)
         if watch.pods or not watch.gone:
             attempt = watch.attempt(now=now)
-            found[job_id] = attempt if watch.over else replace(attempt, status="RUNNING", cause="unknown")
+            if watch.over:
+                found[job_id] = attempt
+            else:
+                found[job_id] = replace(attempt, status="RUNNING", cause="unknown")
     return found
 
 
 def end_attempt(job_id: str, cluster: Cluster, seconds: float) -> BatchAttempt:
-    """End an attempt, wait up to `seconds` for the end of its pods, and return its description. Raises CloudError."""
+    """End an attempt, wait up to `seconds` for the end of its pods, and return its description.
+
+    Raises CloudError.
+    """
     watch = AttemptWatch(job_id)
     watch.look(cluster, time.time())
-    ended_by: Cause | None = None if watch.ended and not watch.gone else "terminated"
+    if watch.ended and not watch.gone:
+        ended_by: Cause | None = None
+    else:
+        ended_by = "terminated"
     watch.end(cluster, time.monotonic() + seconds)
     return watch.attempt(now=time.time(), ended_by=ended_by)

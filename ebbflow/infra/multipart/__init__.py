@@ -1,1 +1,3 @@
-"""Multipart uploads of large objects, with a checksum and a deadline for each part, which obstore does not offer."""
+"""Multipart uploads of large objects, with a checksum and a deadline for each part, which obstore
+does not offer.
+"""

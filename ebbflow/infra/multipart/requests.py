@@ -1,7 +1,9 @@
-"""Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth limit.
+"""Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth
+limit.
 
-Signatures follow AWS's "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
-They do not cover the payload. CRC64NVME checksums protect the payload, because they take a quarter of the time.
+Signatures follow AWS's "Signature Calculations for the Authorization Header: Transferring Payload
+in a Single Chunk". They do not cover the payload. CRC64NVME checksums protect the payload, because
+they take a quarter of the time.
 """
 
 import hashlib
@@ -44,8 +46,12 @@ class S3Account:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """Return a function that returns the account with its current keys. Raises StoreForbidden, StoreUnavailable."""
-    settings, keys = aws_settings(), os.environ
+    """Return a function that returns the account with its current keys.
+
+    Raises StoreForbidden, StoreUnavailable.
+    """
+    settings = aws_settings()
+    keys = os.environ
     provider = credential_provider(_CREDENTIALS_SECONDS)
     signed = keys.get("AWS_ACCESS_KEY_ID") and keys.get("AWS_SECRET_ACCESS_KEY")
     known = {
@@ -55,7 +61,10 @@ def find_account() -> Callable[[], S3Account]:
     }
 
     def account() -> S3Account:
-        now = known if provider is None else provider()
+        if provider is None:
+            now = known
+        else:
+            now = provider()
         own = now["access_key_id"], now["secret_access_key"], now["token"]
         return S3Account(settings.region, settings.endpoint, *own)
 
@@ -66,11 +75,18 @@ _PAYLOAD = "UNSIGNED-PAYLOAD"
 
 
 def signed_headers(
-    account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
+    account: S3Account,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    *,
+    now: float,
 ) -> dict[str, str]:
     """Return `headers` and the headers of the signature, with all names in lower case.
 
-    `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now` is Unix time.
+    `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now`
+    is Unix time.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
@@ -90,13 +106,18 @@ def signed_headers(
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
     signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
     credential = f"Credential={account.access_key}/{scope}"
-    known["authorization"] = f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={';'.join(names)}, Signature={signature}"
+    known["authorization"] = (
+        f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={';'.join(names)}, Signature={signature}"
+    )
     return known
 
 
 def encoded_query(parameters: Mapping[str, str]) -> str:
     """Percent-encode query parameters, sorted by name as the signature requires."""
-    return "&".join(f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}" for name in sorted(parameters))
+    return "&".join(
+        f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}"
+        for name in sorted(parameters)
+    )
 
 
 def encoded_path(key: str) -> str:
@@ -107,7 +128,10 @@ _BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
-    """A limit on the bytes per second that all threads of a process send together. It may be changed at any time."""
+    """A limit on the bytes per second that all threads of a process send together.
+
+    It may be changed at any time.
+    """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         if bytes_per_second is not None and bytes_per_second <= 0:
@@ -120,7 +144,9 @@ class Throttle:
     def slice_bytes(self) -> int | None:
         """Number of bytes to send after each call of `take`; None without a limit."""
         rate = self.bytes_per_second
-        return None if rate is None else max(16 * 1024, int(rate * _BURST_SECONDS))
+        if rate is None:
+            return None
+        return max(16 * 1024, int(rate * _BURST_SECONDS))
 
     def take(self, size: int) -> None:
         """Wait until the limit permits `size` more bytes."""
@@ -137,9 +163,13 @@ class Throttle:
 
 Buffer = bytes | bytearray | memoryview
 
-_FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
+_FULL_CODES = frozenset(
+    {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
+)
 # The request was corrupted or late: a retry may succeed.
-_AGAIN_CODES = frozenset({"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentChecksumMismatch"})
+_AGAIN_CODES = frozenset(
+    {"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentChecksumMismatch"}
+)
 _LONGEST_TEXT = 300
 
 
@@ -173,15 +203,13 @@ class S3Client:
     ) -> S3Response:
         """Send a request within `seconds`, and return the response if its status is below 300.
 
-        The key "" addresses the bucket itself. `throttle` limits the speed at which the body is sent.
+        The key "" addresses the bucket itself. `throttle` limits the speed at which the body is
+        sent.
 
-        Raises:
-            StoreUnavailable: no or late response, status 5xx, 408, 409 or 429, or corrupted bytes; a retry may help.
-            ObjectNotFound: status 404.
-            StoreForbidden: status 401 or 403.
-            StoreFull: the store accepts no more bytes.
-            StoreMisconfigured: the bucket does not exist or is in another region.
-            StoreError: any other response.
+        Raises: StoreUnavailable: no or late response, status 5xx, 408, 409 or 429, or corrupted
+            bytes; a retry may help. ObjectNotFound: status 404. StoreForbidden: status 401 or 403.
+            StoreFull: the store accepts no more bytes. StoreMisconfigured: the bucket does not
+            exist or is in another region. StoreError: any other response.
         """
         account = self._account()
         scheme, host, path = self._place(account, key)
@@ -190,7 +218,10 @@ class S3Client:
         given = {"host": host, "content-length": str(len(view)), **(headers or {})}
         ready = signed_headers(account, method, path, encoded, given, now=time.time())
         what = f"{method} s3://{self._bucket}/{key}"
-        target = f"{path}?{encoded}" if encoded else path
+        if encoded:
+            target = f"{path}?{encoded}"
+        else:
+            target = path
         end = time.monotonic() + seconds
         try:
             connection = self._connection(scheme, host, max(seconds, 0.05))
@@ -214,34 +245,55 @@ class S3Client:
         except (OSError, http.client.HTTPException) as error:
             self._drop()
             late = time.monotonic() >= end - 0.01
-            cause = f"no whole answer within {seconds:.1f} s" if late else str(error) or type(error).__name__
+            if late:
+                cause = f"no whole answer within {seconds:.1f} s"
+            else:
+                cause = str(error) or type(error).__name__
             raise StoreUnavailable(f"{what}: the connection to {host} broke: {cause}") from error
         if broken or response.will_close:
             self._drop()
-        answer = S3Response(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
+        answer = S3Response(
+            response.status, {name.lower(): value for name, value in response.getheaders()}, data
+        )
         if answer.status >= 300:
             raise _refused(what, answer)
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """Return a key's (scheme, host, path). The bucket's name is in the path, or on Amazon S3 in the host."""
+        """Return a key's (scheme, host, path).
+
+        The bucket's name is in the path, or on Amazon S3 in the host.
+        """
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
-                return "https", f"s3.{account.region}.amazonaws.com", encoded_path(f"{self._bucket}/{key}")
+                return (
+                    "https",
+                    f"s3.{account.region}.amazonaws.com",
+                    encoded_path(f"{self._bucket}/{key}"),
+                )
             return "https", f"{self._bucket}.s3.{account.region}.amazonaws.com", encoded_path(key)
         url = urlsplit(account.endpoint)
         return url.scheme, url.netloc, encoded_path(f"{url.path.strip('/')}/{self._bucket}/{key}")
 
     def _connection(self, scheme: str, host: str, seconds: float) -> http.client.HTTPConnection:
         kept = getattr(self._kept, "connection", None)
-        if kept is not None and self._kept.place == (scheme, host) and kept.sock is not None and _is_quiet(kept.sock):
+        if (
+            kept is not None
+            and self._kept.place == (scheme, host)
+            and kept.sock is not None
+            and _is_quiet(kept.sock)
+        ):
             kept.sock.settimeout(seconds)
             return kept
         self._drop()
-        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+        if scheme == "https":
+            kind = http.client.HTTPSConnection
+        else:
+            kind = http.client.HTTPConnection
         connection = kind(host, timeout=seconds)
         connection.connect()
-        self._kept.connection, self._kept.place = connection, (scheme, host)
+        self._kept.connection = connection
+        self._kept.place = (scheme, host)
         return connection
 
     def _drop(self) -> None:
@@ -256,8 +308,8 @@ def _send(
 ) -> OSError | None:
     """Send the body. Return the error that stopped the sending, or None.
 
-    The error is not raised, because a store that refuses a request may respond and close the connection before it has
-    read the body. The caller then still reads the response.
+    The error is not raised, because a store that refuses a request may respond and close the
+    connection before it has read the body. The caller then still reads the response.
     """
     size = len(body)
     step = (throttle and throttle.slice_bytes) or max(size, 1)
@@ -270,27 +322,34 @@ def _send(
             connection.sock.sendall(piece)
         connection.sock.settimeout(max(end - time.monotonic(), 0.001))
     except (OSError, AttributeError) as error:  # the timer of `send` may have closed it
-        return error if isinstance(error, OSError) else ConnectionAbortedError("closed at its deadline")
+        if isinstance(error, OSError):
+            return error
+        return ConnectionAbortedError("closed at its deadline")
     return None
 
 
 def _limit_sending(connected: socket.socket, seconds: float) -> None:
     """Limit how long one send on the socket may block.
 
-    On Linux without TLS, the kernel enforces the limit (SO_SNDTIMEO). Python's own timeout would make the socket
-    non-blocking. A large body would then need a wait and a call per buffer, and each needs the interpreter's lock.
+    On Linux without TLS, the kernel enforces the limit (SO_SNDTIMEO). Python's own timeout would
+    make the socket non-blocking. A large body would then need a wait and a call per buffer, and
+    each needs the interpreter's lock.
     """
     if isinstance(connected, ssl.SSLSocket) or not sys.platform.startswith("linux"):
         connected.settimeout(seconds)
         return
     whole = int(seconds)
-    limit = struct.pack("ll", whole, max(int(1e6 * (seconds - whole)), 1))  # a timeval; zero would mean no limit
+    limit = struct.pack(
+        "ll", whole, max(int(1e6 * (seconds - whole)), 1)
+    )  # a timeval; zero would mean no limit
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _is_quiet(connected: socket.socket) -> bool:
-    """Return whether a kept-alive connection can be reused: the server has not closed it, and no bytes are unread."""
+    """Return whether a kept-alive connection can be reused: the server has not closed it, and no
+    bytes are unread.
+    """
     if isinstance(connected, ssl.SSLSocket):
         return True  # TLS allows no peeking, so the connection is tried as it is
     try:
@@ -314,13 +373,21 @@ def _break(connection: http.client.HTTPConnection) -> None:
 def _refused(what: str, answer: S3Response) -> StoreError:
     text = answer.body.decode(errors="replace")
     match = re.search(r"<Code>\s*(\w+)\s*</Code>", text)
-    code = match[1] if match else ""
+    if match:
+        code = match[1]
+    else:
+        code = ""
     message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    words = " ".join(message[1].split())[:_LONGEST_TEXT] if message else ""
+    if message:
+        words = " ".join(message[1].split())[:_LONGEST_TEXT]
+    else:
+        words = ""
     message_line = f"{what}: HTTP {answer.status} {code}".rstrip() + (f": {words}" if words else "")
     status = answer.status
     if code == "NoSuchBucket" or status in (301, 307):
-        return StoreMisconfigured(f"{message_line}; fix: the bucket's name, AWS_REGION or the endpoint")
+        return StoreMisconfigured(
+            f"{message_line}; fix: the bucket's name, AWS_REGION or the endpoint"
+        )
     if status == 404:
         return ObjectNotFound(message_line)
     if code in _FULL_CODES or status in (413, 507):
@@ -328,5 +395,7 @@ def _refused(what: str, answer: S3Response) -> StoreError:
     if code in _AGAIN_CODES or status in (408, 409, 429) or status >= 500:
         return StoreUnavailable(message_line)
     if status in (401, 403):
-        return StoreForbidden(f"{message_line}; fix: check the keys, and that they may put and list in this bucket")
+        return StoreForbidden(
+            f"{message_line}; fix: check the keys, and that they may put and list in this bucket"
+        )
     return StoreError(message_line)

@@ -1,4 +1,5 @@
-"""`ebbflow observe`: run Prometheus with Ebbflow's alert rules on this machine, for the jobs that run here.
+"""`ebbflow observe`: run Prometheus with Ebbflow's alert rules on this machine, for the jobs that
+run here.
 
 The command needs no root rights.
 """
@@ -27,7 +28,10 @@ _NAME = re.compile(r"# (?:HELP|TYPE) (\S+) ")
 
 
 def merge_pages(pages: Sequence[str]) -> bytes:
-    """Merge pages of Prometheus' text format. Each family's help and type appear once, before all of its samples."""
+    """Merge pages of Prometheus' text format.
+
+    Each family's help and type appear once, before all of its samples.
+    """
     heads: dict[str, dict[str, None]] = {}
     samples: dict[str, list[str]] = {}
     for page in pages:
@@ -52,7 +56,9 @@ def read_job_pages(runs: Path) -> bytes:
     return merge_pages(pages)
 
 
-def prometheus_config(nodes: Sequence[str], jobs: str, *, interval_seconds: float) -> dict[str, Any]:
+def prometheus_config(
+    nodes: Sequence[str], jobs: str, *, interval_seconds: float
+) -> dict[str, Any]:
     """Build Prometheus' configuration, which is also valid YAML once it is written as JSON.
 
     Args:
@@ -69,10 +75,18 @@ def prometheus_config(nodes: Sequence[str], jobs: str, *, interval_seconds: floa
 
 
 def add_observe_command(commands: Any, project_root: Path) -> None:
-    parser = commands.add_parser("observe", help="watch this machine's jobs with Prometheus, alert rules included")
-    parser.add_argument("--port", type=int, default=9090, help="of Prometheus, on 127.0.0.1 (%(default)s)")
-    parser.add_argument("--metrics-port", type=int, default=9400, help="metrics.port of the jobs (%(default)s)")
-    parser.add_argument("--interval", type=float, default=5.0, help="seconds between two scrapes (%(default)s)")
+    parser = commands.add_parser(
+        "observe", help="watch this machine's jobs with Prometheus, alert rules included"
+    )
+    parser.add_argument(
+        "--port", type=int, default=9090, help="of Prometheus, on 127.0.0.1 (%(default)s)"
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=9400, help="metrics.port of the jobs (%(default)s)"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=5.0, help="seconds between two scrapes (%(default)s)"
+    )
     parser.set_defaults(command=lambda options: observe(options, runs_folder(project_root)))
 
 
@@ -83,7 +97,10 @@ def observe(options: argparse.Namespace, runs: Path) -> int:
     """
     binary = shutil.which("prometheus")
     if binary is None:
-        print("prometheus is not installed; fix: apt-get install prometheus (Debian, Ubuntu)", file=sys.stderr)
+        print(
+            "prometheus is not installed; fix: apt-get install prometheus (Debian, Ubuntu)",
+            file=sys.stderr,
+        )
         return Outcome.PREFLIGHT.exit_code
     folder = runs / ".observe"
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,20 +108,33 @@ def observe(options: argparse.Namespace, runs: Path) -> int:
         socket.create_server(("127.0.0.1", options.port)).close()
         server = MetricsServer(options.port + 1, lambda: read_job_pages(runs), address="127.0.0.1")
     except (OSError, OverflowError) as error:  # the latter for a number above 65535
-        print(f"port {options.port} and the next one cannot be used: {error}; fix: --port", file=sys.stderr)
+        print(
+            f"port {options.port} and the next one cannot be used: {error}; fix: --port",
+            file=sys.stderr,
+        )
         return Outcome.CONFIG.exit_code
-    nodes = [f"127.0.0.1:{port}" for port in range(options.metrics_port, options.metrics_port + PORTS_TRIED)]
+    nodes = [
+        f"127.0.0.1:{port}"
+        for port in range(options.metrics_port, options.metrics_port + PORTS_TRIED)
+    ]
     config = folder / "prometheus.json"
     found = prometheus_config(nodes, f"127.0.0.1:{server.port}", interval_seconds=options.interval)
     config.write_text(json.dumps(found, indent=1))
-    print(f"Prometheus: http://127.0.0.1:{options.port} (alerts: /alerts); data and configuration in {folder}")
     print(
-        f"it scrapes running jobs with --set metrics.port={options.metrics_port}, and {runs}/*/metrics.prom", flush=True
+        f"Prometheus: http://127.0.0.1:{options.port} (alerts: /alerts); data and configuration "
+        f"in {folder}"
+    )
+    print(
+        f"it scrapes running jobs with --set metrics.port={options.metrics_port}, and "
+        f"{runs}/*/metrics.prom",
+        flush=True,
     )
     command = [binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{options.port}", "--log.level=warn"]
     parent = os.getpid()
-    with subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent, by=signal.SIGTERM)) as process:
+    with subprocess.Popen(
+        command, preexec_fn=lambda: die_with_parent(parent, by=signal.SIGTERM)
+    ) as process:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: process.terminate())
         code = process.wait()

@@ -16,13 +16,26 @@ _END_SECONDS = 20.0  # the process ends its last requests within a shorter time
 class TrackingProcess:
     """Process that sends a job's metrics to the trackers, and its notifications.
 
-    A separate thread starts it, because the launcher waits for the children of its main thread. If the launcher is
-    killed, the process sends the remaining metrics and exits.
+    A separate thread starts it, because the launcher waits for the children of its main thread. If
+    the launcher is killed, the process sends the remaining metrics and exits.
     """
 
-    def __init__(self, job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-        self._words = [sys.executable, "-m", "ebbflow", "track", job, "--store", store, "--parent", str(os.getpid())]
-        self._config, self._tell = json.dumps(config), tell
+    def __init__(
+        self, job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None]
+    ) -> None:
+        self._words = [
+            sys.executable,
+            "-m",
+            "ebbflow",
+            "track",
+            job,
+            "--store",
+            store,
+            "--parent",
+            str(os.getpid()),
+        ]
+        self._config = json.dumps(config)
+        self._tell = tell
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
         self._thread.start()
@@ -30,9 +43,14 @@ class TrackingProcess:
     def _run(self) -> None:
         try:
             self._process = process = subprocess.Popen(
-                self._words, env={**os.environ, "PYTHONPATH": python_path()}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-            )  # fmt: skip
+                self._words,
+                env={**os.environ, "PYTHONPATH": python_path()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
             assert process.stdin is not None and process.stdout is not None
             with process.stdin as pipe:
                 pipe.write(self._config)
@@ -43,7 +61,10 @@ class TrackingProcess:
             self._tell(f"no trackers and no notifications: {error}")
 
     def end(self) -> None:
-        """Let the process send the remaining metrics, and wait until it has ended. Kill it if this takes too long."""
+        """Let the process send the remaining metrics, and wait until it has ended.
+
+        Kill it if this takes too long.
+        """
         for act in (subprocess.Popen.terminate, subprocess.Popen.kill):
             if self._process is not None and self._thread.is_alive():
                 act(self._process)
@@ -61,6 +82,8 @@ def start_tracking(
         tell: prints a line for the user.
     """
     channels = config.get("notifications") or {}
-    if not config.get("trackers") and not any(channels.get(name) for name in ("webhook_env", "command", "smtp_server")):
+    if not config.get("trackers") and not any(
+        channels.get(name) for name in ("webhook_env", "command", "smtp_server")
+    ):
         return None
     return TrackingProcess(job, store, config, tell)

@@ -1,8 +1,9 @@
 """Object store in a folder. Each operation ends by its deadline even if the file system hangs.
 
-A call into a hanging file system (NFS, FUSE) cannot be interrupted. Each operation therefore runs in a daemon thread.
-At the deadline the thread is abandoned and the caller gets an error, so the process can continue and can exit. Files
-are opened without blocking and must be regular: a FIFO or a device in place of an object is refused.
+A call into a hanging file system (NFS, FUSE) cannot be interrupted. Each operation therefore runs
+in a daemon thread. At the deadline the thread is abandoned and the caller gets an error, so the
+process can continue and can exit. Files are opened without blocking and must be regular: a FIFO or
+a device in place of an object is refused.
 """
 
 import contextlib
@@ -19,13 +20,17 @@ from ebbflow.infra.errors import StoreError, StoreTimeout
 from ebbflow.infra.retry import call_within
 
 T = TypeVar("T")
-# Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore in older stores.
+# Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore in older
+# stores.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
 
 
 class HangGuard:
-    """Runner of calls that may hang. It runs each call in its own thread, and counts the calls that hang."""
+    """Runner of calls that may hang.
+
+    It runs each call in its own thread, and counts the calls that hang.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,13 +39,16 @@ class HangGuard:
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
         """Run `call` in a thread, and return its result or raise its exception.
 
-        `what` names the operation and the object in error messages. Raises StoreTimeout if the call takes longer than
-        `seconds`, or if 64 earlier calls still hang. A call within such a call runs directly, under its deadline.
+        `what` names the operation and the object in error messages. Raises StoreTimeout if the call
+        takes longer than `seconds`, or if 64 earlier calls still hang. A call within such a call
+        runs directly, under its deadline.
         """
         if hasattr(_RUNNING, "is_abandoned"):
             return call()
         if self._abandoned >= _MOST_ABANDONED:
-            raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
+            raise StoreTimeout(
+                f"{what}: not tried: {self._abandoned} operations on folders hang already"
+            )
         ended = abandoned = False
 
         def work() -> T:
@@ -72,19 +80,26 @@ _RUNNING = threading.local()  # is_abandoned: whether the call that this thread 
 def refuse_if_abandoned(what: str) -> None:
     """Raise StoreTimeout if the current call was abandoned at its deadline.
 
-    An operation calls this just before it changes something: the caller of an abandoned call has continued and may
-    have written newer data.
+    An operation calls this just before it changes something: the caller of an abandoned call has
+    continued and may have written newer data.
     """
     if hasattr(_RUNNING, "is_abandoned") and _RUNNING.is_abandoned():
-        raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
+        raise StoreTimeout(
+            f"{what}: the file system answered after the deadline; nothing was changed"
+        )
 
 
 HANG_GUARD = HangGuard()  # one for the process: hanging calls are counted over all stores
-os.register_at_fork(after_in_child=HANG_GUARD.__init__)  # a forked child has none of the parent's threads
+os.register_at_fork(
+    after_in_child=HANG_GUARD.__init__
+)  # a forked child has none of the parent's threads
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a regular file for reading and return the descriptor. Raise StoreError for other files, such as a FIFO."""
+    """Open a regular file for reading and return the descriptor.
+
+    Raise StoreError for other files, such as a FIFO.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -93,16 +108,21 @@ def open_regular(path: Path | str) -> int:
 
 
 class FolderBackend:
-    """Objects stored as files below `root`. Methods raise OSError; `Store` runs them in a `HangGuard`."""
+    """Objects stored as files below `root`.
+
+    Methods raise OSError; `Store` runs them in a `HangGuard`.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
+    def put(
+        self, key: str, data: memoryview, *, create: bool = False, private: bool = False
+    ) -> None:
         """Write an object, and sync the file and each folder up to the root to make it durable.
 
-        With `create`, raise FileExistsError if the object exists. With `private`, only the current user can read the
-        file.
+        With `create`, raise FileExistsError if the object exists. With `private`, only the current
+        user can read the file.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +133,9 @@ class FolderBackend:
             try:
                 while data:
                     data = data[os.write(descriptor, data) :]
-                os.fsync(descriptor)  # before the object has its name, so that a crash leaves the whole object or none
+                os.fsync(
+                    descriptor
+                )  # before the object has its name, so that a crash leaves the whole object or none
             finally:
                 os.close(descriptor)
             refuse_if_abandoned(key)
@@ -138,7 +160,10 @@ class FolderBackend:
             return file.read(length)
 
     def head(self, key: str) -> tuple[int, float]:
-        """Return (size in bytes, Unix time of modification). Raises FileNotFoundError unless it is a regular file."""
+        """Return (size in bytes, Unix time of modification).
+
+        Raises FileNotFoundError unless it is a regular file.
+        """
         found = self._path(key).stat()
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(key))
@@ -148,11 +173,12 @@ class FolderBackend:
         self._path(key).unlink()
 
     def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
-        """Return (key, size in bytes, Unix time of modification) of each file below the folder `prefix`, unsorted.
+        """Return (key, size in bytes, Unix time of modification) of each file below the folder
+        `prefix`, unsorted.
 
-        Only keys greater than `after` are returned. Unfinished files, names that are not UTF-8, and links that are
-        broken or circular are skipped. Raises OSError if a folder cannot be read, instead of returning a partial
-        listing.
+        Only keys greater than `after` are returned. Unfinished files, names that are not UTF-8, and
+        links that are broken or circular are skipped. Raises OSError if a folder cannot be read,
+        instead of returning a partial listing.
         """
         try:
             found = [*self._walk(prefix)]
@@ -176,11 +202,18 @@ class FolderBackend:
                     name = entry.name
                     if UNFINISHED.fullmatch(name) or not _is_utf8(name):
                         continue
-                    key = f"{below}/{name}" if below else name
+                    if below:
+                        key = f"{below}/{name}"
+                    else:
+                        key = name
                     try:
                         found = entry.stat()
                     except OSError as error:
-                        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):  # gone meanwhile, or a dead link
+                        if error.errno in (
+                            errno.ENOENT,
+                            errno.ELOOP,
+                            errno.ENOTDIR,
+                        ):  # gone meanwhile, or a dead link
                             continue
                         raise
                     if stat.S_ISDIR(found.st_mode):
@@ -189,14 +222,19 @@ class FolderBackend:
                         yield key, found.st_size, found.st_mtime
 
     def _path(self, key: str) -> Path:
-        parts = key.split("/") if key else []
+        if key:
+            parts = key.split("/")
+        else:
+            parts = []
         if any(part in ("", ".", "..") for part in parts):
             raise StoreError(f"{self.root}/{key}: not a valid key")
         return self.root.joinpath(*parts)
 
 
 def sync_folders(folder: Path, root: Path) -> None:
-    """Sync `folder` and each folder above it up to `root`, so that a crash does not lose the name of a new file."""
+    """Sync `folder` and each folder above it up to `root`, so that a crash does not lose the name
+    of a new file.
+    """
     for each in (folder, *folder.parents):
         descriptor = os.open(each, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
 """The object store: the same few operations on a local folder and on a bucket.
 
-After `put` has returned, the object is durable: S3 guarantees this, and in a folder the file and its folders are
-synced. Every operation ends within its deadline, even on a hanging file system. Objects with data, indexes or commits
-are never overwritten; reports are.
+After `put` has returned, the object is durable: S3 guarantees this, and in a folder the file and
+its folders are synced. Every operation ends within its deadline, even on a hanging file system.
+Objects with data, indexes or commits are never overwritten; reports are.
 """
 
 from __future__ import annotations
@@ -45,10 +45,19 @@ class ObjectMeta:
 
 
 class Store:
-    """Object store in a folder or below a bucket's prefix. A forked process must open its own store."""
+    """Object store in a folder or below a bucket's prefix.
+
+    A forked process must open its own store.
+    """
 
     def __init__(
-        self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
+        self,
+        backend: Any,
+        uri: str,
+        root: Path | None,
+        prefix: str = "",
+        *,
+        request_seconds: float = 60.0,
     ) -> None:
         self._backend = backend
         self._root = root
@@ -60,18 +69,23 @@ class Store:
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0, create: bool = True) -> Store:
         """Open a folder or ``s3://bucket/prefix``. No request is sent to a bucket yet.
 
-        A missing folder is created, or with `create=False` read as an empty store until the first object is written.
+        A missing folder is created, or with `create=False` read as an empty store until the first
+        object is written.
 
-        `request_timeout_seconds` limits each request, retries included. In a bucket, a large put or a long listing
-        takes several requests. In a folder, each operation counts as one request, and the limit grows by 1 s for each
-        10 MB.
+        `request_timeout_seconds` limits each request, retries included. In a bucket, a large put or
+        a long listing takes several requests. In a folder, each operation counts as one request,
+        and the limit grows by 1 s for each 10 MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
             opened = open_bucket(bucket, request_timeout_seconds)
-            return cls(opened, f"s3://{bucket}", None, request_seconds=request_timeout_seconds).sub(prefix)
+            return cls(opened, f"s3://{bucket}", None, request_seconds=request_timeout_seconds).sub(
+                prefix
+            )
         if "://" in uri and not uri.startswith("file://"):
-            raise StoreMisconfigured(f"store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix")
+            raise StoreMisconfigured(
+                f"store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix"
+            )
         given = Path(uri.removeprefix("file://")).expanduser()
 
         def made() -> Path:
@@ -88,40 +102,68 @@ class Store:
         """Return a view of this store whose keys are relative to `prefix`."""
         below = prefix.strip("/")
         return Store(
-            self._backend, f"{self.uri}/{below}", self._root, self._full(below), request_seconds=self.request_seconds
+            self._backend,
+            f"{self.uri}/{below}",
+            self._root,
+            self._full(below),
+            request_seconds=self.request_seconds,
         )
 
-    def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer,
+        *,
+        tags: Mapping[str, str] | None = None,
+        private: bool = False,
+    ) -> None:
         """Write the whole object and make it durable. Raises StoreError.
 
-        `tags` are set in Amazon's buckets only, for their lifecycle rules. In a folder, only the current user can read
-        a `private` file.
+        `tags` are set in Amazon's buckets only, for their lifecycle rules. In a folder, only the
+        current user can read a `private` file.
         """
-        view, full = memoryview(data).cast("B"), self._full(key)
+        view = memoryview(data).cast("B")
+        full = self._full(key)
         with as_store_errors("put", f"{self.uri}/{key}"):
             if self._root is not None:
-                self._local("put", key, lambda: self._backend.put(full, view, private=private), size=len(view))
+                self._local(
+                    "put",
+                    key,
+                    lambda: self._backend.put(full, view, private=private),
+                    size=len(view),
+                )
             else:
                 obstore.put(self._backend, full, view, tags=dict(tags) if tags else None)
 
     def create(self, key: str, data: Buffer) -> bool:
-        """Write an object durably unless the key exists. Return False if the key exists with other content.
+        """Write an object durably unless the key exists.
 
-        If two processes create the same key at the same time, only one succeeds; in a bucket, the service makes sure of
-        this (If-None-Match). Some services do not support this condition, or check it before the write (OpenStack
-        Swift). Then both processes may succeed, and the later content remains.
+        Return False if the key exists with other content.
+
+        If two processes create the same key at the same time, only one succeeds; in a bucket, the
+        service makes sure of this (If-None-Match). Some services do not support this condition, or
+        check it before the write (OpenStack Swift). Then both processes may succeed, and the later
+        content remains.
         """
-        view, full = memoryview(data).cast("B"), self._full(key)
+        view = memoryview(data).cast("B")
+        full = self._full(key)
         try:
             with as_store_errors("put", f"{self.uri}/{key}"):
                 if self._root is not None:
-                    self._local("put", key, lambda: self._backend.put(full, view, create=True), size=len(view))
+                    self._local(
+                        "put",
+                        key,
+                        lambda: self._backend.put(full, view, create=True),
+                        size=len(view),
+                    )
                 else:
                     obstore.put(self._backend, full, view, mode="create")
         except StoreError as error:
             cause = error.__cause__
             if isinstance(cause, AlreadyExistsError | PreconditionError | FileExistsError):
-                return self.get(key) == bytes(data)  # a retry whose first try arrived finds its own object
+                return self.get(key) == bytes(
+                    data
+                )  # a retry whose first try arrived finds its own object
             if not isinstance(cause, NotSupportedError) and not _UNSUPPORTED.search(str(cause)):
                 raise
             try:
@@ -147,11 +189,15 @@ class Store:
         full = self._full(key)
         with as_store_errors("get", f"{self.uri}/{key}"):
             if self._root is not None:
-                data = self._local("get", key, lambda: self._backend.get_range(full, start, length), size=length)
+                data = self._local(
+                    "get", key, lambda: self._backend.get_range(full, start, length), size=length
+                )
             else:
                 data = bytes(obstore.get_range(self._backend, full, start=start, length=length))
         if len(data) != length:
-            raise StoreError(f"get {self.uri}/{key}: {len(data)} bytes at {start}, expected {length}: truncated")
+            raise StoreError(
+                f"get {self.uri}/{key}: {len(data)} bytes at {start}, expected {length}: truncated"
+            )
         return data
 
     def head(self, key: str) -> ObjectMeta | None:
@@ -160,7 +206,9 @@ class Store:
             full = self._full(key)
             with as_store_errors("head", f"{self.uri}/{key}"):
                 if self._root is not None:
-                    return ObjectMeta(key.strip("/"), *self._local("head", key, lambda: self._backend.head(full)))
+                    return ObjectMeta(
+                        key.strip("/"), *self._local("head", key, lambda: self._backend.head(full))
+                    )
                 return self._meta(obstore.head(self._backend, full))
         except ObjectNotFound:
             return None
@@ -175,10 +223,12 @@ class Store:
         return sorted(found, key=attrgetter("key"))[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than `after`, sorted by key.
+        """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than
+        `after`, sorted by key.
 
-        Each page is one request, which is sent when the caller asks for the page. However, a local folder, or a bucket
-        whose first page is unsorted, is listed completely before the first page.
+        Each page is one request, which is sent when the caller asks for the page. However, a local
+        folder, or a bucket whose first page is unsorted, is listed completely before the first
+        page.
         """
         given = self._given(prefix, after)
         first = next(given, [])
@@ -204,17 +254,28 @@ class Store:
 
     def local_path(self, key: str) -> Path | None:
         """Return the object's path on this machine's disk, or None for a remote store."""
-        return None if self._root is None else self._root / self._full(key)
+        if self._root is None:
+            return None
+        return self._root / self._full(key)
 
     def _given(self, prefix: str, after: str) -> Iterator[list[ObjectMeta]]:
-        offset, full = self._full(after) if after else None, self._full(prefix)
+        if after:
+            offset = self._full(after)
+        else:
+            offset = None
+        full = self._full(prefix)
         with as_store_errors("list", f"{self.uri}/{prefix}"):
             if self._root is not None:
                 found = self._local("list", prefix, lambda: self._backend.list(full, offset or ""))
-                cut = len(self._prefix) + 1 if self._prefix else 0
+                if self._prefix:
+                    cut = len(self._prefix) + 1
+                else:
+                    cut = 0
                 yield [ObjectMeta(key[cut:], size, modified) for key, size, modified in found]
                 return
-            for batch in obstore.list(self._backend, self._full(prefix) or None, offset=offset, chunk_size=_PAGE):
+            for batch in obstore.list(
+                self._backend, self._full(prefix) or None, offset=offset, chunk_size=_PAGE
+            ):
                 yield [self._meta(item) for item in batch]
 
     def _local(self, operation: str, key: str, call: Callable[[], T], *, size: int = 0) -> T:
@@ -226,7 +287,10 @@ class Store:
 
     def _meta(self, item: Any) -> ObjectMeta:
         path = item["path"]
-        key = path[len(self._prefix) + 1 :] if self._prefix else path
+        if self._prefix:
+            key = path[len(self._prefix) + 1 :]
+        else:
+            key = path
         return ObjectMeta(key, int(item["size"]), item["last_modified"].timestamp())
 
 
@@ -237,10 +301,10 @@ _PROBE = b"the store's clock"
 class StoreClock:
     """Clock that returns the store's time, by which the store dates its objects.
 
-    To read the time, it puts a small probe object, reads the object's date, and deletes it. For the next 10 minutes it
-    adds the elapsed time instead of probing again. The result is never later than the store's time, because the store
-    dates a probe before its answer arrives. The age of an object is therefore never overestimated, and no object is
-    deleted too early.
+    To read the time, it puts a small probe object, reads the object's date, and deletes it. For the
+    next 10 minutes it adds the elapsed time instead of probing again. The result is never later
+    than the store's time, because the store dates a probe before its answer arrives. The age of an
+    object is therefore never overestimated, and no object is deleted too early.
     """
 
     def __init__(self) -> None:
@@ -248,11 +312,18 @@ class StoreClock:
         self._at = 0.0
 
     def now(self, store: Store, newest: float) -> float:
-        """Return the store's Unix time. Without write access, return `newest`, the date of the newest known object."""
+        """Return the store's Unix time.
+
+        Without write access, return `newest`, the date of the newest known object.
+        """
         elapsed = time.monotonic() - self._at
         if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
-            self._dated, self._at, elapsed = _probed(store), time.monotonic(), 0.0
-        return newest if self._dated is None else self._dated + elapsed
+            self._dated = _probed(store)
+            self._at = time.monotonic()
+            elapsed = 0.0
+        if self._dated is None:
+            return newest
+        return self._dated + elapsed
 
 
 def _probed(store: Store) -> float | None:
@@ -262,7 +333,9 @@ def _probed(store: Store) -> float | None:
     try:
         store.put(key, _PROBE)
         listed = store.list("clock")
-        left |= {meta.key for meta in listed}  # including probes of processes that were killed before deleting them
+        left |= {
+            meta.key for meta in listed
+        }  # including probes of processes that were killed before deleting them
         found = next((meta for meta in listed if meta.key == key), None) or store.head(key)
     except StoreError:
         pass

@@ -1,6 +1,7 @@
 """The public names of the checkpoint package (docs/checkpoints.md), each imported on first use.
 
-Therefore the package and its torch-free modules, such as lineage, uploader and commands, can be imported without torch.
+Therefore the package and its torch-free modules, such as lineage, uploader and commands, can be
+imported without torch.
 """
 
 import importlib

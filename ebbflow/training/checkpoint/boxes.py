@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 class Box:
     """A part of a tensor without gaps, which this rank holds."""
 
-    offsets: tuple[int, ...]  # position of the part's first element in the whole tensor, by dimension
+    offsets: tuple[
+        int, ...
+    ]  # position of the part's first element in the whole tensor, by dimension
     local: Tensor  # the part, in the memory of the rank's own tensor
 
     @property
@@ -22,29 +24,46 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The part's index into the whole tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True)
+        )
 
 
 def own_boxes(tensor: Tensor) -> list[Box]:
     """Return the parts of a plain or distributed tensor that this rank holds, without empty ones.
 
-    A tensor whose rows are cut into several groups, each of them sharded, has one part for each group. Torch's
-    `compute_local_shape_and_global_offset` knows the first part only.
+    A tensor whose rows are cut into several groups, each of them sharded, has one part for each
+    group. Torch's `compute_local_shape_and_global_offset` knows the first part only.
     """
     if not isinstance(tensor, DTensor):
-        return [Box((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
-    local, mesh, indices = tensor.to_local().detach(), tensor.device_mesh, dict[int, Tensor]()
+        if tensor.numel():
+            return [Box((0,) * tensor.dim(), tensor.detach())]
+        return []
+    local = tensor.to_local().detach()
+    mesh = tensor.device_mesh
+    indices = dict[int, Tensor]()
     coordinate = mesh.get_coordinate()
     if coordinate is None or not local.numel():
         return []
     for number, placement in enumerate(tensor.placements):
-        if (dimension := getattr(placement, "dim", None)) is not None:  # sharded
+        dimension = getattr(placement, "dim", None)
+        if dimension is not None:  # sharded
             whole = indices.get(dimension, torch.arange(tensor.shape[dimension]))
-            groups = _chunk(whole, getattr(placement, "split_factor", 1))  # of torch's _StridedShard
-            indices[dimension] = torch.cat([_chunk(group, mesh.size(number))[coordinate[number]] for group in groups])
-    ranges = [_find_runs(indices[d]) if d in indices else [(0, 0, size)] for d, size in enumerate(tensor.shape)]
+            groups = _chunk(
+                whole, getattr(placement, "split_factor", 1)
+            )  # of torch's _StridedShard
+            indices[dimension] = torch.cat(
+                [_chunk(group, mesh.size(number))[coordinate[number]] for group in groups]
+            )
+    ranges = [
+        _find_runs(indices[d]) if d in indices else [(0, 0, size)]
+        for d, size in enumerate(tensor.shape)
+    ]
     return [
-        Box(tuple(start for start, _, _ in box), local[tuple(slice(at, at + size) for _, at, size in box)])
+        Box(
+            tuple(start for start, _, _ in box),
+            local[tuple(slice(at, at + size) for _, at, size in box)],
+        )
         for box in itertools.product(*ranges)
     ]
 
@@ -55,6 +74,9 @@ def _chunk(indices: Tensor, count: int) -> list[Tensor]:
 
 
 def _find_runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """Split ascending indices where they have gaps. Return first index, position and length of each run."""
+    """Split ascending indices where they have gaps.
+
+    Return first index, position and length of each run.
+    """
     ends = [*((indices.diff() != 1).nonzero().flatten() + 1).tolist(), len(indices)]
     return [(int(indices[at]), at, end - at) for at, end in itertools.pairwise([0, *ends])]

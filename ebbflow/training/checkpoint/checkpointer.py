@@ -1,4 +1,6 @@
-"""Save checkpoints without waiting for the store, track their commits, and restore the newest valid one."""
+"""Save checkpoints without waiting for the store, track their commits, and restore the newest valid
+one.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,45 @@ from torch.optim import Optimizer
 from ebbflow.infra.events import STAGED
 from ebbflow.infra.layout import data_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.inflight_save import InflightSave, SaveTracker, UploadCost, UploaderClient
+from ebbflow.training.checkpoint.inflight_save import (
+    InflightSave,
+    SaveTracker,
+    UploadCost,
+    UploaderClient,
+)
 from ebbflow.training.checkpoint.lineage import CommitRef, Generation, amend_parent
 from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.restore import Meet, Place, RestoreResult, restore_newest
 from ebbflow.training.checkpoint.retention import RetentionPolicy
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagedState, StagingArea
-from ebbflow.training.checkpoint.state import FurtherState, capture_rng, optimizer_settings, rng_name
-from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retry_until
+from ebbflow.training.checkpoint.state import (
+    FurtherState,
+    capture_rng,
+    optimizer_settings,
+    rng_name,
+)
+from ebbflow.training.checkpoint.verified_io import (
+    CHUNK_BYTES,
+    Deadline,
+    canonical_json,
+    retry_until,
+)
 from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0
-# Of one rank: eight that share a network volume of 125 MiB/s, the least that EBS gives, have 15. A save or restore of
-# more bytes has more time than its deadline.
+# Of one rank: eight that share a network volume of 125 MiB/s, the least that EBS gives, have 15. A
+# save or restore of more bytes has more time than its deadline.
 SLOWEST_BYTES_PER_SECOND = 10 * 2**20
 
 
 class Checkpointer:
-    """Object that saves and restores one rank's part of a checkpoint. All ranks call its methods for the same steps.
+    """Object that saves and restores one rank's part of a checkpoint.
 
-    Create it in the main thread: the uploader process ends with the thread that started it. Not thread-safe.
+    All ranks call its methods for the same steps.
+
+    Create it in the main thread: the uploader process ends with the thread that started it. Not
+    thread-safe.
 
     Args:
         job_store_uri: the job's folder in the store (`<store>/jobs/<job>`).
@@ -71,21 +91,28 @@ class Checkpointer:
         self._store = Store.open(job_store_uri, request_timeout_seconds=request_seconds)
         self._job = self._store.uri.rsplit("/", 1)[-1]
         self._generation = generation
-        self._rank, self._world_size, self._node = rank, world_size, node
+        self._rank = rank
+        self._world_size = world_size
+        self._node = node
         self._deadline_seconds = deadline_seconds
         self._retention = retention or RetentionPolicy()
         self._emit = emit or (lambda *_, **__: None)
-        self._bytes_per_second, self._chunk_bytes = upload_bytes_per_second, chunk_bytes
+        self._bytes_per_second = upload_bytes_per_second
+        self._chunk_bytes = chunk_bytes
         self._stage = StagingArea()
         self._planner = SavePlanner(rank, world_size)
         uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
         self._saves = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self.further = FurtherState()
-        # A save whose copy from the device may still be running. The uploader gets it when the copy is complete.
+        # A save whose copy from the device may still be running. The uploader gets it when the copy
+        # is complete.
         self._queued: tuple[InflightSave, StagedState, dict[str, Any] | None] | None = None
         self._last_step: int | None = None
         self._expected_bytes = 0  # of this rank's part of the first save
-        self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, layout number that it has
+        self._layout_of: tuple[int | None, int] = (
+            None,
+            0,
+        )  # pid of the uploader, layout number that it has
 
     @property
     def uploader_pid(self) -> int | None:
@@ -93,29 +120,42 @@ class Checkpointer:
 
     @property
     def last_commit(self) -> CommitRef | None:
-        """The newest commit that this rank knows of. On ranks above 0 it may be out of date until `wait` returns."""
+        """The newest commit that this rank knows of.
+
+        On ranks above 0 it may be out of date until `wait` returns.
+        """
         self._saves.drain()
         return self._saves.last_commit
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, so that the next `save` would have to wait. Ranks may have different answers."""
+        """Whether a save is in flight, so that the next `save` would have to wait.
+
+        Ranks may have different answers.
+        """
         return self._queued is not None or self._saves.busy
 
     @property
     def expected_seconds(self) -> float | None:
-        """Estimated seconds until a save that begins now would be durable; None before the first durable save."""
+        """Estimated seconds until a save that begins now would be durable; None before the first
+        durable save.
+        """
         self._saves.drain()
         return self._saves.expected_seconds(self._planner.layout.length)
 
     @property
     def limit_seconds(self) -> float:
-        """Time for a save of this rank's bytes to become a commit. All ranks should use the longest of their times."""
+        """Time for a save of this rank's bytes to become a commit.
+
+        All ranks should use the longest of their times.
+        """
         return self._seconds_for(max(self._planner.layout.length, self._expected_bytes))
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and its duration in seconds from the call of `save`; None before the first."""
+        """Step of the last durable save, and its duration in seconds from the call of `save`; None
+        before the first.
+        """
         self._saves.drain()
         return self._saves.durable
 
@@ -134,13 +174,18 @@ class Checkpointer:
         return self._saves.cost
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Allocate staging buffers in the background, so that the first save is as fast as later ones."""
+        """Allocate staging buffers in the background, so that the first save is as fast as later
+        ones.
+        """
         device = next((tensor.device for tensor in model.parameters() if tensor.is_cuda), None)
         self._expected_bytes = self._planner.expected_bytes(model, optimizer)
         self._stage.prepare(self._expected_bytes, device)
 
     def hurry(self) -> None:
-        """Lift the bandwidth cap on uploads. Call this after the last step, when little time is left."""
+        """Lift the bandwidth cap on uploads.
+
+        Call this after the last step, when little time is left.
+        """
         self._bytes_per_second = None
         self._saves.uploader.tell({"command": "hurry"})
 
@@ -154,15 +199,16 @@ class Checkpointer:
         deadline_seconds: float | None = None,
         least_seconds: float = 0.0,
     ) -> float:
-        """Copy the state after `step` into a staging buffer, hand it to the uploader, and return the stall in seconds.
+        """Copy the state after `step` into a staging buffer, hand it to the uploader, and return
+        the stall in seconds.
 
-        The stall is the time of the copy, plus the wait for an earlier save that is still in flight. Saving a step
-        again does nothing and returns 0.0. A copy from a CUDA device may still be running on return; `before_step`
-        waits for it.
+        The stall is the time of the copy, plus the wait for an earlier save that is still in
+        flight. Saving a step again does nothing and returns 0.0. A copy from a CUDA device may
+        still be running on return; `before_step` waits for it.
 
-        Args:
-            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's data is stored.
-            deadline_seconds: deadline of this save; default: `limit_seconds`, but at least `least_seconds`.
+        Args: extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's
+            data is stored. deadline_seconds: deadline of this save; default: `limit_seconds`, but
+            at least `least_seconds`.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -172,21 +218,34 @@ class Checkpointer:
         if self._last_step is not None and step <= self._last_step:
             if step == self._last_step:
                 return 0.0
-            raise CheckpointError(f"step {step} after {self._last_step}: a rewind needs a new generation")
+            raise CheckpointError(
+                f"step {step} after {self._last_step}: a rewind needs a new generation"
+            )
         self.before_step()
-        common = self._common(model, optimizer, extra) if self._rank == 0 else None
-        own = capture_rng(self._rank) | {rng_name(self._rank, name): one for name, one in self.further.own.items()}
+        if self._rank == 0:
+            common = self._common(model, optimizer, extra)
+        else:
+            common = None
+        own = capture_rng(self._rank) | {
+            rng_name(self._rank, name): one for name, one in self.further.own.items()
+        }
         sources = self._planner.plan(model, optimizer, own, self.further.shared)
         staged = self._stage.stage(sources, self._planner.layout, self._planner.settled)
         self._emit(STAGED, step=step, bytes=staged.layout.length)
         self._saves.settle()
         self._saves.raise_if_hopeless()
         self._last_step = step
-        save = CheckpointId(job=self._job, generation=self._generation.name, step=step, world_size=self._world_size)
+        save = CheckpointId(
+            job=self._job, generation=self._generation.name, step=step, world_size=self._world_size
+        )
         flight = InflightSave(
             save=save,
             began=began,
-            deadline=Deadline(max(self.limit_seconds, least_seconds) if deadline_seconds is None else deadline_seconds),
+            deadline=Deadline(
+                max(self.limit_seconds, least_seconds)
+                if deadline_seconds is None
+                else deadline_seconds
+            ),
             size=staged.layout.length,
             stall_seconds=time.monotonic() - began,
         )
@@ -196,17 +255,23 @@ class Checkpointer:
         return time.monotonic() - began
 
     def before_step(self) -> None:
-        """Wait until the last save is copied from the device. Call it before the optimizer changes the state."""
+        """Wait until the last save is copied from the device.
+
+        Call it before the optimizer changes the state.
+        """
         if self._queued is not None:
-            if (copied := self._queued[1].copied) is not None:
+            copied = self._queued[1].copied
+            if copied is not None:
                 copied.synchronize()
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Wait until the newest save is committed. Return the newest commit, or None if nothing was saved or restored.
+        """Wait until the newest save is committed.
 
-        Raises CheckpointError (the save failed, or its deadline passed), GenerationSuperseded (a newer generation of
-        the job is running).
+        Return the newest commit, or None if nothing was saved or restored.
+
+        Raises CheckpointError (the save failed, or its deadline passed), GenerationSuperseded (a
+        newer generation of the job is running).
         """
         self.before_step()
         flights = self._saves
@@ -231,7 +296,9 @@ class Checkpointer:
         progress: Callable[[], object] = lambda: None,
         meet: Meet = lambda stage: None,
     ) -> RestoreResult | None:
-        """Fill model and optimizer from the first candidate that all ranks can verify. Without candidates, return None.
+        """Fill model and optimizer from the first candidate that all ranks can verify.
+
+        Without candidates, return None.
 
         Damaged candidates are quarantined and reported.
 
@@ -248,8 +315,9 @@ class Checkpointer:
         """
         if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
-                f"{self._generation.name} starts from {self._generation.parent}, which is not among the candidates; "
-                "hint: to rewind, open the generation with that commit as its parent"
+                f"{self._generation.name} starts from {self._generation.parent}, which is not "
+                "among the candidates; hint: to rewind, open the generation with that commit as "
+                "its parent"
             )
         restored = restore_newest(
             self._store,
@@ -287,26 +355,41 @@ class Checkpointer:
         self.close()
 
     def _seconds_for(self, size: int) -> float:
-        """Return the seconds within which a save with `size` bytes on this rank must become a commit."""
+        """Return the seconds within which a save with `size` bytes on this rank must become a
+        commit.
+        """
         rate = min(SLOWEST_BYTES_PER_SECOND, (self._bytes_per_second or math.inf) / 2)
         return max(self._deadline_seconds, size / rate)
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Record the restored commit as this generation's parent, because the recorded one could not be restored."""
+        """Record the restored commit as this generation's parent, because the recorded one could
+        not be restored.
+        """
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
-            what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count
+            # otherwise late commits between the two would count
+            what = f"amend the record of {generation.name}"
             deadline = Deadline(self._deadline_seconds)
-            retry_until(deadline, what, lambda: amend_parent(self._store, self._generation, generation))
+            retry_until(
+                deadline, what, lambda: amend_parent(self._store, self._generation, generation)
+            )
         self._generation = generation
 
-    def _common(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:
-        settings = None if optimizer is None else optimizer_settings(model, optimizer)
+    def _common(
+        self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    ) -> dict[str, Any]:
+        if optimizer is None:
+            settings = None
+        else:
+            settings = optimizer_settings(model, optimizer)
         common = {"extra": extra, "optimizer": settings, "parent": self._generation.parent}
         try:
             canonical_json(common)
         except (ValueError, TypeError) as error:
-            hint = "ebbflow.attach(model, NAME=optimizer) saves optimizers with lists of tensors, such as LBFGS"
+            hint = (
+                "ebbflow.attach(model, NAME=optimizer) saves optimizers with lists of tensors, "
+                "such as LBFGS"
+            )
             raise CheckpointError(
                 f"extra or the optimizer's settings cannot be kept as JSON: {error}; fix: {hint}"
             ) from error
@@ -314,10 +397,14 @@ class Checkpointer:
 
     def _send(self) -> None:
         assert self._queued is not None
-        (flight, staged, common), self._queued = self._queued, None
+        (flight, staged, common) = self._queued
+        self._queued = None
         layout = staged.layout
         known = (self._saves.uploader.running(), layout.number)
-        items = None if known == self._layout_of else [item.to_json() for item in layout.items]
+        if known == self._layout_of:
+            items = None
+        else:
+            items = [item.to_json() for item in layout.items]
         self._layout_of = known
         self._saves.submit(
             flight,

@@ -1,4 +1,7 @@
-"""The command `ebbflow checkpoints`, which inspects and changes a job's commits. Only export and import load torch."""
+"""The command `ebbflow checkpoints`, which inspects and changes a job's commits.
+
+Only export and import load torch.
+"""
 
 import argparse
 import json
@@ -12,7 +15,14 @@ from typing import Any
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, ObjectNotFound, describe_error
-from ebbflow.infra.layout import data_prefix, known_job, pin_key, signature_key, tombstone_key, verified_key
+from ebbflow.infra.layout import (
+    data_prefix,
+    known_job,
+    pin_key,
+    signature_key,
+    tombstone_key,
+    verified_key,
+)
 from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import TracedCommit, trace_lineage
@@ -24,18 +34,26 @@ from ebbflow.training.checkpoint.verified_io import crc_text, seal, sha256_text,
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit, TrainingError
 
 _BAD_USAGE = 2
-# These act on what they read, so they require the key if the job signs; the others report unchecked signatures.
+# These act on what they read, so they require the key if the job signs; the others report unchecked
+# signatures.
 _CHECKING = ("export", "pin", "prune", "sign")
 _KINDS = ("dcp", "safetensors", "torch")
 
 
 def main(argv: list[str]) -> int:
-    """Run a subcommand. Return its exit code: 0 for success, 1 for an error or a damaged commit, 2 for bad usage."""
+    """Run a subcommand.
+
+    Return its exit code: 0 for success, 1 for an error or a damaged commit, 2 for bad usage.
+    """
     options = _parser().parse_args(argv)
     try:
         fresh = options.command == "import"  # only import may create a job
-        if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening would create it
-            print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
+        if (
+            not fresh and "://" not in options.uri and not Path(options.uri).is_dir()
+        ):  # opening would create it
+            print(
+                f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr
+            )
             return _BAD_USAGE
         store = Store.open(options.uri if fresh else _store_uri(options.uri))
         choose_signing_key(store, options.signing_key_env, must_check=options.command in _CHECKING)
@@ -46,9 +64,17 @@ def main(argv: list[str]) -> int:
 
 
 def _store_uri(uri: str) -> str:
-    """Return the URI of the job's folder in the store. `uri` is this URI, or the job's local report folder."""
-    known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
-    return uri if known is None else known.uri
+    """Return the URI of the job's folder in the store.
+
+    `uri` is this URI, or the job's local report folder.
+    """
+    if (Path(uri) / "commits").is_dir():
+        known = None
+    else:
+        known = known_job(Path(uri))
+    if known is None:
+        return uri
+    return known.uri
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,11 +82,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     by_hand = "a step, a key, or the start of its hash"
 
-    def add(name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any) -> argparse.ArgumentParser:
-        """Add a subcommand. `commit` describes the default of the option --commit; "" omits that option."""
+    def add(
+        name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any
+    ) -> argparse.ArgumentParser:
+        """Add a subcommand.
+
+        `commit` describes the default of the option --commit; "" omits that option.
+        """
         command = commands.add_parser(name, help=text, **more)
         if name == "import":
-            command.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
+            command.add_argument(
+                "source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised"
+            )
         places = "STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
         command.add_argument("uri", metavar="URI", help=places)
         key = "variable with the signing key; default: as the job is configured"
@@ -73,27 +106,53 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("list", _list, "all commits, and whether they count")
-    add("show", _show, "one commit: its tensors, where it can be loaded, its metadata", commit="the newest that counts")
+    add(
+        "show",
+        _show,
+        "one commit: its tensors, where it can be loaded, its metadata",
+        commit="the newest that counts",
+    )
     add("verify", _verify, "read and check every byte", commit="all")
     add("sign", _sign, "verify commits that count and are not signed, and sign them", commit="all")
     pin = add("pin", _pin, "keep a commit whatever the policy says")
     unpin = add("unpin", _unpin, "undo pin")
     for command in (pin, unpin):
         command.add_argument("commit", metavar="COMMIT", help=by_hand)
-    prune = add("prune", _prune, "delete what the policy does not keep, and objects that no commit needs")
+    prune = add(
+        "prune", _prune, "delete what the policy does not keep, and objects that no commit needs"
+    )
     prune.add_argument("--keep-last", type=int, default=3, metavar="K", help="default 3")
-    prune.add_argument("--keep-every-steps", type=int, metavar="N", help="also the first at or after each multiple")
-    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="also those of the best metric")
-    prune.add_argument("--best-metric", default="held_out_loss", metavar="NAME", help="default held_out_loss")
-    prune.add_argument("--best-mode", choices=("min", "max"), default="min", help="which value is the best")
-    prune.add_argument("--max-total-gib", type=float, metavar="GIB", help="cap on the data of all kept commits")
-    prune.add_argument("--orphan-hours", type=float, default=24.0, help="age of objects that no commit needs (24)")
+    prune.add_argument(
+        "--keep-every-steps", type=int, metavar="N", help="also the first at or after each multiple"
+    )
+    prune.add_argument(
+        "--keep-best", type=int, default=0, metavar="N", help="also those of the best metric"
+    )
+    prune.add_argument(
+        "--best-metric", default="held_out_loss", metavar="NAME", help="default held_out_loss"
+    )
+    prune.add_argument(
+        "--best-mode", choices=("min", "max"), default="min", help="which value is the best"
+    )
+    prune.add_argument(
+        "--max-total-gib", type=float, metavar="GIB", help="cap on the data of all kept commits"
+    )
+    prune.add_argument(
+        "--orphan-hours", type=float, default=24.0, help="age of objects that no commit needs (24)"
+    )
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     text = "a commit as DCP folder, safetensors or one torch file"
     export = add("export", _export, text, commit="the newest that counts")
-    export.add_argument("target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist")
-    export.add_argument("--averaged", action="store_true", help="the average of training.ema, without the optimizer")
-    kinds = "default: by the name: .safetensors; .pt, .pth, .bin; else dcp. hugging-face: a folder for transformers"
+    export.add_argument(
+        "target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist"
+    )
+    export.add_argument(
+        "--averaged", action="store_true", help="the average of training.ema, without the optimizer"
+    )
+    kinds = (
+        "default: by the name: .safetensors; .pt, .pth, .bin; else dcp. hugging-face: a folder "
+        "for transformers"
+    )
     export.add_argument("--kind", choices=(*_KINDS, "hugging-face"), help=kinds)
     text = "a DCP folder, safetensors or torch state dict as the first commit of a new job"
     warning = "A DCP folder's metadata is a pickle, which can run code: import only what you trust."
@@ -105,13 +164,17 @@ def _parser() -> argparse.ArgumentParser:
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
     """Find the environment variable that holds the signing key, and use this key from now on.
 
-    The variable's name is `name`, else the value of EBBFLOW_SIGNING_KEY_ENV, else a value in the job's configuration.
-    Without a usable key in the variable, this function raises NoSigningKey. There is one exception: if the name comes
-    from the configuration and `must_check` is False, signatures are not checked and no error is raised.
+    The variable's name is `name`, else the value of EBBFLOW_SIGNING_KEY_ENV, else a value in the
+    job's configuration. Without a usable key in the variable, this function raises NoSigningKey.
+    There is one exception: if the name comes from the configuration and `must_check` is False,
+    signatures are not checked and no error is raised.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
-        name = named if must_check or not signing_key_problem(named) else None
+        if must_check or not signing_key_problem(named):
+            name = named
+        else:
+            name = None
     use_signing_key(name)
     signer()
 
@@ -121,21 +184,26 @@ def _configured_name(store: Store) -> str | None:
         name = json.loads(store.get("config.json"))["config"]["checkpoint"]["signing_key_env"]
     except (ObjectNotFound, ValueError, KeyError, TypeError):
         return None
-    return name if isinstance(name, str) and NAME_PATTERN.fullmatch(name) else None
+    if isinstance(name, str) and NAME_PATTERN.fullmatch(name):
+        return name
+    return None
 
 
 def find(store: Store, wanted: str | None) -> TracedCommit:
     """Find one commit of a job.
 
-    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest reachable commit. A
-    commit is reachable if the job may still be resumed from it. If several commits match, only reachable ones count.
-    Raises CheckpointError if no commit or more than one is left; the message lists the candidates.
+    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest
+    reachable commit. A commit is reachable if the job may still be resumed from it. If several
+    commits match, only reachable ones count. Raises CheckpointError if no commit or more than one
+    is left; the message lists the candidates.
     """
     traced = trace_lineage(store)
     if wanted is None:
         found = [one for one in traced if one.unreachable_because is None][:1]
         if not found:
-            raise CheckpointError(f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not")
+            raise CheckpointError(
+                f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not"
+            )
         return found[0]
     found = [one for one in traced if _matches(one, wanted)]
     if len(found) > 1:  # of several commits of one step, the reachable one
@@ -143,7 +211,9 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
     if len(found) != 1:
         among = found or traced
         keys = "".join(f"\n  {one.ref.key}" for one in among[:10])
-        raise CheckpointError(f"{store.uri}: {wanted!r} is {len(found)} commits, not one; there are:{keys or ' none'}")
+        raise CheckpointError(
+            f"{store.uri}: {wanted!r} is {len(found)} commits, not one; there are:{keys or ' none'}"
+        )
     return found[0]
 
 
@@ -162,22 +232,38 @@ def _list(store: Store, options: argparse.Namespace) -> int:
     if not rows:
         print(f"{store.uri}: no commits")
     for row in rows:
-        standing = "counts" if row["reachable"] else f"does not count: {row['reason']}"
-        size = "unknown size" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
-        ranks = "? ranks" if row["world_size"] is None else f"of {row['world_size']} ranks, loads at {row['loads_at']}"
-        pinned = "  pinned" if row["pinned"] else ""
+        if row["reachable"]:
+            standing = "counts"
+        else:
+            standing = f"does not count: {row['reason']}"
+        if row["bytes"] is None:
+            size = "unknown size"
+        else:
+            size = f"{row['bytes'] / 1e6:.1f} MB"
+        if row["world_size"] is None:
+            ranks = "? ranks"
+        else:
+            ranks = f"of {row['world_size']} ranks, loads at {row['loads_at']}"
+        if row["pinned"]:
+            pinned = "  pinned"
+        else:
+            pinned = ""
         place = f"step {row['step']:>8}  generation {row['generation']:>4}"
-        print(f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  {standing}")
+        print(
+            f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  "
+            f"{standing}"
+        )
     return 0
 
 
 def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
     """Describe a commit as a row of the subcommand `list`.
 
-    The state of the commit is "verified" (every byte was read and checked), "whole" (the manifest is readable and all
-    object sizes match) or "torn" (anything else).
+    The state of the commit is "verified" (every byte was read and checked), "whole" (the manifest
+    is readable and all object sizes match) or "torn" (anything else).
     """
-    ref, reason = traced.ref, traced.unreachable_because
+    ref = traced.ref
+    reason = traced.unreachable_because
     row: dict[str, Any] = {
         **{name: getattr(ref, name) for name in ("step", "generation", "key")},
         "age_seconds": max(0.0, time.time() - traced.modified),
@@ -190,7 +276,11 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
     }
     try:
         manifest = read_manifest(store, ref.key)
-        row |= {"bytes": manifest.size, "world_size": manifest.save.world_size, "loads_at": "any number"}
+        row |= {
+            "bytes": manifest.size,
+            "world_size": manifest.save.world_size,
+            "loads_at": "any number",
+        }
         row |= _state(store, manifest, ref.sha256)
     except CheckpointError as error:
         reason = reason or str(error)
@@ -198,7 +288,10 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
 
 
 def _state(store: Store, manifest: Manifest, sha256: str) -> dict[str, Any]:
-    sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))}
+    sizes = {
+        meta.key: meta.size
+        for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))
+    }
     if any(sizes.get(data.key) != data.size for data in manifest.data):
         return {"state": "torn"}
     key = verified_key(sha256)
@@ -223,7 +316,8 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         "job": manifest.save.job,
         "tensors": len(manifest.tensors),
         "bytes_by_kind": dict(kinds),
-        "loads_at": "any number of ranks, in any mode",  # every piece has its position in the whole tensor
+        # every piece has its position in the whole tensor
+        "loads_at": "any number of ranks, in any mode",
         "random_states_at": ranks if random else None,
         "parent": manifest.common.get("parent"),
         "extra": manifest.common.get("extra"),
@@ -233,28 +327,43 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         return 0
     for name, value in about.items():
         print(f"{name:>18}  {value if not isinstance(value, dict | list) else json.dumps(value)}")
-    exact = f"bit for bit, random states too, at {ranks}" if random else "it has no random states"
+    if random:
+        exact = f"bit for bit, random states too, at {ranks}"
+    else:
+        exact = "it has no random states"
     print(f"{'':>18}  ({exact})")
     return 0
 
 
 def _verify(store: Store, options: argparse.Namespace) -> int:
-    rows, signed = [], {meta.key for meta in store.list("signatures")}
+    rows = []
+    signed = {meta.key for meta in store.list("signatures")}
     for traced in [find(store, options.commit)] if options.commit else trace_lineage(store):
         problems = verify_commit(store, traced.ref.key)
         has_signature = signature_key(traced.ref.sha256) in signed
-        standing = _signature_standing(store, traced.ref.key) if has_signature else "unsigned"
-        row = {"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems}
+        if has_signature:
+            standing = _signature_standing(store, traced.ref.key)
+        else:
+            standing = "unsigned"
+        row = {
+            "step": traced.ref.step,
+            "key": traced.ref.key,
+            "sound": not problems,
+            "problems": problems,
+        }
         rows.append({**row, "signature": standing})
         _record_verification(store, traced, sound=not problems)
         if not options.json:
-            verdict = "BAD" if problems else "sound"
+            if problems:
+                verdict = "BAD"
+            else:
+                verdict = "sound"
             print(f"step {traced.ref.step:>8}  {verdict}  {standing}  {traced.ref.key}", flush=True)
             for problem in problems:
                 print(f"    {problem}")
     problem = (
-        "all ranks have saved and no manifest names it: it is being committed or deleted, that was interrupted, or its "
-        "manifest is lost"
+        "all ranks have saved and no manifest names it: it is being committed or deleted, that "
+        "was interrupted, or its manifest is lost"
     )
     uncommitted = [
         {"step": step, "key": prefix, "sound": None, "problems": [problem]}
@@ -266,7 +375,9 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
         print(f"{store.uri}: skipped, because there are no commits", file=sys.stderr)
     for row in [] if options.json else uncommitted:
         print(f"step {row['step']:>8}  no commit  {row['key']}\n    {row['problems'][0]}")
-    return 0 if rows and all(row["sound"] for row in rows) else 1
+    if rows and all(row["sound"] for row in rows):
+        return 0
+    return 1
 
 
 def _signature_standing(store: Store, key: str) -> str:
@@ -285,10 +396,14 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
     name = os.environ.get(NAME_VARIABLE)
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")
-    signs, bad = Signer(name), 0
+    signs = Signer(name)
+    bad = 0
     use_signing_key(None)  # otherwise unsigned commits would be refused
     signed = {meta.key for meta in store.list("signatures")}
-    wanted = [find(store, options.commit)] if options.commit else trace_lineage(store)
+    if options.commit:
+        wanted = [find(store, options.commit)]
+    else:
+        wanted = trace_lineage(store)
     for ref in [one.ref for one in wanted if one.unreachable_because is None]:
         if signature_key(ref.sha256) in signed:
             print(f"step {ref.step:>8}  has a signature, left as it is  {ref.key}")
@@ -319,7 +434,10 @@ def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> None:
-    """Record the result of `verify`, so that `list` can show it. If the store is not writable, only print a note."""
+    """Record the result of `verify`, so that `list` can show it.
+
+    If the store is not writable, only print a note.
+    """
     key = verified_key(traced.ref.sha256)
     try:
         if sound:
@@ -333,14 +451,19 @@ def _record_verification(store: Store, traced: TracedCommit, *, sound: bool) -> 
 def _pin(store: Store, options: argparse.Namespace) -> int:
     """Pin a commit, so that retention never deletes it.
 
-    This function writes the pin, then looks for a tombstone (the record that a deletion has begun). A deletion writes
-    the tombstone, then looks for a pin. So of a concurrent pin and deletion, at least one sees the other.
+    This function writes the pin, then looks for a tombstone (the record that a deletion has begun).
+    A deletion writes the tombstone, then looks for a pin. So of a concurrent pin and deletion, at
+    least one sees the other.
     """
     ref = find(store, options.commit).ref
-    store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))
+    store.put(
+        pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()})
+    )
     if store.head(tombstone_key(ref.sha256)) is not None:
         store.delete(pin_key(ref.sha256))
-        raise CheckpointError(f"{store.uri}/{ref.key}: is being deleted and can no longer be pinned")
+        raise CheckpointError(
+            f"{store.uri}/{ref.key}: is being deleted and can no longer be pinned"
+        )
     print(f"pinned: step {ref.step}  {ref.key}")
     return 0
 
@@ -369,10 +492,15 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     retention = Retention(policy)
     choice = retention.choose_commits(store)
     orphans = retention.orphans(store)
-    done = list(choice.delete) if options.dry_run else retention.prune(store)
+    if options.dry_run:
+        done = list(choice.delete)
+    else:
+        done = retention.prune(store)
     document = {
         "dry_run": options.dry_run,
-        "kept": [{"step": ref.step, "key": ref.key, "because": why} for ref, why in choice.keep.items()],
+        "kept": [
+            {"step": ref.step, "key": ref.key, "because": why} for ref, why in choice.keep.items()
+        ],
         "deleted": [{"step": ref.step, "key": ref.key} for ref in done],
         "orphan_objects": len(orphans),
         "orphan_bytes": sum(meta.size for meta in orphans),
@@ -383,7 +511,10 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     for row in document["kept"]:
         print(f"keep    step {row['step']:>8}  {row['key']}  ({row['because']})")
     for row in document["deleted"]:
-        print(f"{'would delete' if options.dry_run else 'deleted'}  step {row['step']:>8}  {row['key']}")
+        print(
+            f"{'would delete' if options.dry_run else 'deleted'}  step {row['step']:>8}  "
+            f"{row['key']}"
+        )
     print(f"orphans: {len(orphans)} objects, {document['orphan_bytes'] / 1e6:.1f} MB")
     return 0
 
@@ -394,26 +525,42 @@ def _export(store: Store, options: argparse.Namespace) -> int:
 
     ref = find(store, options.commit).ref
     content = read_commit(store, ref.key)
-    config = _config_of_job(store) if options.kind == "hugging-face" else None
-    content = content.averaged() if options.averaged else content
-    content = content.without_optimizer() if options.weights_only or config else content
+    if options.kind == "hugging-face":
+        config = _config_of_job(store)
+    else:
+        config = None
+    if options.averaged:
+        content = content.averaged()
+    else:
+        content = content
+    if options.weights_only or config:
+        content = content.without_optimizer()
+    else:
+        content = content
     by_name = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
     kind = options.kind or by_name.get(options.target.suffix, "dcp")
     write_file(content, options.target, kind, config)
     size = sum(tensor.numel() * tensor.element_size() for tensor in content.named().values())
-    print(f"exported: step {ref.step}, {size / 1e6:.1f} MB, verified, as {kind} to {options.target}")
+    print(
+        f"exported: step {ref.step}, {size / 1e6:.1f} MB, verified, as {kind} to {options.target}"
+    )
     return 0
 
 
 def _config_of_job(store: Store) -> RunConfig:
     try:
-        config = RunConfig.model_validate_json(json.dumps(json.loads(store.get("config.json"))["config"]))
+        config = RunConfig.model_validate_json(
+            json.dumps(json.loads(store.get("config.json"))["config"])
+        )
     except (ObjectNotFound, ValueError, KeyError, TypeError) as error:
         cause = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{store.uri}/config.json: cannot be read: {cause}; hint: --kind safetensors") from error
+        raise CheckpointError(
+            f"{store.uri}/config.json: cannot be read: {cause}; hint: --kind safetensors"
+        ) from error
     if config.user_code is not None:
         raise CheckpointError(
-            f"hugging-face is for the built-in model, not {config.user_code}; hint: --kind safetensors"
+            f"hugging-face is for the built-in model, not {config.user_code}; hint: --kind "
+            "safetensors"
         )
     return config
 
@@ -424,6 +571,8 @@ def _import(store: Store, options: argparse.Namespace) -> int:
 
     content = read_file(options.source, weights_only=options.weights_only)
     commit = commit_portable_state(store, content, source=options.source.name)
-    what = f"{len(content.weights)} weights, " + ("no optimizer" if content.settings is None else "optimizer")
+    what = f"{len(content.weights)} weights, " + (
+        "no optimizer" if content.settings is None else "optimizer"
+    )
     print(f"imported: {what}, as step {commit.step}: {store.uri}/{commit.key}")
     return 0

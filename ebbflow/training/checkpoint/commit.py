@@ -1,12 +1,13 @@
-"""Make a commit without collectives or locks: any rank that sees the indexes of all ranks writes the manifest.
+"""Make a commit without collectives or locks: any rank that sees the indexes of all ranks writes
+the manifest.
 
-A rank's index describes the data that the rank uploaded. The manifest depends only on the indexes, and its key contains
-its hash. So ranks that write the manifest at the same time write the same bytes to the same key. The loss of a rank
-after its index is durable cannot block the commit.
+A rank's index describes the data that the rank uploaded. The manifest depends only on the indexes,
+and its key contains its hash. So ranks that write the manifest at the same time write the same
+bytes to the same key. The loss of a rank after its index is durable cannot block the commit.
 
-Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll rarely, and ranks
-with higher numbers start later. Usually only ranks 1 to 3 poll at all, so the number of requests grows with the
-number of ranks and not with its square.
+Rank 0's uploader polls the store until the commit exists. The other ranks are a backup: they poll
+rarely, and ranks with higher numbers start later. Usually only ranks 1 to 3 poll at all, so the
+number of requests grows with the number of ranks and not with its square.
 """
 
 import random
@@ -22,15 +23,22 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest, RankIndex, merge_indexes
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import Deadline, fetch_verified, put_verified, sha256_text
+from ebbflow.training.checkpoint.verified_io import (
+    Deadline,
+    fetch_verified,
+    put_verified,
+    sha256_text,
+)
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 _ASK_DIRECTLY = 8  # listings may lag: the last few missing indexes are looked up by name
 _READERS = 16  # indexes read at once
 _FOREIGN_COMMIT_EVERY = 4  # every fourth look asks whether another rank has committed
 _LONGEST_PAUSE_SECONDS = 0.5
-# Ranks above 0 look after 1, 3, 7, … time units; the k-th look is by ranks below 4^k, so 63 units suffice for 4,096.
-_LONGEST_UNIT_SECONDS, _UNITS = 1.0, 64
+# Ranks above 0 look after 1, 3, 7, … time units; the k-th look is by ranks below 4^k, so 63 units
+# suffice for 4,096.
+_LONGEST_UNIT_SECONDS = 1.0
+_UNITS = 64
 _WIDENING = 4
 _RANKS_PER_SECOND = 200  # indexes that a slow machine reads and merges per second
 
@@ -46,7 +54,10 @@ class CommitAttempt:
 
 
 class CommitWatch:
-    """Watcher of the indexes of a save. It reads each rank's index once, and commits the save once all exist."""
+    """Watcher of the indexes of a save.
+
+    It reads each rank's index once, and commits the save once all exist.
+    """
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store
@@ -58,7 +69,9 @@ class CommitWatch:
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if the indexes of all ranks exist and are valid. Return the commit or the missing ranks.
+        """Commit the save if the indexes of all ranks exist and are valid.
+
+        Return the commit or the missing ranks.
 
         Raises StoreError (the store failed), CheckpointError (the indexes contradict each other).
         """
@@ -67,10 +80,13 @@ class CommitWatch:
         missing = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
         if missing:
             return CommitAttempt(None, 0, missing, cause)
-        manifest = merge_indexes(self._save, [self._indexes[rank] for rank in range(self._save.world_size)])
+        manifest = merge_indexes(
+            self._save, [self._indexes[rank] for rank in range(self._save.world_size)]
+        )
         raw = manifest.to_bytes()
         key = commit_key(self._save.step, self._save.generation_number, sha256_text(raw))
-        if (signs := signer()) is not None:
+        signs = signer()
+        if signs is not None:
             signs.sign(self._store, key)  # first, so that every visible commit has its signature
         put_verified(self._store, key, raw)
         return CommitAttempt(CommitRef.from_key(key), manifest.size, [])
@@ -79,14 +95,22 @@ class CommitWatch:
         unknown = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
         if not unknown:
             return set()
-        listed = {meta.key for meta in self._store.list(index_prefix(self._save.generation, self._save.step))}
+        listed = {
+            meta.key
+            for meta in self._store.list(index_prefix(self._save.generation, self._save.step))
+        }
         missing = [rank for rank in unknown if _index_key(self._save, rank) not in listed]
         if len(missing) <= _ASK_DIRECTLY:
-            missing = [rank for rank in missing if self._store.head(_index_key(self._save, rank)) is None]
+            missing = [
+                rank for rank in missing if self._store.head(_index_key(self._save, rank)) is None
+            ]
         return set(missing)
 
     def _read(self, ranks: list[int]) -> str:
-        """Read the indexes that have not been read yet. Return why an index is unusable, or "" if all are usable."""
+        """Read the indexes that have not been read yet.
+
+        Return why an index is unusable, or "" if all are usable.
+        """
         new = [rank for rank in ranks if rank not in self._indexes]
         causes = []
         with ThreadPoolExecutor(_READERS, thread_name_prefix="index") as pool:
@@ -104,8 +128,11 @@ class CommitWatch:
         try:
             raw = self._store.get(key)
             index = RankIndex.from_bytes(raw, f"{self._store.uri}/{key}")
-            if (signs := signer()) is not None:
-                signs.check_index(self._store, key, index)  # else any writer of the store could get a manifest signed
+            signs = signer()
+            if signs is not None:
+                signs.check_index(
+                    self._store, key, index
+                )  # else any writer of the store could get a manifest signed
             return index, raw
         except CorruptCommit as error:
             return error
@@ -116,7 +143,8 @@ def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
             manifest = fetch_verified(store, meta.key, Manifest.from_bytes)
-            if (signs := signer()) is not None:
+            signs = signer()
+            if signs is not None:
                 signs.check(store, meta.key)
         except (ObjectNotFound, CorruptCommit, RefusedCommit):
             continue
@@ -133,17 +161,21 @@ def await_commit(
     foreign_first: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> CommitAttempt:
-    """Wait until `save` is committed and the store lists the commit. Make the commit as soon as all indexes exist.
+    """Wait until `save` is committed and the store lists the commit.
 
-    The wait includes the listing because a start of the job finds commits by listing them. Raises CheckpointError at
-    the deadline; its message names the ranks without an index and the store's last error.
+    Make the commit as soon as all indexes exist.
+
+    The wait includes the listing because a start of the job finds commits by listing them. Raises
+    CheckpointError at the deadline; its message names the ranks without an index and the store's
+    last error.
 
     Args:
         foreign_first: look for a commit by another rank before the first attempt to commit.
         given_up: called repeatedly; if it returns True, the wait ends as at the deadline.
     """
     watch = CommitWatch(store, save)
-    attempt, cause = CommitAttempt(None, 0, []), ""
+    attempt = CommitAttempt(None, 0, [])
+    cause = ""
     for number, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS)):
         try:
             if attempt.commit is None:
@@ -151,7 +183,10 @@ def await_commit(
                 attempt = (find_commit(store, save) if foreign else None) or watch.look()
             if attempt.commit is not None and _is_committed(store, save):
                 return attempt
-            cause = f"; {attempt.cause}" if attempt.cause else ""
+            if attempt.cause:
+                cause = f"; {attempt.cause}"
+            else:
+                cause = ""
         except StoreError as error:
             cause = f"; last error: {error}"
         if deadline.remaining_seconds <= pause or (attempt.commit is None and given_up()):
@@ -159,26 +194,35 @@ def await_commit(
         time.sleep(pause)
     if attempt.commit is not None:
         raise CheckpointError(
-            f"save of step {save.step} of {save.generation}: {attempt.commit.key} was put and is not listed within "
-            f"{deadline.seconds:g} s{cause}; a start from now may miss it"
+            f"save of step {save.step} of {save.generation}: {attempt.commit.key} was put and is "
+            f"not listed within {deadline.seconds:g} s{cause}; a start from now may miss it"
         )
     missing = attempt.missing_ranks
     ranks = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
-    who = f"no index from rank {ranks}" if missing else "the store did not answer"
+    if missing:
+        who = f"no index from rank {ranks}"
+    else:
+        who = "the store did not answer"
     raise CheckpointError(
-        f"save of step {save.step} of {save.generation} was not committed within {deadline.seconds:g} s: {who} "
-        f"({save.world_size - len(missing)} of {save.world_size} ranks are durable){cause}"
+        f"save of step {save.step} of {save.generation} was not committed within "
+        f"{deadline.seconds:g} s: {who} ({save.world_size - len(missing)} of {save.world_size} "
+        f"ranks are durable){cause}"
     )
 
 
 def commit_as_backup(
-    store: Store, save: CheckpointId, rank: int, deadline: Deadline, interrupted: Callable[[float], bool]
+    store: Store,
+    save: CheckpointId,
+    rank: int,
+    deadline: Deadline,
+    interrupted: Callable[[float], bool],
 ) -> None:
     """Commit the save in place of rank 0 if rank 0 does not, for example because it died.
 
-    A rank above 0 calls this once its own index is durable. At growing intervals it checks whether the commit exists,
-    and makes the commit if all indexes exist and no other rank has made it. Store errors are ignored until the next
-    check. At the deadline the function returns without a commit, since rank 0 reports the failure.
+    A rank above 0 calls this once its own index is durable. At growing intervals it checks whether
+    the commit exists, and makes the commit if all indexes exist and no other rank has made it.
+    Store errors are ignored until the next check. At the deadline the function returns without a
+    commit, since rank 0 reports the failure.
 
     Args:
         interrupted: waits up to the given number of seconds. It returns True as soon as other work arrives, and this
@@ -186,7 +230,8 @@ def commit_as_backup(
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)
-    number, wait_seconds = 0, 0.0
+    number = 0
+    wait_seconds = 0.0
     while deadline.remaining_seconds > 0:
         number += 1
         wait_seconds += unit * 2 ** (number - 1)
@@ -199,7 +244,10 @@ def commit_as_backup(
             if _is_committed(store, save):
                 return
             if watch.all_there():  # then a lower rank is most likely committing it
-                wait_for_others = unit * random.uniform(2.0, 4.0 + rank**0.5) + save.world_size / _RANKS_PER_SECOND
+                wait_for_others = (
+                    unit * random.uniform(2.0, 4.0 + rank**0.5)
+                    + save.world_size / _RANKS_PER_SECOND
+                )
                 if interrupted(wait_for_others) or _is_committed(store, save):
                     return
                 watch.look()

@@ -1,4 +1,7 @@
-"""A storage reader for DCP (`torch.distributed.checkpoint`). With it, DCP can load a commit at any world size."""
+"""A storage reader for DCP (`torch.distributed.checkpoint`).
+
+With it, DCP can load a commit at any world size.
+"""
 
 import itertools
 import math
@@ -22,19 +25,25 @@ from torch.futures import Future
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
-from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, WantedRange, read_manifest
+from ebbflow.training.checkpoint.reader import (
+    ReadFigures,
+    VerifiedReader,
+    WantedRange,
+    read_manifest,
+)
 from ebbflow.training.errors import CorruptCommit
 
 
 class CommitReader(StorageReader):
-    """DCP storage reader for the commit `key` of a job's store. It verifies everything that it reads.
+    """DCP storage reader for the commit `key` of a job's store.
+
+    It verifies everything that it reads.
 
     User code can pass such a reader to `dcp.load`.
 
-    Args:
-        parallel: number of chunks that are read concurrently.
-        group_bytes: bytes per group of reads. Data for a GPU stays on the host until its group has been read.
-        progress: called after each group.
+    Args: parallel: number of chunks that are read concurrently. group_bytes: bytes per group of
+        reads. Data for a GPU stays on the host until its group has been read. progress: called
+        after each group.
     """
 
     def __init__(
@@ -48,7 +57,8 @@ class CommitReader(StorageReader):
     ) -> None:
         self.manifest: Manifest = read_manifest(job_store, key)
         self._reader = VerifiedReader(job_store, self.manifest.data, parallel=parallel)
-        self._group_bytes, self._progress = group_bytes, progress
+        self._group_bytes = group_bytes
+        self._progress = progress
 
     @property
     def figures(self) -> ReadFigures:
@@ -56,12 +66,16 @@ class CommitReader(StorageReader):
 
     @cached_property
     def _metadata(self) -> Metadata:
-        return Metadata(state_dict_metadata={name: _storage(e) for name, e in self.manifest.tensors.items()})
+        return Metadata(
+            state_dict_metadata={name: _storage(e) for name, e in self.manifest.tensors.items()}
+        )
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -78,7 +92,10 @@ class CommitReader(StorageReader):
         return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a load plan. Read each chunk once, and directly into contiguous tensors."""
+        """Fill the tensors of a load plan.
+
+        Read each chunk once, and directly into contiguous tensors.
+        """
         targets = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
         pieces = [self._piece(item) for item in plan.items]
         self._read(
@@ -98,23 +115,34 @@ class CommitReader(StorageReader):
         """
         requests = []
         for name, target in targets.items():
-            for box, piece in itertools.product(own_boxes(target), self.manifest.tensors[name].pieces):
+            for box, piece in itertools.product(
+                own_boxes(target), self.manifest.tensors[name].pieces
+            ):
                 starts = list(map(max, box.offsets, piece.offsets))
-                ends = map(min, *(map(sum, zip(one.offsets, one.sizes, strict=True)) for one in (box, piece)))
+                ends = map(
+                    min,
+                    *(map(sum, zip(one.offsets, one.sizes, strict=True)) for one in (box, piece)),
+                )
                 sizes = list(map(operator.sub, ends, starts))
                 if all(size > 0 for size in sizes):
                     part = box.local
                     for dimension, (start, at) in enumerate(zip(starts, box.offsets, strict=True)):
                         part = part.narrow(dimension, start - at, sizes[dimension])
-                    requests.append((name, piece, list(map(operator.sub, starts, piece.offsets)), sizes, part))
+                    requests.append(
+                        (name, piece, list(map(operator.sub, starts, piece.offsets)), sizes, part)
+                    )
         self._read(requests)
 
-    def _read(self, requests: Iterable[tuple[str, TensorPiece, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
+    def _read(
+        self,
+        requests: Iterable[tuple[str, TensorPiece, Sequence[int], Sequence[int], torch.Tensor]],
+    ) -> None:
         """Read pieces of tensors.
 
-        A request is (tensor name, piece, offsets and sizes of the part of the piece to read, tensor to fill). If the
-        stored bytes cannot be read directly into the tensor's memory, they are read into a temporary tensor first.
-        Requests are read in groups, to limit the memory of temporary tensors.
+        A request is (tensor name, piece, offsets and sizes of the part of the piece to read, tensor
+        to fill). If the stored bytes cannot be read directly into the tensor's memory, they are
+        read into a temporary tensor first. Requests are read in groups, to limit the memory of
+        temporary tensors.
         """
         wanted: list[WantedRange] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -128,7 +156,8 @@ class CommitReader(StorageReader):
             copies.clear()
             self._progress()
 
-        # In the order of the stored bytes, so that groups have few chunks in common, which are read twice.
+        # In the order of the stored bytes, so that groups have few chunks in common, which are read
+        # twice.
         for name, piece, part_offsets, part_sizes, target in sorted(
             requests, key=lambda request: (request[1].rank, request[1].start)
         ):
@@ -136,12 +165,18 @@ class CommitReader(StorageReader):
             dtype = getattr(torch, entry.dtype)
             sizes = piece.sizes or (1,)  # a scalar is a row of one element
             if math.prod(sizes) * dtype.itemsize != piece.length:
-                raise CorruptCommit(f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes")
-            offsets, lengths = tuple(part_offsets) or (0,), tuple(part_sizes) or (1,)
+                raise CorruptCommit(
+                    f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes"
+                )
+            offsets = tuple(part_offsets) or (0,)
+            lengths = tuple(part_sizes) or (1,)
             if math.prod(lengths) == 0:
                 continue
             start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
-            view = _memory(target, dtype) if lengths[1:] == sizes[1:] else None
+            if lengths[1:] == sizes[1:]:
+                view = _memory(target, dtype)
+            else:
+                view = None
             length = lengths[0] * math.prod(sizes[1:]) * dtype.itemsize
             if waiting + length > self._group_bytes:
                 read_group()
@@ -164,13 +199,17 @@ class CommitReader(StorageReader):
 
 
 def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
-    """Return the tensor's memory if stored bytes of this dtype can be read directly into it, else None."""
+    """Return the tensor's memory if stored bytes of this dtype can be read directly into it, else
+    None.
+    """
     if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return None
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _storage(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
+    chunks = [
+        ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces
+    ]
     properties = TensorProperties(dtype=getattr(torch, entry.dtype))
     return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)

@@ -1,13 +1,16 @@
-"""Read and write checkpoint files of other programs: DCP folders, safetensors and torch files. Imports torch.
+"""Read and write checkpoint files of other programs: DCP folders, safetensors and torch files.
 
-No format requires all tensors to be in memory at once while a file is written. A torch file is written in two passes:
-first everything except the tensors' bytes, for which `torch.serialization.skip_data` reserves space, then these bytes.
-The file is a zip archive of uncompressed entries. Their CRC-32 is filled in too, so that unzip and Python's zipfile can
-read the file.
+Imports torch.
 
-Safetensors files hold weights. The optimizer's tensors are in a second file, NAME.optimizer.safetensors, with names
-`<parameter>.<state>`. The first file's metadata contains, as JSON, the step, the optimizer settings and `extra` (the
-trainer's further data).
+No format requires all tensors to be in memory at once while a file is written. A torch file is
+written in two passes: first everything except the tensors' bytes, for which
+`torch.serialization.skip_data` reserves space, then these bytes. The file is a zip archive of
+uncompressed entries. Their CRC-32 is filled in too, so that unzip and Python's zipfile can read the
+file.
+
+Safetensors files hold weights. The optimizer's tensors are in a second file,
+NAME.optimizer.safetensors, with names `<parameter>.<state>`. The first file's metadata contains, as
+JSON, the step, the optimizer settings and `extra` (the trainer's further data).
 """
 
 import errno
@@ -46,16 +49,33 @@ from ebbflow.training.errors import CheckpointError, NoRoom
 
 KINDS = ("dcp", "safetensors", "torch")
 # PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry
-_LOCAL_BYTES, _LOCAL_LENGTHS = 30, 26
-_DESCRIPTOR, _DESCRIPTOR_CRC = b"PK\x07\x08", 4
-_ENTRY, _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = b"PK\x01\x02", 46, 16, 28
+_LOCAL_BYTES = 30
+_LOCAL_LENGTHS = 26
+_DESCRIPTOR = b"PK\x07\x08"
+_DESCRIPTOR_CRC = 4
+_ENTRY = b"PK\x01\x02"
+_ENTRY_BYTES = 46
+_ENTRY_CRC = 16
+_ENTRY_LENGTHS = 28
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
-_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
+_OPTIMIZER_KEYS = (
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "optimizer_state",
+)
 _OURS = "ebbflow"
 _OPTIMIZER = ".optimizer.safetensors"
-_WEIGHTS, _STATES = "model.", "optimizer."
+_WEIGHTS = "model."
+_STATES = "optimizer."
 _ALIGNMENT = 8
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -81,12 +101,16 @@ def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
     _refuse_special_files(path)
     kind = _kind_of(path)
     try:
-        return {"dcp": read_dcp, "safetensors": read_safetensors, "torch": read_torch}[kind](path, weights_only)
+        return {"dcp": read_dcp, "safetensors": read_safetensors, "torch": read_torch}[kind](
+            path, weights_only
+        )
     except CheckpointError:
         raise
     except Exception as error:  # each library raises its own exceptions
         cause = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}"
+        ) from error
 
 
 def _refuse_special_files(path: Path) -> None:
@@ -96,8 +120,12 @@ def _refuse_special_files(path: Path) -> None:
             raise CheckpointError(f"{one}: is not a regular file")
 
 
-def write_file(content: PortableState, path: Path, kind: str, config: RunConfig | None = None) -> None:
-    """Write `content` in the format `kind`: one of KINDS or "hugging-face". Only the latter uses `config`.
+def write_file(
+    content: PortableState, path: Path, kind: str, config: RunConfig | None = None
+) -> None:
+    """Write `content` in the format `kind`: one of KINDS or "hugging-face".
+
+    Only the latter uses `config`.
 
     After an error, remove the incomplete output.
 
@@ -109,7 +137,9 @@ def write_file(content: PortableState, path: Path, kind: str, config: RunConfig 
         if config is not None and kind == "hugging-face":
             write_hugging_face(content, path, config)
         else:
-            {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](content, path)
+            {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](
+                content, path
+            )
     except Exception as error:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -117,17 +147,25 @@ def write_file(content: PortableState, path: Path, kind: str, config: RunConfig 
             path.unlink(missing_ok=True)
         if is_full(error):
             cause = " ".join(str(error).split())[:200]
-            raise NoRoom(f"{path}: the disk is full ({cause}); hint: free space, or export to another disk") from error
+            raise NoRoom(
+                f"{path}: the disk is full ({cause}); hint: free space, or export to another disk"
+            ) from error
         raise
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether this error, or one of the errors that caused it, reports a full disk or an exhausted quota."""
+    """Return whether this error, or one of the errors that caused it, reports a full disk or an
+    exhausted quota.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
         text = str(error)
-        if "unexpected pos" in text or "No space left on device" in text or "Disk quota exceeded" in text:
+        if (
+            "unexpected pos" in text
+            or "No space left on device" in text
+            or "Disk quota exceeded" in text
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -139,10 +177,14 @@ def _kind_of(path: Path) -> str:
             return "dcp"
         if any(path.glob("*.safetensors")):
             return "safetensors"
-        raise CheckpointError(f"{path}: neither a DCP folder (no .metadata) nor one with *.safetensors")
+        raise CheckpointError(
+            f"{path}: neither a DCP folder (no .metadata) nor one with *.safetensors"
+        )
     if not path.exists():
         raise CheckpointError(f"{path}: no such file")
-    return "safetensors" if path.suffix == ".safetensors" else "torch"
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch"
 
 
 def read_dcp(path: Path, weights_only: bool) -> PortableState:
@@ -151,7 +193,10 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
     flat: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         tensor = isinstance(entry, TensorStorageMetadata)
-        flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None
+        if tensor:
+            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        else:
+            flat[key] = None
     dcp_load(flat, storage_reader=FileSystemReader(path), no_dist=True)
     paths = metadata.planner_data or {}
     document: Any = {}
@@ -164,8 +209,14 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_dcp(content: PortableState, path: Path) -> None:
-    """Write a DCP folder for `dcp.load` and `set_state_dict`, with the same names as `get_state_dict`."""
-    document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": json.dumps(content.extra)}
+    """Write a DCP folder for `dcp.load` and `set_state_dict`, with the same names as
+    `get_state_dict`.
+    """
+    document: dict[str, Any] = {
+        "model": content.weights,
+        "step": content.step,
+        "extra": json.dumps(content.extra),
+    }
     if content.settings is not None:
         document["optimizer"] = named_optimizer(content)
     # With CUDA the writer would otherwise request a tensor before the previous one is written.
@@ -178,7 +229,10 @@ def write_dcp(content: PortableState, path: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP save planner that needs only shapes to plan. It reads each tensor's values only when they are written."""
+    """DCP save planner that needs only shapes to plan.
+
+    It reads each tensor's values only when they are written.
+    """
 
     def __init__(self, content: PortableState) -> None:
         super().__init__()
@@ -195,9 +249,13 @@ class _Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
-        name, value = next(self._values)  # the previous tensor has been written and is not read again
+        name, value = next(
+            self._values
+        )  # the previous tensor has been written and is not read again
         if name != self._name(write_item):
-            raise CheckpointError(f"torch's writer requests {self._name(write_item)}, but {name} is next in the plan")
+            raise CheckpointError(
+                f"torch's writer requests {self._name(write_item)}, but {name} is next in the plan"
+            )
         return value
 
     def _name(self, item: WriteItem) -> str:
@@ -221,10 +279,12 @@ def _restore_lists(document: Any) -> Any:
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Write a torch file without the tensors' values, which `fill` adds. Return the tensors' names in file order.
+    """Write a torch file without the tensors' values, which `fill` adds.
 
-    `document` has nested dictionaries and lists with tensors, as for `torch.save`; `names` maps a tensor's `id` to its
-    name.
+    Return the tensors' names in file order.
+
+    `document` has nested dictionaries and lists with tensors, as for `torch.save`; `names` maps a
+    tensor's `id` to its name.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
@@ -243,14 +303,24 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
-            entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
+            entries = [
+                info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]
+            ]
             directory = archive.start_dir
         sums: dict[str, int] = {}
         for number, (name, tensor) in enumerate(tensors):
             raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-            info = entries[number] if number < len(entries) else None
-            if info is None or (info.filename.rsplit("/", 1)[-1], info.file_size) != (str(number), len(raw)):
-                raise CheckpointError(f"{path}: no room was left for {name}, {len(raw)} bytes; there is {info}")
+            if number < len(entries):
+                info = entries[number]
+            else:
+                info = None
+            if info is None or (info.filename.rsplit("/", 1)[-1], info.file_size) != (
+                str(number),
+                len(raw),
+            ):
+                raise CheckpointError(
+                    f"{path}: no room was left for {name}, {len(raw)} bytes; there is {info}"
+                )
             sums[info.filename] = zlib.crc32(raw)
             file.seek(info.header_offset + _LOCAL_LENGTHS)
             start = info.header_offset + _LOCAL_BYTES + sum(struct.unpack("<HH", file.read(4)))
@@ -263,7 +333,8 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy nested dictionaries and lists, and replace each tensor by an uninitialised one of its shape and dtype.
+    """Copy nested dictionaries and lists, and replace each tensor by an uninitialised one of its
+    shape and dtype.
 
     The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
     """
@@ -285,31 +356,42 @@ def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None
         if entry[: len(_ENTRY)] != _ENTRY:
             return
         lengths = struct.unpack("<HHH", entry[_ENTRY_LENGTHS : _ENTRY_LENGTHS + 6])
-        if (crc := sums.get(file.read(lengths[0]).decode())) is not None:
+        crc = sums.get(file.read(lengths[0]).decode())
+        if crc is not None:
             file.seek(at + _ENTRY_CRC)
             file.write(struct.pack("<I", crc))
         at += _ENTRY_BYTES + sum(lengths)
 
 
 def read_torch(path: Path, weights_only: bool) -> PortableState:
-    return parse_document(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only)
+    return parse_document(
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only
+    )
 
 
 def write_torch(content: PortableState, path: Path) -> None:
-    document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": content.extra}
+    document: dict[str, Any] = {
+        "model": content.weights,
+        "step": content.step,
+        "extra": content.extra,
+    }
     if content.settings is not None:
         document["optimizer"] = torch_optimizer(content)
     if content.source is None:
         torch.save(document, path)
     else:
-        names = save_hollow(document, {id(tensor): name for name, tensor in content.named().items()}, path)
+        names = save_hollow(
+            document, {id(tensor): name for name, tensor in content.named().items()}, path
+        )
         fill(path, content.stream(names))
 
 
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
-    """Extract the weights from a loaded checkpoint and, unless `weights_only`, the optimizer's state.
+    """Extract the weights from a loaded checkpoint and, unless `weights_only`, the optimizer's
+    state.
 
-    `document` is a state dict, or a mapping that has a state dict under a usual name, such as "model" or "state_dict".
+    `document` is a state dict, or a mapping that has a state dict under a usual name, such as
+    "model" or "state_dict".
     """
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")
@@ -318,10 +400,13 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
     key = next((key for key in _MODEL_KEYS if isinstance(document.get(key), Mapping)), None)
     if key is None:
         found = ", ".join(map(str, list(document)[:8]))
-        raise CheckpointError(f"{what}: no weights under any of {', '.join(_MODEL_KEYS)}; it has {found}")
+        raise CheckpointError(
+            f"{what}: no weights under any of {', '.join(_MODEL_KEYS)}; it has {found}"
+        )
     content = PortableState(weights=unwrap_weights(document[key], what))
     if isinstance(document.get("extra"), Mapping):  # written by us: training continues at its step
-        content.step, content.extra = int(document["step"]), dict(document["extra"])
+        content.step = int(document["step"])
+        content.extra = dict(document["extra"])
     for key in () if weights_only else _OPTIMIZER_KEYS:
         found = document.get(key)
         if isinstance(found, Mapping) and {"state", "param_groups"} <= set(found):
@@ -331,20 +416,28 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
 
 
 def read_safetensors(path: Path, weights_only: bool) -> PortableState:
-    """Read a safetensors file, or a folder of them that together hold the weights, and any file of the optimizer."""
+    """Read a safetensors file, or a folder of them that together hold the weights, and any file of
+    the optimizer.
+    """
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER))
+        files = sorted(
+            file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER)
+        )
     state: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
     for file in files:
         tensors, metadata = _read(file)
         if doubled := set(tensors) & set(state):
-            raise CheckpointError(f"{path}: {sorted(doubled)[:3]} are in more than one of its files")
+            raise CheckpointError(
+                f"{path}: {sorted(doubled)[:3]} are in more than one of its files"
+            )
         state |= tensors
         about |= json.loads(metadata.get(_OURS, "{}"))
     content = PortableState(
-        weights=unwrap_weights(state, str(path)), step=about.get("step", 0), extra=about.get("extra", {})
+        weights=unwrap_weights(state, str(path)),
+        step=about.get("step", 0),
+        extra=about.get("extra", {}),
     )
     beside = _optimizer_path(path)
     if not weights_only and beside.exists() and about.get("settings") is not None:
@@ -356,7 +449,9 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_safetensors(content: PortableState, path: Path) -> None:
-    """Write the weights to one file and the optimizer's tensors to a second file, reading one tensor at a time."""
+    """Write the weights to one file and the optimizer's tensors to a second file, reading one
+    tensor at a time.
+    """
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)
@@ -365,7 +460,8 @@ def write_safetensors(content: PortableState, path: Path) -> None:
 
 
 def write_hugging_face(content: PortableState, path: Path, config: RunConfig) -> None:
-    """Write a folder for transformers: config.json, model.safetensors, and the tokenizer's files if there are any.
+    """Write a folder for transformers: config.json, model.safetensors, and the tokenizer's files if
+    there are any.
 
     Raises WorkloadError if transformers has no such model.
     """
@@ -374,7 +470,10 @@ def write_hugging_face(content: PortableState, path: Path, config: RunConfig) ->
     (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     _write(content, _WEIGHTS, path / "model.safetensors", {"format": "pt"}, their_name)
     tokenizer = PROJECT_ROOT / Path(config.data.tokenizer).expanduser()
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    if tokenizer.is_dir():
+        folder = tokenizer
+    else:
+        folder = tokenizer.parent
     sources = {name: folder / name for name in _TOKENIZER_FILES}
     if tokenizer.is_file():
         sources["tokenizer.json"] = tokenizer
@@ -390,18 +489,26 @@ def _write(
     metadata: dict[str, str],
     rename: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """Write the tensors whose names begin with `prefix` to one safetensors file. `rename` gets names without `prefix`.
+    """Write the tensors whose names begin with `prefix` to one safetensors file.
 
-    Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
-    as JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.
+    `rename` gets names without `prefix`.
+
+    Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight
+    bytes, the header as JSON, and the tensors' bytes without gaps. Tensors with larger elements
+    come first, so that each is aligned.
     """
     named = {name: tensor for name, tensor in content.named().items() if name.startswith(prefix)}
     order = sorted(named, key=lambda name: -named[name].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in order:
-        start, end = end, end + named[name].numel() * named[name].element_size()
-        about = {"dtype": _dtype(named[name], name), "shape": list(named[name].shape), "data_offsets": [start, end]}
+        start = end
+        end = end + named[name].numel() * named[name].element_size()
+        about = {
+            "dtype": _dtype(named[name], name),
+            "shape": list(named[name].shape),
+            "data_offsets": [start, end],
+        }
         header[rename(name.removeprefix(prefix))] = about
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _ALIGNMENT)
@@ -413,7 +520,9 @@ def _write(
 
 def _dtype(tensor: Tensor, name: str) -> str:
     if tensor.dtype not in _DTYPES:
-        raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors has no name for; hint: --kind dcp")
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which safetensors has no name for; hint: --kind dcp"
+        )
     return _DTYPES[tensor.dtype]
 
 
@@ -425,6 +534,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise CheckpointError(f"{path}: the package safetensors is missing; fix: pip install safetensors") from error
+        raise CheckpointError(
+            f"{path}: the package safetensors is missing; fix: pip install safetensors"
+        ) from error
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -1,6 +1,9 @@
-"""Map the built-in model of architecture llama to folders of Hugging Face transformers, and back. Imports no torch.
+"""Map the built-in model of architecture llama to folders of Hugging Face transformers, and back.
 
-The kinds of models are Llama, Qwen2 and Qwen3. Each of their tensors is one tensor of the built-in model.
+Imports no torch.
+
+The kinds of models are Llama, Qwen2 and Qwen3. Each of their tensors is one tensor of the built-in
+model.
 """
 
 import json
@@ -12,9 +15,14 @@ from ebbflow.infra.config.schema import ModelConfig
 from ebbflow.training.errors import WorkloadError
 
 _KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_BLOCK, _THEIR_BLOCK = r"blocks\.(\d+)\.(.+)", r"model\.layers\.(\d+)\.(.+)"
+_BLOCK = r"blocks\.(\d+)\.(.+)"
+_THEIR_BLOCK = r"model\.layers\.(\d+)\.(.+)"
 # Modules outside the blocks, then those of a block: their names, and ours.
-_MODULES = {"model.embed_tokens": "embeddings.token", "model.norm": "head.norm", "lm_head": "head.logits"}
+_MODULES = {
+    "model.embed_tokens": "embeddings.token",
+    "model.norm": "head.norm",
+    "lm_head": "head.logits",
+}
 _IN_BLOCK = {
     "input_layernorm": "attention_norm",
     "self_attn.q_proj": "attention.query",
@@ -28,51 +36,83 @@ _IN_BLOCK = {
     "mlp.up_proj": "mlp_in",
     "mlp.down_proj": "mlp_out",
 }
-# Settings of config.json that change the computation, with the only value that the built-in model has.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+# Settings of config.json that change the computation, with the only value that the built-in model
+# has.
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
 _FIXED |= {"partial_rotary_factor": 1.0}
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def our_name(name: str) -> str | None:
-    """Return the built-in model's name for a tensor; None for RoPE's frequencies. Other names stay as they are."""
-    return None if name.endswith("rotary_emb.inv_freq") else _renamed(name, _THEIR_BLOCK, "blocks", _IN_BLOCK, _MODULES)
+    """Return the built-in model's name for a tensor; None for RoPE's frequencies.
+
+    Other names stay as they are.
+    """
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    return _renamed(name, _THEIR_BLOCK, "blocks", _IN_BLOCK, _MODULES)
 
 
 def their_name(name: str) -> str:
     """Return transformers' name for a tensor of the built-in model."""
-    inside, outside = ({ours: theirs for theirs, ours in names.items()} for names in (_IN_BLOCK, _MODULES))
+    inside, outside = (
+        {ours: theirs for theirs, ours in names.items()} for names in (_IN_BLOCK, _MODULES)
+    )
     return _renamed(name, _BLOCK, "model.layers", inside, outside)
 
 
-def _renamed(name: str, block: str, prefix: str, inside: dict[str, str], outside: dict[str, str]) -> str:
+def _renamed(
+    name: str, block: str, prefix: str, inside: dict[str, str], outside: dict[str, str]
+) -> str:
     module, _, leaf = name.rpartition(".")
     if found := re.fullmatch(block, module):
         number, module = found.groups()
-        return f"{prefix}.{number}.{inside[module]}.{leaf}" if module in inside else name
-    return f"{outside[module]}.{leaf}" if module in outside else name
+        if module in inside:
+            return f"{prefix}.{number}.{inside[module]}.{leaf}"
+        return name
+    if module in outside:
+        return f"{outside[module]}.{leaf}"
+    return name
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the section `model` that a folder's config.json decides. Raises WorkloadError."""
+    """Return the settings of the section `model` that a folder's config.json decides.
+
+    Raises WorkloadError.
+    """
     try:
         theirs = json.loads(path.read_text())
         kind = theirs["model_type"]
         rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        scaling = _SCALING if rope_type == "llama3" else {}
+        if rope_type == "llama3":
+            scaling = _SCALING
+        else:
+            scaling = {}
         fixed = {**_FIXED, **scaling, "rope_type": "llama3" if scaling else "default"}
         found = {**theirs, **rope, "rope_type": rope_type}
-        other = [f"{key} {found[key]}" for key, value in fixed.items() if found.get(key, value) != value]
+        other = [
+            f"{key} {found[key]}" for key, value in fixed.items() if found.get(key, value) != value
+        ]
         if kind not in _KINDS or other:
             known = f"its kinds are {', '.join(_KINDS)}, with a rope_type of default or llama3"
-            text = f"has {', '.join(other)}" if kind in _KINDS else f"is of the kind {kind}"
+            if kind in _KINDS:
+                text = f"has {', '.join(other)}"
+            else:
+                text = f"is of the kind {kind}"
             raise WorkloadError(
                 f"{path}: {text}, which the built-in model has not: {known}; fix: train it as in "
                 "examples/hugging_face.yaml, with transformers' own code"
             )
         heads = theirs["num_attention_heads"]
-        head_size = theirs.get("head_dim") or (128 if kind == "qwen3" else theirs["hidden_size"] // heads)
+        head_size = theirs.get("head_dim") or (
+            128 if kind == "qwen3" else theirs["hidden_size"] // heads
+        )
         return {
             "architecture": "llama",
             "hidden_size": theirs["hidden_size"],
@@ -88,18 +128,28 @@ def read_settings(path: Path) -> dict[str, Any]:
             "qk_norm": kind == "qwen3",
             "rope_theta": float(rope.get("rope_theta") or theirs.get("rope_theta") or 10000.0),
             **(
-                {"rope_factor": float(rope["factor"]), "rope_original_length": rope["original_max_position_embeddings"]}
+                {
+                    "rope_factor": float(rope["factor"]),
+                    "rope_original_length": rope["original_max_position_embeddings"],
+                }
                 if scaling
                 else {"rope_factor": 1.0}
             ),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        cause = f"has no {error}" if isinstance(error, KeyError) else f"cannot be read: {error}"
-        raise WorkloadError(f"{path}: {cause}; fix: copy the config.json of the model again") from error
+        if isinstance(error, KeyError):
+            cause = f"has no {error}"
+        else:
+            cause = f"cannot be read: {error}"
+        raise WorkloadError(
+            f"{path}: {cause}; fix: copy the config.json of the model again"
+        ) from error
 
 
 def check_settings(model: ModelConfig, weights: str) -> None:
-    """Raise WorkloadError if the section `model` differs from the config.json of a Llama or Qwen folder."""
+    """Raise WorkloadError if the section `model` differs from the config.json of a Llama or Qwen
+    folder.
+    """
     path = Path(weights) / "config.json"
     if not path.is_file():
         return
@@ -117,7 +167,9 @@ def check_settings(model: ModelConfig, weights: str) -> None:
         "intermediate_size": model.mlp_width,
     }
     if different := [
-        f"model.{key} {ours[key]} is {value} there" for key, value in theirs.items() if ours[key] != value
+        f"model.{key} {ours[key]} is {value} there"
+        for key, value in theirs.items()
+        if ours[key] != value
     ]:
         lines = ", ".join(f"{key}: {json.dumps(value)}" for key, value in theirs.items())
         raise WorkloadError(
@@ -127,11 +179,24 @@ def check_settings(model: ModelConfig, weights: str) -> None:
 
 
 def write_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of the built-in model as a dict. Raises WorkloadError if transformers lacks the model."""
+    """Return the config.json of the built-in model as a dict.
+
+    Raises WorkloadError if transformers lacks the model.
+    """
     if model.architecture != "llama" or (model.qkv_bias and model.qk_norm):
-        what = "model.architecture gpt" if model.architecture == "gpt" else "model.qkv_bias together with qk_norm"
-        raise WorkloadError(f"{what} is no model of transformers; fix: export as safetensors, torch or dcp")
-    kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+        if model.architecture == "gpt":
+            what = "model.architecture gpt"
+        else:
+            what = "model.qkv_bias together with qk_norm"
+        raise WorkloadError(
+            f"{what} is no model of transformers; fix: export as safetensors, torch or dcp"
+        )
+    if model.qk_norm:
+        kind = "qwen3"
+    elif model.qkv_bias:
+        kind = "qwen2"
+    else:
+        kind = "llama"
     scaling = None
     if model.rope_factor != 1.0:
         length = model.rope_original_length

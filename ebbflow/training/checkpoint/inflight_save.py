@@ -1,7 +1,8 @@
-"""The in-flight save of a rank, and the client through which the trainer uses the rank's uploader process.
+"""The in-flight save of a rank, and the client through which the trainer uses the rank's uploader
+process.
 
-A rank has at most one save in flight. The trainer hands it to the uploader, reads the uploader's answers without
-blocking, and decides what to do after a failure.
+A rank has at most one save in flight. The trainer hands it to the uploader, reads the uploader's
+answers without blocking, and decides what to do after a failure.
 """
 
 import contextlib
@@ -29,7 +30,10 @@ _LOOK_SECONDS = 5.0
 _ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
 _LONGEST_WAIT_SECONDS = 10.0  # shorter than the hang threshold of this wait
 _FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
-_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit is intact"
+_NO_ROOM_HINT = (
+    "free space or raise the quota, or use another store; then start again: the last commit is "
+    "intact"
+)
 
 
 class UploaderClient:
@@ -49,10 +53,15 @@ class UploaderClient:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        if self._process:
+            return self._process.pid
+        return None
 
     def start(self) -> None:
-        """Start the process. Call this in a long-lived thread: the kernel kills the process when the thread ends."""
+        """Start the process.
+
+        Call this in a long-lived thread: the kernel kills the process when the thread ends.
+        """
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ebbflow.training.checkpoint.uploader", *arguments],
@@ -64,10 +73,14 @@ class UploaderClient:
         )
         # A separate thread writes the lines, because a write to a stopped process can block.
         self._lines = queue.SimpleQueue()
-        threading.Thread(target=_write_lines, args=(self._process, self._lines), name="commands", daemon=True).start()
+        threading.Thread(
+            target=_write_lines, args=(self._process, self._lines), name="commands", daemon=True
+        ).start()
         # Each process has its own queue, so late answers of a killed process are dropped.
         self._answers = queue.SimpleQueue()
-        threading.Thread(target=_read_answers, args=(self._process, self._answers), daemon=True).start()
+        threading.Thread(
+            target=_read_answers, args=(self._process, self._answers), daemon=True
+        ).start()
 
     def running(self) -> int | None:
         """Return the uploader's process id, after restarting the uploader if it has died."""
@@ -86,9 +99,14 @@ class UploaderClient:
         self.tell(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Wait for the uploader's next answer and return it. Return None if no answer arrives in time."""
+        """Wait for the uploader's next answer and return it.
+
+        Return None if no answer arrives in time.
+        """
         try:
-            return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
+            if timeout_seconds > 0:
+                return self._answers.get(timeout=timeout_seconds)
+            return self._answers.get_nowait()
         except queue.Empty:
             return None
 
@@ -120,7 +138,9 @@ def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) 
                 process.stdin.flush()
 
 
-def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _read_answers(
+    process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]
+) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         answers.put(json.loads(line))
@@ -128,7 +148,9 @@ def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[dic
 
 
 class UploadCost(NamedTuple):
-    """Totals over a rank's uploads: bytes, CPU seconds of the uploader, and seconds until the indexes were durable."""
+    """Totals over a rank's uploads: bytes, CPU seconds of the uploader, and seconds until the
+    indexes were durable.
+    """
 
     bytes: int
     cpu_seconds: float
@@ -147,7 +169,10 @@ class InflightSave:
 
 
 class SaveTracker:
-    """Tracker of a rank's saves. It hands them to the uploader, at most one at a time, and records their outcomes."""
+    """Tracker of a rank's saves.
+
+    It hands them to the uploader, at most one at a time, and records their outcomes.
+    """
 
     def __init__(
         self,
@@ -179,7 +204,8 @@ class SaveTracker:
         return self._current is not None
 
     def expected_seconds(self, size: int) -> float | None:
-        """Estimate the seconds until `size` more bytes would be durable, at the speed of the last durable save.
+        """Estimate the seconds until `size` more bytes would be durable, at the speed of the last
+        durable save.
 
         Return None before the first durable save.
         """
@@ -193,26 +219,40 @@ class SaveTracker:
 
     def submit(self, flight: InflightSave, *, command: str, **more: Any) -> None:
         seconds = max(flight.deadline.remaining_seconds, 1.0)
-        self.uploader.ask({"command": command, "save": flight.save.__dict__, "seconds": seconds, **more})
+        self.uploader.ask(
+            {"command": command, "save": flight.save.__dict__, "seconds": seconds, **more}
+        )
         self._current = self.last = flight
 
     def settle(self) -> None:
-        """Wait until no save is in flight. At the save's deadline, kill the uploader and record the save as failed."""
+        """Wait until no save is in flight.
+
+        At the save's deadline, kill the uploader and record the save as failed.
+        """
         self.drain()
         least = time.monotonic() + 1.0
         while self._current is not None:
             deadline = self._current.deadline
-            left = max(deadline.remaining_seconds, least - time.monotonic()) + _ANSWER_MARGIN_SECONDS
-            over = self._waiting()  # again each time: many bytes may take longer than the hang threshold of the wait
+            left = (
+                max(deadline.remaining_seconds, least - time.monotonic()) + _ANSWER_MARGIN_SECONDS
+            )
+            over = (
+                self._waiting()
+            )  # again each time: many bytes may take longer than the hang threshold of the wait
             answered = self._take_answer(max(min(left, _LONGEST_WAIT_SECONDS), 0.0))
             over()
             if not answered and left <= _LONGEST_WAIT_SECONDS:
                 self.uploader.give_up()
                 seconds = deadline.seconds
-                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
+                self._failed(
+                    f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and "
+                    "was killed"
+                )
 
     def abandon(self, step: int) -> None:
-        """Limit the uploader's wait for the commit of `step` to 2 s, because another rank failed to save that step."""
+        """Limit the uploader's wait for the commit of `step` to 2 s, because another rank failed to
+        save that step.
+        """
         self.drain()
         if self._current is not None and self._current.save.step == step != self._abandoned:
             self._abandoned = step
@@ -226,11 +266,14 @@ class SaveTracker:
     def raise_if_hopeless(self) -> None:
         """Raise an error if no further save is worthwhile.
 
-        No save is worthwhile if a newer generation is running, the store is full, or the last two saves failed.
+        No save is worthwhile if a newer generation is running, the store is full, or the last two
+        saves failed.
         """
         self._raise_if_permanent()
         if self._failures >= _FAILURES_IN_A_ROW:
-            raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
+            raise CheckpointError(
+                f"{self._failures} saves in a row have failed, the last: {self.last_failure}"
+            )
 
     def raise_if_lost(self) -> None:
         """Raise an error if the last save did not become a commit."""
@@ -241,7 +284,8 @@ class SaveTracker:
     def _raise_if_permanent(self) -> None:
         if self._superseded is not None:
             raise GenerationSuperseded(self._superseded)
-        # One failure suffices: retention has already deleted all it may, so the next save would fail too.
+        # One failure suffices: retention has already deleted all it may, so the next save would
+        # fail too.
         if self._no_room and self.last_failure is not None:
             raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
 
@@ -263,14 +307,21 @@ class SaveTracker:
             case "warning":
                 self._warn(answer["message"])
             case "ended" if self._current is not None:
-                self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
+                self._failed(
+                    f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}"
+                )
         return True
 
     def _on_uploaded(self, answer: dict[str, Any]) -> None:
-        """Record that this rank's part is durable. On rank 0 the save stays in flight until it is committed."""
+        """Record that this rank's part is durable.
+
+        On rank 0 the save stays in flight until it is committed.
+        """
         was = self.cost
         self.cost = UploadCost(
-            was.bytes + answer["bytes"], was.cpu_seconds + answer["cpu_seconds"], was.seconds + answer["seconds"]
+            was.bytes + answer["bytes"],
+            was.cpu_seconds + answer["cpu_seconds"],
+            was.seconds + answer["seconds"],
         )
         self._measure(answer["step"], answer["bytes"])
         if self._rank != 0:
@@ -283,7 +334,9 @@ class SaveTracker:
             self._measure(ref.step, flight.size)
             seconds = time.monotonic() - flight.began
             stall = {"stall_seconds": flight.stall_seconds}
-            self._emit(COMMIT, step=ref.step, key=ref.key, bytes=answer["bytes"], seconds=seconds, **stall)
+            self._emit(
+                COMMIT, step=ref.step, key=ref.key, bytes=answer["bytes"], seconds=seconds, **stall
+            )
         self.last_commit = ref
         self._done(ref.step)
 
@@ -291,21 +344,32 @@ class SaveTracker:
         flight = self._current
         if flight is not None and flight.save.step == step and size > 0:
             seconds = time.monotonic() - flight.began
-            self._seconds_per_byte, self.durable = seconds / size, (step, seconds)
+            self._seconds_per_byte = seconds / size
+            self.durable = (step, seconds)
 
     def _done(self, step: int) -> None:
-        self._failures, self.last_failure, self.failed_step, self._no_room = 0, None, None, False
+        self._failures = 0
+        self.last_failure = None
+        self.failed_step = None
+        self._no_room = False
         if self._current is not None and self._current.save.step == step:
             self._current = None
 
     def _failed(self, message: str, step: int | None = None) -> None:
         """Record that the save of `step` failed. By default, this is the save in flight."""
-        under_way = self._current.save.step if self._current is not None else None
-        step = under_way if step is None else step
+        if self._current is not None:
+            under_way = self._current.save.step
+        else:
+            under_way = None
+        if step is None:
+            step = under_way
+        else:
+            step = step
         if step == under_way:  # not for the late failure of an earlier save
             self._current = None
         self._failures += 1
-        self.last_failure, self.failed_step = message, step
+        self.last_failure = message
+        self.failed_step = step
         self._warn(message)
         self._emit(COMMIT_FAILED, step=step, message=message)
 

@@ -1,4 +1,6 @@
-"""Define the objects of a commit: one index per rank, and a canonical manifest merged from them. JSON, no pickle.
+"""Define the objects of a commit: one index per rank, and a canonical manifest merged from them.
+
+JSON, no pickle.
 
 data object   a rank's pieces of tensors as little-endian bytes, each piece aligned to 64 bytes
 index         the position of each piece, a checksum per chunk (16 MiB by default) and a checksum of the index itself;
@@ -45,7 +47,9 @@ class IndexEntry:
     name: str
     dtype: str  # as torch names it, without "torch."
     shape: tuple[int, ...]  # shape of the whole tensor
-    offsets: tuple[int, ...]  # position of the piece's first element in the whole tensor, by dimension
+    offsets: tuple[
+        int, ...
+    ]  # position of the piece's first element in the whole tensor, by dimension
     sizes: tuple[int, ...]  # shape of the piece
     start: int  # offset of the piece in the data object, in bytes
     length: int  # length of the piece in bytes
@@ -60,14 +64,19 @@ class IndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """The bytes that one rank uploaded: key, size and CRC64NVME checksums of the whole object and of each chunk."""
+    """The bytes that one rank uploaded: key, size and CRC64NVME checksums of the whole object and
+    of each chunk.
+    """
 
     key: str
     size: int  # size of the object in bytes
     crc64nvme: str
     chunk_bytes: int
-    chunks: tuple[str, ...]  # checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter
-    # SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored
+    chunks: tuple[
+        str, ...
+    ]  # checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter
+    # SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and
+    # not stored
     sha256: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +98,8 @@ class RankIndex:
     items: tuple[IndexEntry, ...]
     # extra, optimizer settings and key of the parent commit; only rank 0 stores them
     common: dict[str, Any] | None = None
-    # signature of the other fields and the index's key (`signing.Signer`); empty and not stored if unsigned
+    # signature of the other fields and the index's key (`signing.Signer`); empty and not stored if
+    # unsigned
     hmac: str = ""
 
     def to_bytes(self) -> bytes:
@@ -148,7 +158,9 @@ class Manifest:
     data: tuple[DataObject, ...]  # data objects, in the order of ranks
     indexes: tuple[str, ...]  # SHA-256 of each rank's index
     tensors: dict[str, TensorEntry]  # tensors by name
-    common: dict[str, Any] = field(default_factory=dict)  # extra, optimizer settings and key of the parent commit
+    common: dict[str, Any] = field(
+        default_factory=dict
+    )  # extra, optimizer settings and key of the parent commit
 
     @property
     def size(self) -> int:
@@ -157,7 +169,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         rows = {
-            name: [entry.dtype, entry.shape, [list(piece.__dict__.values()) for piece in entry.pieces]]
+            name: [
+                entry.dtype,
+                entry.shape,
+                [list(piece.__dict__.values()) for piece in entry.pieces],
+            ]
             for name, entry in self.tensors.items()
         }
         document = {
@@ -174,11 +190,12 @@ class Manifest:
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
         """Parse the manifest with the commit key `key`.
 
-        Raises CorruptCommit if the bytes do not have the SHA-256 in the key or are not a manifest of this format, and
-        MisplacedCommit if the manifest belongs to another commit's key.
+        Raises CorruptCommit if the bytes do not have the SHA-256 in the key or are not a manifest
+        of this format, and MisplacedCommit if the manifest belongs to another commit's key.
         """
         step, generation, stated = parse_commit_key(key)
-        if (actual := sha256_text(data)) != stated:
+        actual = sha256_text(data)
+        if actual != stated:
             raise CorruptCommit(f"{key}: the manifest's SHA-256 is {actual}")
         try:
             document = json.loads(data)
@@ -193,7 +210,9 @@ class Manifest:
             }
             save = _save_of(document)
             if (save.step, save.generation_number) != (step, generation):
-                raise MisplacedCommit(f"{key}: its manifest is of step {save.step} of generation {save.generation}")
+                raise MisplacedCommit(
+                    f"{key}: its manifest is of step {save.step} of generation {save.generation}"
+                )
             manifest = cls(
                 save=save,
                 data=tuple(DataObject.from_json(item) for item in document["data"]),
@@ -202,8 +221,17 @@ class Manifest:
                 common=dict(document["common"]),
             )
             wrong = next(manifest._inconsistencies(), "")
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise CorruptCommit(f"{key}: not a manifest of version {VERSION}: {error!r}"[:500]) from error
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise CorruptCommit(
+                f"{key}: not a manifest of version {VERSION}: {error!r}"[:500]
+            ) from error
         if wrong:
             raise CorruptCommit(f"{key}: {wrong}")
         return manifest
@@ -217,41 +245,65 @@ class Manifest:
             if not isinstance(item.key, str) or item.size < 0 or item.chunk_bytes < 1:
                 yield f"{item.key!r}: {item.size} bytes in chunks of {item.chunk_bytes}"
             elif len(item.chunks) != -(-item.size // item.chunk_bytes):
-                yield f"{item.key}: {len(item.chunks)} sums for {item.size} bytes in chunks of {item.chunk_bytes}"
+                yield (
+                    f"{item.key}: {len(item.chunks)} sums for {item.size} bytes in chunks of "
+                    f"{item.chunk_bytes}"
+                )
             elif item.sha256 and len(item.sha256) != len(item.chunks):
                 yield f"{item.key}: {len(item.sha256)} SHA-256 for {len(item.chunks)} chunks"
 
     def problems(self) -> Iterator[str]:
-        """Yield a description of each tensor piece that exceeds its data object or does not match its own shape."""
+        """Yield a description of each tensor piece that exceeds its data object or does not match
+        its own shape.
+        """
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
                 if not 0 <= piece.rank < len(self.data):
-                    yield f"{name}: a piece is in the object of rank {piece.rank} of {len(self.data)}"
+                    yield (
+                        f"{name}: a piece is in the object of rank {piece.rank} of {len(self.data)}"
+                    )
                 elif piece.start < 0 or piece.start + piece.length > self.data[piece.rank].size:
-                    end, size = piece.start + piece.length, self.data[piece.rank].size
+                    end = piece.start + piece.length
+                    size = self.data[piece.rank].size
                     yield f"{name}: bytes {piece.start} to {end} of an object of {size}"
                 elif math.prod(piece.sizes) * dtype_bytes(entry.dtype) != piece.length:
-                    yield f"{name}: a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes"
+                    yield (
+                        f"{name}: a piece of {list(piece.sizes)} {entry.dtype} cannot have "
+                        f"{piece.length} bytes"
+                    )
 
 
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
-    """Merge the indexes of all ranks into a manifest. Each index is given with its serialised bytes, in rank order.
+    """Merge the indexes of all ranks into a manifest.
 
-    Raises CheckpointError if an index belongs to another save or names another rank's data object, or if the pieces do
-    not cover every tensor exactly once.
+    Each index is given with its serialised bytes, in rank order.
+
+    Raises CheckpointError if an index belongs to another save or names another rank's data object,
+    or if the pieces do not cover every tensor exactly once.
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:
-            raise CheckpointError(f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}")
+            raise CheckpointError(
+                f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}"
+            )
         if index.data.key != (own := data_key(save.generation, save.step, rank)):
-            raise CheckpointError(f"the index of rank {rank} names the data object {index.data.key!r}, not {own}")
+            raise CheckpointError(
+                f"the index of rank {rank} names the data object {index.data.key!r}, not {own}"
+            )
     found: dict[str, tuple[tuple[str, tuple[int, ...]], dict[tuple[int, ...], TensorPiece]]] = {}
     for index, _ in indexes:
         for item in index.items:
             kind, pieces = found.setdefault(item.name, ((item.dtype, item.shape), {}))
             if kind != (item.dtype, item.shape):
-                raise CheckpointError(f"{item.name} is {item.dtype} {item.shape} on rank {index.rank}, else {kind}")
-            box = {"offsets": item.offsets, "sizes": item.sizes, "start": item.start, "length": item.length}
+                raise CheckpointError(
+                    f"{item.name} is {item.dtype} {item.shape} on rank {index.rank}, else {kind}"
+                )
+            box = {
+                "offsets": item.offsets,
+                "sizes": item.sizes,
+                "start": item.start,
+                "length": item.length,
+            }
             pieces.setdefault(item.offsets, TensorPiece(rank=index.rank, **box))
     tensors = {name: _entry(name, *about) for name, about in found.items()}
     return Manifest(
@@ -266,27 +318,43 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes per element of a torch dtype, given its name."""
     bits = re.search(r"\d+", dtype)
-    return int(bits[0]) // 8 if bits else 1
+    if bits:
+        return int(bits[0]) // 8
+    return 1
 
 
-def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, ...], TensorPiece]) -> TensorEntry:
+def _entry(
+    name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, ...], TensorPiece]
+) -> TensorEntry:
     dtype, shape = kind
     covered = sum(math.prod(piece.sizes) for piece in boxes.values())
     if covered != math.prod(shape):
-        raise CheckpointError(f"{name}: its pieces hold {covered} elements, its shape {list(shape)} {math.prod(shape)}")
-    return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(boxes[offsets] for offsets in sorted(boxes)))
+        raise CheckpointError(
+            f"{name}: its pieces hold {covered} elements, its shape {list(shape)} "
+            f"{math.prod(shape)}"
+        )
+    return TensorEntry(
+        dtype=dtype, shape=shape, pieces=tuple(boxes[offsets] for offsets in sorted(boxes))
+    )
 
 
 def _fields(kind: type, row: Sequence[Any]) -> dict[str, Any]:
-    """Convert a JSON list to the fields of the dataclass `kind`, in order. Nested lists become tuples."""
+    """Convert a JSON list to the fields of the dataclass `kind`, in order.
+
+    Nested lists become tuples.
+    """
     values = [tuple(value) if isinstance(value, list) else value for value in row]
     return dict(zip(kind.__dataclass_fields__, values, strict=True))
 
 
 def _save_of(document: dict[str, Any]) -> CheckpointId:
-    return CheckpointId(**{name: document[name] for name in ("job", "generation", "step", "world_size")})
+    return CheckpointId(
+        **{name: document[name] for name in ("job", "generation", "step", "world_size")}
+    )
 
 
 def _check_version(document: dict[str, Any], key: str) -> None:
     if document.get("version") != VERSION:
-        raise CheckpointError(f"{key}: version {document.get('version')}; this program reads version {VERSION}")
+        raise CheckpointError(
+            f"{key}: version {document.get('version')}; this program reads version {VERSION}"
+        )

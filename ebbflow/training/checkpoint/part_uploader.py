@@ -1,6 +1,7 @@
 """Upload one object in parallel parts, each with a checksum and retries, until a deadline.
 
-A part's checksum is computed from memory just before the part is sent, so the store detects any change in transit.
+A part's checksum is computed from memory just before the part is sent, so the store detects any
+change in transit.
 """
 
 import contextlib
@@ -40,7 +41,10 @@ class _Sent:
 
 
 class PartUploader:
-    """Uploader of objects in parallel parts. It keeps its threads and connections from one object to the next."""
+    """Uploader of objects in parallel parts.
+
+    It keeps its threads and connections from one object to the next.
+    """
 
     def __init__(self, sink: UploadSink, settings: PartSettings, throttle: Throttle) -> None:
         self._sink = sink
@@ -49,11 +53,15 @@ class PartUploader:
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
     def upload(self, key: str, view: memoryview, deadline: verified_io.Deadline) -> DataObject:
-        """Upload an object, and verify its size and checksum in the store. Return its key, size and checksums.
+        """Upload an object, and verify its size and checksum in the store.
+
+        Return its key, size and checksums.
 
         Raises CheckpointError.
         """
-        sink, settings, what = self._sink, self._settings, f"put {key}"
+        sink = self._sink
+        settings = self._settings
+        what = f"put {key}"
         size = settings.part_bytes
         while len(view) > size * LARGEST_COUNT:
             size += settings.part_bytes
@@ -61,18 +69,32 @@ class PartUploader:
         stop = threading.Event()
 
         def begin() -> Any:
-            return sink.begin(key, len(view), parts=len(starts), seconds=self._try_seconds(deadline, 0))
+            return sink.begin(
+                key, len(view), parts=len(starts), seconds=self._try_seconds(deadline, 0)
+            )
 
         def send_part(number: int, start: int) -> _Sent:
             piece = view[start : start + size]
-            sha256 = sha256_of_chunks(piece, settings.chunk_bytes) if settings.sha256 else []
+            if settings.sha256:
+                sha256 = sha256_of_chunks(piece, settings.chunk_bytes)
+            else:
+                sha256 = []
 
             def send() -> _Sent:
                 if stop.is_set():
-                    raise CheckpointError(f"{what}: part {number} was stopped, because another part failed")
+                    raise CheckpointError(
+                        f"{what}: part {number} was stopped, because another part failed"
+                    )
                 sums = verified_io.chunk_crcs(piece, settings.chunk_bytes)
                 crc = verified_io.combine_crcs(sums)
-                part = sink.put_part(begun, number, start, piece, crc, seconds=self._try_seconds(deadline, len(piece)))
+                part = sink.put_part(
+                    begun,
+                    number,
+                    start,
+                    piece,
+                    crc,
+                    seconds=self._try_seconds(deadline, len(piece)),
+                )
                 _compare("", part.crc64nvme, crc, StoreUnavailable)
                 return _Sent(part, sums, sha256)
 
@@ -80,7 +102,9 @@ class PartUploader:
                 deadline,
                 what,
                 send,
-                curable=lambda error: verified_io.is_curable(error) and not isinstance(error, ObjectNotFound),
+                curable=lambda error: (
+                    verified_io.is_curable(error) and not isinstance(error, ObjectNotFound)
+                ),
                 longest_seconds=_LONGEST_PAUSE_SECONDS,
                 where=f"part {number} of {len(starts)}, {len(piece)} bytes from {start}",
                 sleep=stop.wait,
@@ -89,9 +113,12 @@ class PartUploader:
         def finish() -> None:
             seconds = self._try_seconds(deadline, 0)
             try:
-                parts, crcs = [one.part for one in sent], [verified_io.combine_crcs(one.sums) for one in sent]
+                parts = [one.part for one in sent]
+                crcs = [verified_io.combine_crcs(one.sums) for one in sent]
                 stated = sink.finish(begun, parts, crcs, whole, seconds=seconds)
-            except StoreError:  # the object may have arrived all the same; no other process writes this key
+            except (
+                StoreError
+            ):  # the object may have arrived all the same; no other process writes this key
                 try:
                     found, stated = sink.size(key, seconds=self._try_seconds(deadline, 0))
                 except StoreError:
@@ -119,7 +146,9 @@ class PartUploader:
                 sink.abort(begun, seconds=_ABORT_SECONDS)
             raise
         seconds = self._try_seconds(deadline, 0)
-        found, stated = verified_io.retry_until(deadline, f"head {key}", lambda: sink.size(key, seconds=seconds))
+        found, stated = verified_io.retry_until(
+            deadline, f"head {key}", lambda: sink.size(key, seconds=seconds)
+        )
         if found != len(view):
             raise CheckpointError(f"{key}: {found} bytes arrived of {len(view)}")
         _compare(f"{key}: ", stated, whole, CheckpointError)
@@ -136,15 +165,21 @@ class PartUploader:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
     def _try_seconds(self, deadline: verified_io.Deadline, part_bytes: int) -> float:
-        """Return the timeout of one try: a third of the deadline, or more if a bandwidth cap makes a part slower."""
+        """Return the timeout of one try: a third of the deadline, or more if a bandwidth cap makes
+        a part slower.
+        """
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
-        if (rate := self._throttle.bytes_per_second) is not None:
+        rate = self._throttle.bytes_per_second
+        if rate is not None:
             usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)
         return max(min(usual, deadline.remaining_seconds), 0.05)
 
 
 def _results(futures: list[Future[_Sent]], stop: threading.Event) -> list[_Sent]:
-    """Wait for all parts and return them. On the first permanent failure, stop the other parts and raise the error."""
+    """Wait for all parts and return them.
+
+    On the first permanent failure, stop the other parts and raise the error.
+    """
     done, rest = wait(futures, return_when=FIRST_EXCEPTION)
     failed = next((future for future in done if future.exception() is not None), None)
     if failed is not None:

@@ -1,4 +1,7 @@
-"""Read and write whole commits in one process, for export to and import from other formats. Imports torch."""
+"""Read and write whole commits in one process, for export to and import from other formats.
+
+Imports torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, newest_generation_number, open_generation
-from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexEntry, RankIndex, TensorEntry
+from ebbflow.training.checkpoint.manifest import (
+    ALIGNMENT,
+    CheckpointId,
+    IndexEntry,
+    RankIndex,
+    TensorEntry,
+)
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
@@ -45,59 +54,92 @@ class PortableState:
     # the rest of the optimizer, as `optimizer_settings` returns it; None without an optimizer
     settings: dict[str, Any] | None = None
     step: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)  # JSON that Ebbflow stores with its own commits
-    # reads the values of the tensors, which are on device "meta"; None if the tensors have their values
+    extra: dict[str, Any] = field(
+        default_factory=dict
+    )  # JSON that Ebbflow stores with its own commits
+    # reads the values of the tensors, which are on device "meta"; None if the tensors have their
+    # values
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the order of `names`. A tensor is valid only until the next tensor is yielded."""
+        """Yield (name, tensor) in the order of `names`.
+
+        A tensor is valid only until the next tensor is yielded.
+        """
         named = self.named()
-        yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
+        yield from (
+            ((name, named[name]) for name in names)
+            if self.source is None
+            else self.source(list(names))
+        )
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors, keyed by their names in a commit: `model.<name>` and `optimizer.<name>.<state>`."""
+        """Return all tensors, keyed by their names in a commit:
+
+        `model.<name>` and `optimizer.<name>.<state>`.
+        """
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         for name, states in self.moments.items():
             named |= {f"optimizer.{name}.{key}": tensor for key, tensor in states.items()}
         return named
 
     def without_optimizer(self) -> PortableState:
-        return PortableState(weights=self.weights, step=self.step, extra=self.extra, source=self.source)
+        return PortableState(
+            weights=self.weights, step=self.step, extra=self.extra, source=self.source
+        )
 
     def averaged(self) -> PortableState:
         """Return the state with the averages of `training.ema` as weights, without the optimizer."""
-        averages = {name: states[AVERAGE] for name, states in self.moments.items() if AVERAGE in states}
+        averages = {
+            name: states[AVERAGE] for name, states in self.moments.items() if AVERAGE in states
+        }
         if not averages:
-            raise CheckpointError("the commit has no averaged weights; fix: train with training.ema, such as 0.999")
+            raise CheckpointError(
+                "the commit has no averaged weights; fix: train with training.ema, such as 0.999"
+            )
         stored = {f"model.{name}": f"optimizer.{name}.{AVERAGE}" for name in averages}
-        names = {stored.get(f"model.{name}", f"model.{name}"): f"model.{name}" for name in self.weights}
+        names = {
+            stored.get(f"model.{name}", f"model.{name}"): f"model.{name}" for name in self.weights
+        }
 
         def read(wanted: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             assert self.source is not None
             for name, tensor in self.source([stored.get(one, one) for one in wanted]):
                 yield names[name], tensor
 
-        source = None if self.source is None else read
-        return PortableState(weights=self.weights | averages, step=self.step, extra=self.extra, source=source)
+        if self.source is None:
+            source = None
+        else:
+            source = read
+        return PortableState(
+            weights=self.weights | averages, step=self.step, extra=self.extra, source=source
+        )
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """Return the weights of a state dict by name, without wrapper prefixes. Tied tensors appear only once.
+    """Return the weights of a state dict by name, without wrapper prefixes.
 
-    Raises CheckpointError if a value is not a tensor, two names become equal, or there are no weights.
+    Tied tensors appear only once.
+
+    Raises CheckpointError if a value is not a tensor, two names become equal, or there are no
+    weights.
     """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{what}: {name!r} is a {type(tensor).__name__}: only tensors can be imported")
+            raise CheckpointError(
+                f"{what}: {name!r} is a {type(tensor).__name__}: only tensors can be imported"
+            )
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
         bare = unwrap_name(name)
         if bare in weights:
-            raise CheckpointError(f"{what}: {name!r} and another tensor are both {bare!r} without their wrappers")
+            raise CheckpointError(
+                f"{what}: {name!r} and another tensor are both {bare!r} without their wrappers"
+            )
         weights[bare] = tensor
     if not weights:
         raise CheckpointError(f"{what}: no weights in it")
@@ -105,7 +147,9 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
 
 
 def unwrap_name(name: str) -> str:
-    """Strip the prefixes of DDP (only at the start), torch.compile and activation checkpointing from a name."""
+    """Strip the prefixes of DDP (only at the start), torch.compile and activation checkpointing
+    from a name.
+    """
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
         name = name.replace(prefix, "")
@@ -115,16 +159,23 @@ def unwrap_name(name: str) -> str:
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
     """Add an optimizer's state dict to `content`.
 
-    The state dict identifies parameters by number, as torch does, or by name, as torch's distributed checkpointing
-    (DCP) does. Raises CheckpointError if a number cannot be assigned to a parameter, or a state differs in shape from
-    its parameter.
+    The state dict identifies parameters by number, as torch does, or by name, as torch's
+    distributed checkpointing (DCP) does. Raises CheckpointError if a number cannot be assigned to a
+    parameter, or a state differs in shape from its parameter.
     """
-    groups, states = document["param_groups"], document["state"]
+    groups = document["param_groups"]
+    states = document["state"]
     names = _parameter_names(content, groups, states, what)
     settings: dict[str, Any] = {"param_groups": [], "scalars": {}}
     for group in groups:
-        plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        settings["param_groups"].append({**plain, "params": [names[str(number)] for number in group["params"]]})
+        plain = {
+            key: _plain(value)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        settings["param_groups"].append(
+            {**plain, "params": [names[str(number)] for number in group["params"]]}
+        )
     for number, state in states.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -135,37 +186,59 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
         for key in _SHAPED:
             if key in found and found[key].shape != content.weights[name].shape:
                 shapes = f"{list(found[key].shape)}, the weight {list(content.weights[name].shape)}"
-                raise CheckpointError(f"{what}: {key} of {name} has shape {shapes}; hint: --weights-only")
+                raise CheckpointError(
+                    f"{what}: {key} of {name} has shape {shapes}; hint: --weights-only"
+                )
     content.settings = settings
 
 
 def torch_optimizer(content: PortableState) -> dict[str, Any]:
-    """Return the optimizer's state dict for `Optimizer.load_state_dict`, with parameters numbered in group order."""
+    """Return the optimizer's state dict for `Optimizer.load_state_dict`, with parameters numbered
+    in group order.
+    """
     named = named_optimizer(content)
     names = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
-        {**group, "params": [numbers[name] for name in group["params"]], "param_names": list(group["params"])}
+        {
+            **group,
+            "params": [numbers[name] for name in group["params"]],
+            "param_names": list(group["params"]),
+        }
         for group in named["param_groups"]
     ]
-    return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
+    return {
+        "state": {numbers[name]: state for name, state in named["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def named_optimizer(content: PortableState) -> dict[str, Any]:
-    """Return the optimizer's state dict for torch's `set_state_dict`, with parameters identified by name."""
+    """Return the optimizer's state dict for torch's `set_state_dict`, with parameters identified by
+    name.
+    """
     assert content.settings is not None
     scalars = content.settings["scalars"]
     names = [name for group in content.settings["param_groups"] for name in group["params"]]
     states = {name: {**content.moments.get(name, {}), **scalars.get(name, {})} for name in names}
     groups = [
-        {key: tuple(value) if isinstance(value, list) and key != "params" else value for key, value in group.items()}
+        {
+            key: tuple(value) if isinstance(value, list) and key != "params" else value
+            for key, value in group.items()
+        }
         for group in content.settings["param_groups"]
     ]
-    return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
+    return {
+        "state": {name: state for name, state in states.items() if state},
+        "param_groups": groups,
+    }
 
 
 def _parameter_names(
-    content: PortableState, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
+    content: PortableState,
+    groups: Iterable[Mapping[str, Any]],
+    states: Mapping[Any, Any],
+    what: str,
 ) -> dict[str, str]:
     called = [str(number) for group in groups for number in group["params"]]
     given = [name for group in groups for name in group.get("param_names") or []]
@@ -179,30 +252,47 @@ def _parameter_names(
         names = []
     unknown = [name for name in names if name not in content.weights]
     if len(names) != len(called) or unknown:
-        why = f"no weights named {unknown[:3]}" if unknown else f"{len(called)} parameters without names"
+        if unknown:
+            why = f"no weights named {unknown[:3]}"
+        else:
+            why = f"{len(called)} parameters without names"
         raise CheckpointError(
-            f"{what}: the optimizer's state cannot be assigned to parameters: {why}, {len(content.weights)} weights; "
-            "hint: --weights-only, or save it with an optimizer made from model.named_parameters()"
+            f"{what}: the optimizer's state cannot be assigned to parameters: {why}, "
+            f"{len(content.weights)} weights; hint: --weights-only, or save it with an optimizer "
+            "made from model.named_parameters()"
         )
     return dict(zip(called, names, strict=True))
 
 
 def _plain(value: Any) -> Any:
-    plain = value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        plain = value.item()
+    else:
+        plain = value
     if isinstance(plain, float) and not math.isfinite(plain):
-        raise CheckpointError(f"an optimizer's setting is {plain}, which JSON cannot keep; hint: --weights-only")
+        raise CheckpointError(
+            f"an optimizer's setting is {plain}, which JSON cannot keep; hint: --weights-only"
+        )
     return plain
 
 
 def read_commit(store: Store, key: str) -> PortableState:
-    """Return the state in a commit, without random states. Its tensors are read and verified later, by `stream`."""
+    """Return the state in a commit, without random states.
+
+    Its tensors are read and verified later, by `stream`.
+    """
     reader = CommitReader(store, key)
     manifest = reader.manifest
-    content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
+    content = PortableState(
+        weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {}
+    )
     content.settings = manifest.common.get("optimizer")
     content.source = partial(_stream, reader)
     # Ordered by position in the data, where neighbours share chunks.
-    starts = {name: min((p.start for p in entry.pieces), default=0) for name, entry in manifest.tensors.items()}
+    starts = {
+        name: min((p.start for p in entry.pieces), default=0)
+        for name, entry in manifest.tensors.items()
+    }
     for name in sorted(starts, key=lambda name: (starts[name], name)):
         entry = manifest.tensors[name]
         kind, _, rest = name.partition(".")
@@ -220,17 +310,23 @@ def read_commit(store: Store, key: str) -> PortableState:
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Read the named tensors in groups ("windows"), and yield them in order.
 
-    Only whole chunks can be verified, and a chunk is usually larger than a tensor. Reading tensor by tensor would read
-    each chunk many times. The chunks at the edges of a window may be read twice, so a window spans at least two chunks
-    of each object. All windows share one block of memory, since repeated allocation would fragment the heap.
+    Only whole chunks can be verified, and a chunk is usually larger than a tensor. Reading tensor
+    by tensor would read each chunk many times. The chunks at the edges of a window may be read
+    twice, so a window spans at least two chunks of each object. All windows share one block of
+    memory, since repeated allocation would fragment the heap.
     """
     manifest = reader.manifest
-    most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
+    most_bytes = max(
+        [_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)]
+    )
     sizes = {name: _bytes(manifest.tensors[name]) for name in names}
     windows = [_align_window(window) for window in _windows(sizes, most_bytes)]
     memory = torch.empty(max(end for _, end in windows), dtype=torch.uint8).numpy().data
     for starts, _ in windows:
-        targets = {name: _tensor_in(memory, start, manifest.tensors[name]) for name, start in starts.items()}
+        targets = {
+            name: _tensor_in(memory, start, manifest.tensors[name])
+            for name, start in starts.items()
+        }
         reader.read_into(targets)
         yield from targets.items()
 
@@ -240,34 +336,45 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
 
     Some export formats write a tensor's whole storage, which would otherwise be all of `memory`.
     """
-    dtype, length = getattr(torch, entry.dtype), _bytes(entry)
+    dtype = getattr(torch, entry.dtype)
+    length = _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(memory[start : start + length], dtype=dtype).view(entry.shape)
 
 
 def commit_portable_state(store: Store, content: PortableState, *, source: str) -> CommitRef:
-    """Write `content` as the first commit of a new job, within an hour. The job's first start continues from it.
+    """Write `content` as the first commit of a new job, within an hour.
 
-    The commit records `source`, the name of the imported file. Raises CheckpointError if the job has been started
-    before or the import fails.
+    The job's first start continues from it.
+
+    The commit records `source`, the name of the imported file. Raises CheckpointError if the job
+    has been started before or the import fails.
     """
     if newest_generation_number(store):
-        raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
+        raise CheckpointError(
+            f"{store.uri}: the job has been started already; hint: import into a new job's name"
+        )
     generation = open_generation(store, run="import", attempt=0)
     deadline = Deadline(3600.0)
     named = content.named()
     sizes = {name: _bytes(tensor) for name, tensor in named.items()}
     objects = [{name: named[name] for name in window} for window in _windows(sizes, _OBJECT_BYTES)]
     job = store.uri.rsplit("/", 1)[-1]
-    save = CheckpointId(job=job, generation=generation.name, step=content.step, world_size=len(objects))
+    save = CheckpointId(
+        job=job, generation=generation.name, step=content.step, world_size=len(objects)
+    )
     extra = {"cursor": 0, **content.extra, "step": content.step, "imported_from": source}
     common = {"extra": extra, "optimizer": content.settings, "parent": None}
-    uploader = PartUploader(open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle())
+    uploader = PartUploader(
+        open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle()
+    )
     for rank, tensors in enumerate(objects):
         items, view = _pack(tensors)
         data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)
-        index = RankIndex(save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None)
+        index = RankIndex(
+            save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None
+        )
         key = index_key(save.generation, save.step, rank)
         raw = signed_index_bytes(store, key, index)
         retry_until(deadline, f"put {key}", lambda key=key, raw=raw: put_verified(store, key, raw))
@@ -277,20 +384,26 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str) 
 
 
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:
-    """Group tensors into windows of at most `most_bytes`. A larger tensor gets a window of its own."""
+    """Group tensors into windows of at most `most_bytes`.
+
+    A larger tensor gets a window of its own.
+    """
     found: dict[str, int] = {}
     size = 0
     for name, length in sizes.items():
         if found and size + length > most_bytes:
             yield found
-            found, size = {}, 0
+            found = {}
+            size = 0
         found[name] = length
         size += length
     yield found
 
 
 def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the aligned start of each tensor in a window's memory, and the end of the last tensor, in bytes."""
+    """Return the aligned start of each tensor in a window's memory, and the end of the last tensor,
+    in bytes.
+    """
     starts: dict[str, int] = {}
     end = 0
     for name, length in sizes.items():
@@ -300,7 +413,10 @@ def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
 
 
 def _bytes(tensor: Tensor | TensorEntry) -> int:
-    dtype = tensor.dtype if isinstance(tensor.dtype, torch.dtype) else getattr(torch, tensor.dtype)
+    if isinstance(tensor.dtype, torch.dtype):
+        dtype = tensor.dtype
+    else:
+        dtype = getattr(torch, tensor.dtype)
     return math.prod(tensor.shape) * dtype.itemsize
 
 

@@ -1,12 +1,14 @@
 """Read a commit and verify every byte. Torch-free.
 
-A checksum covers a whole chunk, so a chunk is read as a whole even if a rank needs only a part of it. Several chunks
-are read in parallel. From a local store, bytes are read directly into their destination and verified there.
+A checksum covers a whole chunk, so a chunk is read as a whole even if a rank needs only a part of
+it. Several chunks are read in parallel. From a local store, bytes are read directly into their
+destination and verified there.
 
-    python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
+    python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY
+    [CHUNK]]
 
-This program verifies a part of a commit in a new process. It prints {"problem": text}, with an empty text if the bytes
-are as they were saved, or {"error": text} if the store cannot be read.
+This program verifies a part of a commit in a new process. It prints {"problem": text}, with an
+empty text if the bytes are as they were saved, or {"error": text} if the store cannot be read.
 """
 
 import contextlib
@@ -24,7 +26,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError, ObjectNotFound, StoreError, StoreTimeout, StoreUnavailable
+from ebbflow.infra.errors import (
+    InfraError,
+    ObjectNotFound,
+    StoreError,
+    StoreTimeout,
+    StoreUnavailable,
+)
 from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import python_path
@@ -48,7 +56,10 @@ _READ_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class WantedRange:
-    """A byte range to read into `view`: `len(view)` bytes of data object number `object`, from byte `start` on."""
+    """A byte range to read into `view`:
+
+    `len(view)` bytes of data object number `object`, from byte `start` on.
+    """
 
     object: int
     start: int
@@ -57,7 +68,10 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Part:
-    """A byte range of a chunk to copy into `view`: `len(view)` bytes from offset `at` of the chunk."""
+    """A byte range of a chunk to copy into `view`:
+
+    `len(view)` bytes from offset `at` of the chunk.
+    """
 
     at: int
     view: memoryview
@@ -80,7 +94,8 @@ class ChunkRead:
         The read is possible if there are at most 512 parts and no two of them overlap.
         """
         return len(self.parts) <= _MOST_PIECES and all(
-            part.at + len(part.view) <= following.at for part, following in itertools.pairwise(self.parts)
+            part.at + len(part.view) <= following.at
+            for part, following in itertools.pairwise(self.parts)
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
@@ -88,7 +103,8 @@ class ChunkRead:
 
         `gap` is scratch memory for bytes of the chunk that no part needs.
         """
-        found, at = [], 0
+        found = []
+        at = 0
         for part in self.parts:
             if part.at > at:
                 found.append(gap[at : part.at])
@@ -110,12 +126,16 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
     """
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
-        data, end = objects[want.object], want.start + len(want.view)
+        data = objects[want.object]
+        end = want.start + len(want.view)
         if want.start < 0 or end > data.size:
-            raise CorruptCommit(f"{data.key}: bytes {want.start} to {end} are beyond its {data.size}")
+            raise CorruptCommit(
+                f"{data.key}: bytes {want.start} to {end} are beyond its {data.size}"
+            )
         size = data.chunk_bytes
         for number in range(want.start // size, -(-end // size) if len(want.view) else 0):
-            low, high = max(want.start, number * size), min(end, (number + 1) * size)
+            low = max(want.start, number * size)
+            high = min(end, (number + 1) * size)
             piece = want.view[low - want.start : high - want.start]
             parts[want.object, number].append(_Part(low - number * size, piece))
     chunks = []
@@ -123,27 +143,33 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
         data = objects[place]
         base = number * data.chunk_bytes
         length = min(data.chunk_bytes, data.size - base)
-        chunks.append(ChunkRead(place, number, base, length, tuple(sorted(found, key=lambda part: part.at))))
+        chunks.append(
+            ChunkRead(place, number, base, length, tuple(sorted(found, key=lambda part: part.at)))
+        )
     return chunks
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
     """Read the manifest with the commit key `key`.
 
-    Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks signatures and the commit
-    has no valid signature.
+    Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks
+    signatures and the commit has no valid signature.
     """
     signs = signer()
     try:
         manifest = verified_io.fetch_verified(store, key, Manifest.from_bytes)
     except ObjectNotFound as error:
         raise CorruptCommit(f"{key}: there is no such commit") from error
-    return manifest if signs is None else signs.check_manifest(store, key, manifest)
+    if signs is None:
+        return manifest
+    return signs.check_manifest(store, key, manifest)
 
 
 @dataclass
 class ReadFigures:
-    """Totals over the reader's threads: seconds per activity, and bytes read, including repeated reads."""
+    """Totals over the reader's threads: seconds per activity, and bytes read, including repeated
+    reads.
+    """
 
     bytes: int = 0
     download_seconds: float = 0.0
@@ -165,7 +191,9 @@ class VerifiedReader:
     It reads `parallel` chunks at once. The default is 2 for a local store and 8 for a remote store.
     """
 
-    def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
+    def __init__(
+        self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None
+    ) -> None:
         self._store = store
         self._data = data
         local = not data or store.local_path(data[0].key) is not None
@@ -174,22 +202,28 @@ class VerifiedReader:
         self.figures = ReadFigures()
 
     def read(self, wanted: Iterable[WantedRange]) -> None:
-        """Fill the wanted ranges with verified bytes. After an error the content of the ranges is undefined.
+        """Fill the wanted ranges with verified bytes.
 
-        Raises CorruptCommit if the commit is damaged. Raises StoreError if the store cannot be read; the commit may
-        still be sound.
+        After an error the content of the ranges is undefined.
+
+        Raises CorruptCommit if the commit is damaged. Raises StoreError if the store cannot be
+        read; the commit may still be sound.
         """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
                 raise outcome
 
     def problems(self) -> Iterator[CorruptCommit]:
-        """Read all chunks of all objects, and yield an error for each damaged chunk or object. Raises StoreError."""
-        chunks = [
-            ChunkRead(number, place, base, min(data.chunk_bytes, data.size - base), ())
-            for number, data in enumerate(self._data)
-            for place, base in enumerate(range(0, data.size, data.chunk_bytes))
-        ]
+        """Read all chunks of all objects, and yield an error for each damaged chunk or object.
+
+        Raises StoreError.
+        """
+        chunks = []
+        for number, data in enumerate(self._data):
+            for place, base in enumerate(range(0, data.size, data.chunk_bytes)):
+                chunks.append(
+                    ChunkRead(number, place, base, min(data.chunk_bytes, data.size - base), ())
+                )
         for outcome in self._run(chunks, stop_at_first=False):
             if isinstance(outcome, CorruptCommit):
                 yield outcome
@@ -197,11 +231,13 @@ class VerifiedReader:
                 raise outcome
 
     def check(self, key: str, number: int | None) -> None:
-        """Verify one chunk of the data object `key`. A local chunk is read from the disk, not from the page cache.
+        """Verify one chunk of the data object `key`.
 
-        `number` is the number of the chunk; None checks only that the object exists and has the right size. Raises
-        CorruptCommit if the object or chunk is damaged or not part of this commit, and StoreError if the store cannot
-        be read.
+        A local chunk is read from the disk, not from the page cache.
+
+        `number` is the number of the chunk; None checks only that the object exists and has the
+        right size. Raises CorruptCommit if the object or chunk is damaged or not part of this
+        commit, and StoreError if the store cannot be read.
         """
         place = next((place for place, data in enumerate(self._data) if data.key == key), None)
         if place is None:
@@ -209,7 +245,10 @@ class VerifiedReader:
         data = self._data[place]
         meta = self._store.head(key)
         if meta is None or meta.size != data.size:
-            found = "there is no such object" if meta is None else f"has {meta.size} bytes, {data.size} were saved"
+            if meta is None:
+                found = "there is no such object"
+            else:
+                found = f"has {meta.size} bytes, {data.size} were saved"
             raise CorruptCommit(f"{key}: {found}", object_key=key)
         if number is None:
             return
@@ -220,7 +259,9 @@ class VerifiedReader:
         _drop_from_page_cache(self._store.local_path(key), base, length)
         self._read_chunk(ChunkRead(place, number, base, length, ()))
 
-    def _run(self, chunks: Sequence[ChunkRead], *, stop_at_first: bool) -> Iterator[BaseException | None]:
+    def _run(
+        self, chunks: Sequence[ChunkRead], *, stop_at_first: bool
+    ) -> Iterator[BaseException | None]:
         with ThreadPoolExecutor(self._parallel, thread_name_prefix="read") as pool:
             futures: list[Future[None]] = [pool.submit(self._read_chunk, chunk) for chunk in chunks]
             try:
@@ -233,23 +274,35 @@ class VerifiedReader:
                 pool.shutdown(cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
-        """Read and verify a chunk. If it is damaged, read it a second time, since data can be damaged in transit.
+        """Read and verify a chunk.
+
+        If it is damaged, read it a second time, since data can be damaged in transit.
 
         Raises CorruptCommit if both reads return damaged data.
         """
         data = self._data[chunk.object]
-        stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
+        stated = " ".join(
+            [data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]]
+        )
         for last_try in (False, True):
             actual = self._fetch(data, chunk)
             if actual == stated:
                 return
             if last_try:
-                kind = "CRC64NVME and SHA-256" if data.sha256 else "CRC64NVME"
-                message = f"{data.key}: chunk {chunk.number} has {kind} {actual}, saved was {stated} (fetched twice)"
+                if data.sha256:
+                    kind = "CRC64NVME and SHA-256"
+                else:
+                    kind = "CRC64NVME"
+                message = (
+                    f"{data.key}: chunk {chunk.number} has {kind} {actual}, saved was {stated} "
+                    "(fetched twice)"
+                )
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
-        """Fetch a chunk into its destinations. Return its CRC as text, followed by its SHA-256 if the manifest has one.
+        """Fetch a chunk into its destinations.
+
+        Return its CRC as text, followed by its SHA-256 if the manifest has one.
 
         Store errors are retried: up to four tries within 120 s.
         """
@@ -259,13 +312,17 @@ class VerifiedReader:
             if not self._local:
                 return self._fetch_remote(data, chunk)
             what = f"get {self._store.uri}/{data.key}"
-            return HANG_GUARD.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
+            return HANG_GUARD.run(
+                lambda: self._fetch_local(data, chunk), self._store.request_seconds, what
+            )
 
         def curable(error: Exception, tries: int) -> bool:
-            # After a timeout the abandoned read may still write here, so only another process may retry.
+            # After a timeout the abandoned read may still write here, so only another process may
+            # retry.
             if not isinstance(error, StoreError) or isinstance(error, StoreTimeout):
                 return False
-            if (found := self._damage(data)) is not None:
+            found = self._damage(data)
+            if found is not None:
                 raise found from error
             return verified_io.is_curable(error) and tries < _TRIES
 
@@ -275,17 +332,29 @@ class VerifiedReader:
     def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> str:
         # New for each read: an abandoned read may still write into its own.
         gap = memoryview(bytearray(chunk.length))
-        buffers = chunk.buffers(gap) if chunk.disjoint else [gap]
+        if chunk.disjoint:
+            buffers = chunk.buffers(gap)
+        else:
+            buffers = [gap]
         download = verify = 0.0
-        value, sha256, mark = 0, hashlib.sha256() if data.sha256 else None, time.perf_counter()
-        for block in read_blocks(self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES):
+        value = 0
+        if data.sha256:
+            sha256 = hashlib.sha256()
+        else:
+            sha256 = None
+        mark = time.perf_counter()
+        for block in read_blocks(
+            self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES
+        ):
             read = time.perf_counter()
             value = verified_io.crc_of_pieces(block, value)
             if sha256 is not None:
                 for piece in block:
                     sha256.update(piece)
             summed = time.perf_counter()
-            download, verify, mark = download + read - mark, verify + summed - read, summed
+            download = download + read - mark
+            verify = verify + summed - read
+            mark = summed
         if not chunk.disjoint:
             chunk.place(gap)
         self.figures.add(chunk.length, download, verify, time.perf_counter() - mark)
@@ -295,7 +364,9 @@ class VerifiedReader:
         began = time.perf_counter()
         received = memoryview(self._store.get_range(data.key, chunk.start, chunk.length))
         read = time.perf_counter()
-        value = _checksum_text(verified_io.crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
+        value = _checksum_text(
+            verified_io.crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None
+        )
         summed = time.perf_counter()
         chunk.place(received)
         self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
@@ -312,16 +383,23 @@ class VerifiedReader:
             return None
         if meta is not None and meta.size == data.size:
             return None
-        found = f"has {meta.size} bytes, {data.size} were saved: truncated" if meta else "there is no such object"
+        if meta:
+            found = f"has {meta.size} bytes, {data.size} were saved: truncated"
+        else:
+            found = "there is no such object"
         return CorruptCommit(f"{data.key}: {found}", object_key=data.key)
 
 
 def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
-    return verified_io.crc_digits(crc) if sha256 is None else f"{verified_io.crc_digits(crc)} {sha256.hexdigest()}"
+    if sha256 is None:
+        return verified_io.crc_digits(crc)
+    return f"{verified_io.crc_digits(crc)} {sha256.hexdigest()}"
 
 
 def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
-    """Drop a range of a local file from the page cache, because perhaps only the cached copy is damaged."""
+    """Drop a range of a local file from the page cache, because perhaps only the cached copy is
+    damaged.
+    """
     if path is None:
         return
     with contextlib.suppress(OSError, AttributeError):  # not all systems have the call
@@ -333,10 +411,13 @@ def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Check a commit's manifest and, if given, one data object. Return a description of the problem, or "".
+    """Check a commit's manifest and, if given, one data object.
 
-    `chunk` is the number of the object's chunk to verify; None checks only that the object exists and has the right
-    size. Raises StoreError if the store cannot be read, and CheckpointError if the manifest has another format version.
+    Return a description of the problem, or "".
+
+    `chunk` is the number of the object's chunk to verify; None checks only that the object exists
+    and has the right size. Raises StoreError if the store cannot be read, and CheckpointError if
+    the manifest has another format version.
     """
     try:
         manifest = read_manifest(store, key)
@@ -349,14 +430,20 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
     return ""
 
 
-def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Run `find_problem` in a new process, which shares no memory with this one, and return its result.
+def find_problem_in_new_process(
+    store_uri: str, key: str, object_key: str = "", chunk: int | None = None
+) -> str:
+    """Run `find_problem` in a new process, which shares no memory with this one, and return its
+    result.
 
     Raises StoreUnavailable if the process gives no result.
     """
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
-        arguments += [object_key] if chunk is None else [object_key, str(chunk)]
+        if chunk is None:
+            arguments += [object_key]
+        else:
+            arguments += [object_key, str(chunk)]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "ebbflow.training.checkpoint.reader", *arguments],
@@ -367,17 +454,27 @@ def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", 
         )
         answer = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise StoreUnavailable(f"{store_uri}/{key}: no second process could read it again: {error!r}"[:500]) from error
+        raise StoreUnavailable(
+            f"{store_uri}/{key}: no second process could read it again: {error!r}"[:500]
+        ) from error
     if answer.get("error"):
-        raise StoreUnavailable(f"{store_uri}/{key}: a second process could not read it again: {answer['error']}")
+        raise StoreUnavailable(
+            f"{store_uri}/{key}: a second process could not read it again: {answer['error']}"
+        )
     return answer["problem"]
 
 
 def main(argv: list[str]) -> int:
     parent_pid, store_uri, key, *rest = argv
     die_with_parent(int(parent_pid))
-    object_key = rest[0] if rest else ""
-    chunk = int(rest[1]) if rest[1:] else None
+    if rest:
+        object_key = rest[0]
+    else:
+        object_key = ""
+    if rest[1:]:
+        chunk = int(rest[1])
+    else:
+        chunk = None
     try:
         answer = {"problem": find_problem(Store.open(store_uri), key, object_key, chunk)}
     except (CheckpointError, InfraError) as error:
@@ -387,11 +484,12 @@ def main(argv: list[str]) -> int:
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
-    """Verify a commit and return its problems, one line per object; the list is empty if the commit is sound.
+    """Verify a commit and return its problems, one line per object; the list is empty if the commit
+    is sound.
 
-    Compare the manifest with its key, each index with its hash in the manifest, each data object's size and chunks with
-    their checksums, and the objects in the store with those that the manifest names. Raises StoreError if the store
-    cannot be read.
+    Compare the manifest with its key, each index with its hash in the manifest, each data object's
+    size and chunks with their checksums, and the objects in the store with those that the manifest
+    names. Raises StoreError if the store cannot be read.
     """
     try:
         manifest = read_manifest(store, key)
@@ -404,8 +502,8 @@ def verify_commit(store: Store, key: str) -> list[str]:
 def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
     """Yield (step, index prefix) of each save that all ranks finished but that no manifest names.
 
-    Such a save is being committed or deleted, or its processes were killed before they wrote the manifest, or its
-    manifest was lost. Only a person can tell these cases apart.
+    Such a save is being committed or deleted, or its processes were killed before they wrote the
+    manifest, or its manifest was lost. Only a person can tell these cases apart.
     """
     ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for meta in store.list("index"):  # before the commits, so that a commit made meanwhile is seen
@@ -423,8 +521,12 @@ def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
             continue
         step = int(text)
         with contextlib.suppress(CorruptCommit, ObjectNotFound):
-            first = verified_io.fetch_verified(store, index_key(generation, step, 0), RankIndex.from_bytes)
-            if all(index_key(generation, step, rank) in keys for rank in range(first.save.world_size)):
+            first = verified_io.fetch_verified(
+                store, index_key(generation, step, 0), RankIndex.from_bytes
+            )
+            if all(
+                index_key(generation, step, rank) in keys for rank in range(first.save.world_size)
+            ):
                 yield step, index_prefix(generation, step)
 
 
@@ -434,7 +536,8 @@ def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
     for rank, stated in enumerate(manifest.indexes):
         key = expected[rank]
         try:
-            if (actual := verified_io.sha256_text(store.get(key))) != stated:
+            actual = verified_io.sha256_text(store.get(key))
+            if actual != stated:
                 yield f"{key}: SHA-256 {actual}, the manifest says {stated}"
         except ObjectNotFound:
             yield f"{key}: there is no such object"
@@ -449,12 +552,17 @@ def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
             yield f"{data.key}: is not the place of rank {rank} of this commit"
         meta = store.head(data.key)
         if meta is None or meta.size != data.size:
-            yield f"{data.key}: {f'{meta.size} bytes' if meta else 'no such object'}, {data.size} bytes were saved"
+            yield (
+                f"{data.key}: {f'{meta.size} bytes' if meta else 'no such object'}, {data.size} "
+                "bytes were saved"
+            )
             continue
         whole.append(data)
     for problem in VerifiedReader(store, whole).problems():
         yield str(problem)
-    yield from _unexpected_objects(store, data_prefix(save.generation, save.step), [data.key for data in manifest.data])
+    yield from _unexpected_objects(
+        store, data_prefix(save.generation, save.step), [data.key for data in manifest.data]
+    )
 
 
 def _unexpected_objects(store: Store, prefix: str, expected: list[str]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Restore the newest commit that every rank can verify; quarantine and report damaged commits.
 
-One reader's report of damage is not enough to reject a commit. A rank of another node reads the damaged part again, or,
-if there is only one node, a new process does. If the second read is sound, the commit is treated as sound, and the
-first reader fails with `UnreliableReader`.
+One reader's report of damage is not enough to reject a commit. A rank of another node reads the
+damaged part again, or, if there is only one node, a new process does. If the second read is sound,
+the commit is treated as sound, and the first reader fails with `UnreliableReader`.
 """
 
 import functools
@@ -23,7 +23,11 @@ from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnav
 from ebbflow.infra.layout import quarantine_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
-from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore_error, reachable_commits
+from ebbflow.training.checkpoint.lineage import (
+    CommitRef,
+    nothing_to_restore_error,
+    reachable_commits,
+)
 from ebbflow.training.checkpoint.manifest import VERSION, TensorEntry
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process, read_manifest
 from ebbflow.training.checkpoint.state import (
@@ -51,18 +55,23 @@ _HOST_CHARACTERS = 64
 _MOST_NAMED = 5  # ranks in one message
 _MOST_SECOND_READINGS = 4  # per commit, each for another node
 _SUSPECT_FIRST_SECONDS = 20.0  # the failing reader exits first, so that its agent blames it alone
-_SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
+_SOUND = "sound"
+_CORRUPT = "corrupt"
+_MISPLACED = "misplaced"
+_MISMATCH = "mismatch"
+_ERROR = "error"
 _REFUSED = "refused"  # its signature is missing or wrong
 _AWAY = "away"  # the store is unreachable for at least one rank
 _UNRELIABLE = "unreliable"  # the reader fails, not the commit
-# (commit key, data object or "", chunk or None) → the problem that another process finds, "" for none
+# (commit key, data object or "", chunk or None) → the problem that another process finds, "" for
+# none
 ReadAgain = Callable[[str, str, int | None], str]
 # Returns the tensor into which a tensor of the commit is read; None if it is not wanted.
 Place = Callable[[str, TensorEntry], Tensor | None]
 # (name of the work) → waits until all ranks have done this work
 Meet = Callable[[str], object]
-# Pauses before a commit is read again after a store error. Failing at once would waste a generation, and three failures
-# for the same reason would look like a crash loop.
+# Pauses before a commit is read again after a store error. Failing at once would waste a
+# generation, and three failures for the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
@@ -81,11 +90,14 @@ class RejectedCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreSeconds:
-    """Durations of the activities of one rank's restore, in seconds. They add up to `RestoreResult.seconds`."""
+    """Durations of the activities of one rank's restore, in seconds.
+
+    They add up to `RestoreResult.seconds`.
+    """
 
     list: float  # reading manifests, and failed attempts
-    # reading bytes from the store. Threads download, verify and load at the same time; wall-clock time is divided
-    # in proportion to the seconds that all threads spent on each
+    # reading bytes from the store. Threads download, verify and load at the same time; wall-clock
+    # time is divided in proportion to the seconds that all threads spent on each
     download: float
     verify: float  # comparing checksums
     load: float  # copying into model and optimizer
@@ -94,20 +106,25 @@ class RestoreSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """The outcome of a restore. All ranks have equal values, except for `bytes_read`, `seconds` and `split`."""
+    """The outcome of a restore.
+
+    All ranks have equal values, except for `bytes_read`, `seconds` and `split`.
+    """
 
     step: int
     extra: dict[str, Any]  # what was stored in the commit beside the tensors
     key: str
-    # "restored" if the random states were restored bit for bit; "reseeded from the commit" if the commit has none
-    # for this world size
+    # "restored" if the random states were restored bit for bit; "reseeded from the commit" if the
+    # commit has none for this world size
     rng: str
     world_size: int  # number of ranks that saved the commit
     bytes_read: int
     seconds: float  # duration of the restore
     split: RestoreSeconds  # the same seconds by activity
     rejected: list[RejectedCommit] = field(default_factory=list)  # skipped commits, newest first
-    further: FurtherState = field(default_factory=FurtherState)  # tensors besides model, optimizer and random states
+    further: FurtherState = field(
+        default_factory=FurtherState
+    )  # tensors besides model, optimizer and random states
 
 
 def restore_newest(
@@ -124,7 +141,8 @@ def restore_newest(
     progress: Callable[[], object] = lambda: None,
     meet: Meet = lambda stage: None,
 ) -> RestoreResult | None:
-    """Try the candidates in order until all ranks have verified one; return None if there are no candidates.
+    """Try the candidates in order until all ranks have verified one; return None if there are no
+    candidates.
 
     Model and optimizer are filled in place; after an exception their content is undefined.
 
@@ -148,10 +166,15 @@ def restore_newest(
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
     again = read_again or functools.partial(find_problem_in_new_process, store.uri)
-    reader = _Reader(rank, world_size, node, again, place or (lambda name, entry: None), progress, meet)
+    reader = _Reader(
+        rank, world_size, node, again, place or (lambda name, entry: None), progress, meet
+    )
     for key in candidates:
-        attempted, loaded, verdict, agree = _attempt_with_retries(store, key, model, optimizer, reader)
-        kind, reason = verdict.kind, verdict.reason
+        attempted, loaded, verdict, agree = _attempt_with_retries(
+            store, key, model, optimizer, reader
+        )
+        kind = verdict.kind
+        reason = verdict.reason
         if kind == _UNRELIABLE:
             if rank not in verdict.suspects:
                 time.sleep(_SUSPECT_FIRST_SECONDS)
@@ -164,14 +187,18 @@ def restore_newest(
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
         if kind != _SOUND:
-            raise CheckpointError(f"{key} could not be read, which says nothing about the commit itself: {reason}")
+            raise CheckpointError(
+                f"{key} could not be read, which says nothing about the commit itself: {reason}"
+            )
         assert loaded is not None, "all ranks have loaded a sound commit"
         rng = _finish(loaded, key, model, optimizer, rank)
         if rejected and rank == 0:
-            lost, left = rejected[0].step, CommitRef.from_key(key).step
+            lost = rejected[0].step
+            left = CommitRef.from_key(key).step
             text = f"checkpoint: {lost - left} committed steps are lost: from {lost} back to {left}"
             print(text, file=sys.stderr)
-        manifest, total = loaded.reader.manifest, time.monotonic() - began
+        manifest = loaded.reader.manifest
+        total = time.monotonic() - began
         return RestoreResult(
             step=manifest.save.step,
             extra=manifest.common["extra"],
@@ -183,7 +210,8 @@ def restore_newest(
             split=_divide_seconds(loaded, before=attempted - began, agree=agree, total=total),
             rejected=rejected,
             further=FurtherState(
-                {name.removeprefix(rng_name(rank)): tensor for name, tensor in loaded.rng.items()}, loaded.shared
+                {name.removeprefix(rng_name(rank)): tensor for name, tensor in loaded.rng.items()},
+                loaded.shared,
             ),
         )
     if not rejected:
@@ -237,8 +265,8 @@ def _attempt_with_retries(
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
     """Attempt to restore one commit; try again while the store is unavailable.
 
-    Return the start of the last try (`time.monotonic()`), the data that this rank loaded, the common verdict of all
-    ranks, and the seconds that the ranks needed to agree on this verdict.
+    Return the start of the last try (`time.monotonic()`), the data that this rank loaded, the
+    common verdict of all ranks, and the seconds that the ranks needed to agree on this verdict.
     """
     pauses = iter(_AGAIN_SECONDS)
     number = 0
@@ -259,26 +287,43 @@ def _attempt(
 ) -> tuple[_Loaded | None, _Verdict]:
     """Load this rank's part of a commit, and return it with a verdict.
 
-    Every exception becomes a verdict, because the other ranks would otherwise wait for the verdict of a rank that
-    raised an exception.
+    Every exception becomes a verdict, because the other ranks would otherwise wait for the verdict
+    of a rank that raised an exception.
     """
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
     except CorruptCommit as error:
-        kind = _MISPLACED if isinstance(error, MisplacedCommit) else _CORRUPT
+        if isinstance(error, MisplacedCommit):
+            kind = _MISPLACED
+        else:
+            kind = _CORRUPT
         about = {"object_key": error.object_key, "chunk": error.chunk}
         return None, _Verdict(kind=kind, reason=str(error), node=own.node, **about)
     except Exception as error:
         # A hung read cannot be retried in this process.
         away = isinstance(error, StoreUnavailable) and not isinstance(error, StoreTimeout)
-        kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
-        kind = _REFUSED if isinstance(error, RefusedCommit) else kind
-        reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
+        if isinstance(error, CommitMismatch):
+            kind = _MISMATCH
+        elif away:
+            kind = _AWAY
+        else:
+            kind = _ERROR
+        if isinstance(error, RefusedCommit):
+            kind = _REFUSED
+        else:
+            kind = kind
+        if isinstance(error, CheckpointError | InfraError):
+            reason = str(error)
+        else:
+            reason = repr(error)
         return None, _Verdict(kind=kind, reason=reason)
 
 
-def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader) -> _Loaded:
-    rank, world_size = own.rank, own.world_size
+def _load(
+    store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader
+) -> _Loaded:
+    rank = own.rank
+    world_size = own.world_size
     began = time.monotonic()
     reader = CommitReader(store, key, progress=own.progress)
     manifest_seconds = time.monotonic() - began
@@ -300,12 +345,16 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     """Exchange verdicts in small all-gathers. Return the worst verdict, the same on all ranks.
 
-    The reason in it names the rank whose verdict it is. If a rank finds the commit damaged, a second reader reads the
-    damaged part again. If that reader confirms the damage, the commit is rejected; otherwise the rank that reported it
-    becomes a suspect.
+    The reason in it names the rank whose verdict it is. If a rank finds the commit damaged, a
+    second reader reads the damaged part again. If that reader confirms the damage, the commit is
+    rejected; otherwise the rank that reported it becomes a suspect.
     """
     row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
-    row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
+    row |= {
+        "host": socket.gethostname()[:_HOST_CHARACTERS],
+        "object_key": own.object_key,
+        "chunk": own.chunk,
+    }
     verdicts = [_Verdict(**given) for given in _gather(row, reader.world_size)]
 
     def first_of(*kinds: str) -> _Verdict | None:
@@ -316,11 +365,13 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
         return None
 
     # Errors come first: they say nothing about the commit, so they must not lead to a quarantine.
-    if (found := first_of(_ERROR, _AWAY)) is not None:
+    found = first_of(_ERROR, _AWAY)
+    if found is not None:
         return found
     if disagreement := _signature_disagreement(verdicts):
         return _Verdict(kind=_ERROR, reason=disagreement)
-    if (found := first_of(_REFUSED, _MISMATCH)) is not None:
+    found = first_of(_REFUSED, _MISMATCH)
+    if found is not None:
         return found
     if not any(verdict.doubts for verdict in verdicts):
         return _Verdict(kind=_SOUND)
@@ -330,21 +381,35 @@ def _agree_on_verdict(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
 def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
     """Describe which ranks refuse a signature that others accept; return "" if the ranks agree.
 
-    All ranks read the same signature, so a disagreement means that some ranks have a wrong key or misread it.
+    All ranks read the same signature, so a disagreement means that some ranks have a wrong key or
+    misread it.
     """
     refusing = [rank for rank, verdict in enumerate(verdicts) if verdict.kind == _REFUSED]
-    accepting = [rank for rank, verdict in enumerate(verdicts) if verdict.kind in (_SOUND, _MISMATCH)]
+    accepting = [
+        rank for rank, verdict in enumerate(verdicts) if verdict.kind in (_SOUND, _MISMATCH)
+    ]
     if not refusing or not accepting:
         return ""
     named = ", ".join(f"rank {rank} on {verdicts[rank].host}" for rank in refusing[:_MOST_NAMED])
-    more = f" and {len(refusing) - _MOST_NAMED} more" if len(refusing) > _MOST_NAMED else ""
-    verb = "refuses" if len(refusing) == 1 else "refuse"
+    if len(refusing) > _MOST_NAMED:
+        more = f" and {len(refusing) - _MOST_NAMED} more"
+    else:
+        more = ""
+    if len(refusing) == 1:
+        verb = "refuses"
+    else:
+        verb = "refuse"
     first = verdicts[refusing[0]].reason
-    return f"{named}{more} {verb} what the others accept: another key there? fix: give all nodes the same key; {first}"
+    return (
+        f"{named}{more} {verb} what the others accept: another key there? fix: give all nodes "
+        f"the same key; {first}"
+    )
 
 
 def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _Verdict:
-    tasks = assign_second_readers([verdict.node for verdict in verdicts], [verdict.doubts for verdict in verdicts])
+    tasks = assign_second_readers(
+        [verdict.node for verdict in verdicts], [verdict.doubts for verdict in verdicts]
+    )
     found: dict[str, list[str]] = {}
     for doubting, second in tasks:
         if second == reader.rank:
@@ -355,16 +420,24 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
             except (StoreError, CheckpointError) as error:
                 found[str(doubting)] = [_AWAY, _shorten(str(error))]
     described = {
-        second: "(a new process)" if doubting == second else f"(rank {second} on node {verdicts[second].node})"
+        second: "(a new process)"
+        if doubting == second
+        else f"(rank {second} on node {verdicts[second].node})"
         for doubting, second in tasks
     }
-    answers = {int(rank): answer for row in _gather(found, reader.world_size) for rank, answer in row.items()}
+    answers = {
+        int(rank): answer
+        for row in _gather(found, reader.world_size)
+        for rank, answer in row.items()
+    }
     for doubting, second in tasks:
         kind, _ = answers[doubting]
         if kind == _CORRUPT:
             doubt = verdicts[doubting]
             first = _with_rank(doubting, doubt.reason, reader)
-            return _Verdict(kind=doubt.kind, reason=f"{first}; a second reader {described[second]} agrees")
+            return _Verdict(
+                kind=doubt.kind, reason=f"{first}; a second reader {described[second]} agrees"
+            )
     for doubting, second in tasks:
         kind, reason = answers[doubting]
         if kind == _AWAY:
@@ -381,11 +454,14 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
 
 
 def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """Choose second readers for data that a rank found damaged. Return pairs of (doubting rank, second reader).
+    """Choose second readers for data that a rank found damaged.
 
-    A doubting rank is a rank that found the commit damaged. The first doubting rank of each node gets a second reader,
-    up to four in total. The second reader is on another node, and is a rank without doubts if there is one. With only
-    one node, the doubting rank is its own second reader and starts a new process for it.
+    Return pairs of (doubting rank, second reader).
+
+    A doubting rank is a rank that found the commit damaged. The first doubting rank of each node
+    gets a second reader, up to four in total. The second reader is on another node, and is a rank
+    without doubts if there is one. With only one node, the doubting rank is its own second reader
+    and starts a new process for it.
 
     Args:
         nodes: the node of each rank.
@@ -410,16 +486,23 @@ def _shorten(text: str) -> str:
 
 
 def _with_rank(rank: int, reason: str, reader: _Reader) -> str:
-    return reason if reader.world_size == 1 else f"rank {rank}: {reason}"
+    if reader.world_size == 1:
+        return reason
+    return f"rank {rank}: {reason}"
 
 
 def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """Exchange one row of JSON in a small all-gather, and return the rows of all ranks in rank order."""
+    """Exchange one row of JSON in a small all-gather, and return the rows of all ranks in rank
+    order.
+    """
     if not (dist.is_available() and dist.is_initialized()) or world_size == 1:
         return [row]
     text = json.dumps(row).encode()
     assert len(text) <= _VERDICT_BYTES, "reasons are cut so that a row fits"
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda")
+    else:
+        device = torch.device("cpu")
     mine = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device=device)
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
@@ -430,19 +513,27 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
 def _report_rejected(store: Store, key: str, reason: str, kind: str) -> None:
     """Print that a commit was rejected; quarantine it if it is damaged.
 
-    A misplaced manifest, which belongs to another commit's key, is not quarantined: under its own key it is valid.
+    A misplaced manifest, which belongs to another commit's key, is not quarantined: under its own
+    key it is valid.
     """
-    where, quarantine = quarantine_key(CommitRef.from_key(key).sha256), kind == _CORRUPT
-    standing = "refused" if kind == _REFUSED else "damaged"
+    where = quarantine_key(CommitRef.from_key(key).sha256)
+    quarantine = kind == _CORRUPT
+    if kind == _REFUSED:
+        standing = "refused"
+    else:
+        standing = "damaged"
     print(
         f"checkpoint: ERROR: {store.uri}/{key} is {standing} and will not be used: {reason}\n"
-        f"checkpoint: {f'to be quarantined in {where}; ' if quarantine else ''}going back to the commit before it",
+        f"checkpoint: {f'to be quarantined in {where}; ' if quarantine else ''}going back to the "
+        "commit before it",
         file=sys.stderr,
     )
     if not quarantine:
         return
     try:
-        store.put(where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()}))
+        store.put(
+            where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()})
+        )
     except InfraError as error:  # this rank must go on to the next commit like the others
         print(f"checkpoint: WARNING: {where} could not be written: {error}", file=sys.stderr)
 
@@ -455,8 +546,13 @@ def _read_extra(store: Store, key: str) -> dict[str, Any] | None:
         return None
 
 
-def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
-    """Apply the commit's optimizer settings, and restore or reseed the random states. Return `RestoreResult.rng`."""
+def _finish(
+    loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int
+) -> str:
+    """Apply the commit's optimizer settings, and restore or reseed the random states.
+
+    Return `RestoreResult.rng`.
+    """
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)
@@ -467,16 +563,24 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
     return "reseeded from the commit"
 
 
-def _divide_seconds(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
-    """Split the duration of a restore into activities. Time that belongs to no other activity counts as `load`.
+def _divide_seconds(
+    loaded: _Loaded, *, before: float, agree: float, total: float
+) -> RestoreSeconds:
+    """Split the duration of a restore into activities.
 
-    `before` is the time from the start of the restore to the start of the attempt that succeeded. `agree` is the time
-    in which the ranks then agreed that the commit is intact.
+    Time that belongs to no other activity counts as `load`.
+
+    `before` is the time from the start of the restore to the start of the attempt that succeeded.
+    `agree` is the time in which the ranks then agreed that the commit is intact.
     """
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds
-    share = loaded.read_seconds / threads if threads else 0.0
+    if threads:
+        share = loaded.read_seconds / threads
+    else:
+        share = 0.0
     listing = before + loaded.manifest_seconds
-    download, verify = share * figures.download_seconds, share * figures.verify_seconds
+    download = share * figures.download_seconds
+    verify = share * figures.verify_seconds
     load = total - listing - download - verify - agree
     return RestoreSeconds(list=listing, download=download, verify=verify, load=load, agree=agree)

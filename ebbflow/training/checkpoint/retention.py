@@ -1,14 +1,14 @@
 """Choose which commits a job keeps, and delete all other commits.
 
-A deletion may be interrupted at any point. So it first writes a tombstone, a record of the deletion; a later run
-finishes the deletion and removes the tombstone. Two operations can conflict with a deletion: starting a generation from
-the commit, and pinning it. Each of them writes its own record first and then looks for a tombstone, while a deletion
-writes its tombstone first and then looks for these records. So of two concurrent writers at least one sees the other
-and gives way.
+A deletion may be interrupted at any point. So it first writes a tombstone, a record of the
+deletion; a later run finishes the deletion and removes the tombstone. Two operations can conflict
+with a deletion: starting a generation from the commit, and pinning it. Each of them writes its own
+record first and then looks for a tombstone, while a deletion writes its tombstone first and then
+looks for these records. So of two concurrent writers at least one sees the other and gives way.
 
-A commit is whole if all its data objects are present. The newest whole commit and pinned commits are never deleted, and
-nothing is deleted while no commit is whole. Quarantined and unreachable commits (see `checkpoint.lineage`) are kept for
-`orphan_seconds`, so that a person can inspect them.
+A commit is whole if all its data objects are present. The newest whole commit and pinned commits
+are never deleted, and nothing is deleted while no commit is whole. Quarantined and unreachable
+commits (see `checkpoint.lineage`) are kept for `orphan_seconds`, so that a person can inspect them.
 """
 
 import contextlib
@@ -25,32 +25,47 @@ from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
 from ebbflow.infra.grouping import group_by_key
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.infra.store.objects import StoreClock
-from ebbflow.training.checkpoint.lineage import CommitRef, TracedCommit, newest_generation_number, trace_lineage
+from ebbflow.training.checkpoint.lineage import (
+    CommitRef,
+    TracedCommit,
+    newest_generation_number,
+    trace_lineage,
+)
 from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, Manifest
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified, seal, unseal
 from ebbflow.training.errors import CorruptCommit, DamagedLineage, GenerationSuperseded
 
 _PARALLEL = 8
-_RUN_SECONDS = 30.0  # the next upload must not wait for retention; the rest waits for the next commit
+# The next upload must not wait for retention; the rest waits for the next commit
+_RUN_SECONDS = 30.0
 _SHORTEST_ORPHAN_SECONDS = 600.0
-_SWEEPS_PER_LIMIT = 4  # while the job runs, an orphan is deleted at 1.25 times its limit at the latest
+# While the job runs, an orphan is deleted at 1.25 times its limit at the latest
+_SWEEPS_PER_LIMIT = 4
 _RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minute
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Rules that select the commits to keep. One rule suffices to keep a commit. Incomplete commits are ignored."""
+    """Rules that select the commits to keep.
+
+    One rule suffices to keep a commit. Incomplete commits are ignored.
+    """
 
     keep_last: int = 3  # number of newest commits to keep
-    keep_every_steps: int | None = None  # also keep the first commit at or after each multiple of this step count
-    keep_best: int = 0  # also keep this many commits with the best `best_metric`, as recorded in the commit
+    # Also keep the first commit at or after each multiple of this step count
+    keep_every_steps: int | None = None
+    # Also keep this many commits with the best `best_metric`, as recorded in the commit
+    keep_best: int = 0
     best_metric: str = "held_out_loss"
     best_mode: str = "min"  # min or max: which value is the best
-    # cap on the data of all kept commits. Above it commits are dropped in this order: those kept by step (oldest
-    # first), the best (worst first), the last (oldest first). The newest and pinned commits stay
+    # cap on the data of all kept commits. Above it commits are dropped in this order: those kept by
+    # step (oldest first), the best (worst first), the last (oldest first). The newest and pinned
+    # commits stay
     max_total_bytes: int | None = None
-    orphan_seconds: float = 24 * 3600.0  # age in seconds at which objects that no reachable commit names are deleted
+    orphan_seconds: float = (
+        24 * 3600.0
+    )  # age in seconds at which objects that no reachable commit names are deleted
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -76,22 +91,37 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
-    scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")  # of equal ones, the newer stays first
+    scored.sort(
+        key=lambda pair: pair[0], reverse=policy.best_mode == "max"
+    )  # of equal ones, the newer stays first
     best = [commit for _, commit in scored[: policy.keep_best]]
     pinned = [commit for commit in commits if commit.pinned]
-    rules = {"pinned": pinned, "last": last, "best": best, f"every {policy.keep_every_steps} steps": every}
-    reasons = group_by_key((commit.sha256, reason) for reason, chosen in rules.items() for commit in chosen)
-    dropped = _beyond_cap(commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)])
+    rules = {
+        "pinned": pinned,
+        "last": last,
+        "best": best,
+        f"every {policy.keep_every_steps} steps": every,
+    }
+    reasons = group_by_key(
+        (commit.sha256, reason) for reason, chosen in rules.items() for commit in chosen
+    )
+    dropped = _beyond_cap(
+        commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)]
+    )
     return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
 
 
 def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
-    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step, else None."""
+    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step,
+    else None.
+    """
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
         return None
     value = metrics.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def _first_of_each_window(commits: Sequence[WholeCommit], steps: int | None) -> list[WholeCommit]:
@@ -113,10 +143,11 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size cap.
+    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size
+    cap.
 
-    `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in which to drop them; a
-    commit that occurs twice is dropped at its last position.
+    `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in
+    which to drop them; a commit that occurs twice is dropped at its last position.
     """
     if policy.max_total_bytes is None:
         return set()
@@ -131,7 +162,9 @@ def _beyond_cap(
     return dropped
 
 
-def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False) -> bool:
+def delete_commit(
+    store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False
+) -> bool:
     """Delete a commit and its data. Return False if the commit has been pinned in the meantime.
 
     Args:
@@ -141,7 +174,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
         full: whether the store is full, so that a failure to write the tombstone is ignored. If the deletion is then
             interrupted, the remaining objects become orphans.
 
-    Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another gang owns the job.
+    Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another
+    gang owns the job.
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     if signer() is not None:
@@ -156,7 +190,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     except StoreError:
         if not full:
             raise
-    if (number := newest_generation_number(store, near=newest)) > newest:
+    number = newest_generation_number(store, near=newest)
+    if number > newest:
         store.delete(own_key)
         raise _superseded_error(store, number, newest)
     if store.head(layout.pin_key(ref.sha256)) is not None:
@@ -169,8 +204,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
     """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
 
-    `interrupted` is called after each deletion; if it returns True, this function returns. So every call finishes at
-    least one deletion.
+    `interrupted` is called after each deletion; if it returns True, this function returns. So every
+    call finishes at least one deletion.
     """
     for meta in store.list("tombstones"):
         try:
@@ -178,7 +213,10 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
         except (ObjectNotFound, CorruptCommit):
             continue  # another process was faster, or the tombstone is unreadable
         sha256 = CommitRef.from_key(tombstone["key"]).sha256
-        if store.head(layout.pin_key(sha256)) is not None and store.head(tombstone["key"]) is not None:
+        if (
+            store.head(layout.pin_key(sha256)) is not None
+            and store.head(tombstone["key"]) is not None
+        ):
             store.delete(meta.key)  # the deletion was cut short before it looked for the pin
             continue
         _delete_objects(store, tombstone)
@@ -188,7 +226,9 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
             return
 
 
-def _delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
+def _delete_all(
+    store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False
+) -> None:
     """Delete keys in parallel, until `interrupted` returns True."""
 
     def delete(key: str) -> None:
@@ -213,15 +253,19 @@ def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
     if tombstone["generation"] is None:
         return
     for prefix in (layout.index_prefix, layout.data_prefix):
-        _delete_all(store, [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))])
+        _delete_all(
+            store,
+            [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))],
+        )
 
 
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """List objects that no commit needs and that are older than the given age, according to the store's clock.
+    """List objects that no commit needs and that are older than the given age, according to the
+    store's clock.
 
-    These are data and indexes of checkpoints without a commit, signatures without a commit, and secrets that agents
-    shared for earlier starts. The objects of a checkpoint are listed together or not at all, because a single young
-    object means that the upload may still be running.
+    These are data and indexes of checkpoints without a commit, signatures without a commit, and
+    secrets that agents shared for earlier starts. The objects of a checkpoint are listed together
+    or not at all, because a single young object means that the upload may still be running.
     """
     # Listed before the commits: whatever is committed meanwhile is then seen as committed.
     listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
@@ -247,13 +291,23 @@ def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) 
         groups[(meta.key,)].append(meta)
     if not groups:
         return []
-    now = clock.now(store, max(meta.modified for found in (*listed.values(), commits) for meta in found))
-    old = [found for found in groups.values() if all(now - meta.modified > older_than_seconds for meta in found)]
+    now = clock.now(
+        store, max(meta.modified for found in (*listed.values(), commits) for meta in found)
+    )
+    old = [
+        found
+        for found in groups.values()
+        if all(now - meta.modified > older_than_seconds for meta in found)
+    ]
     return [meta for found in old for meta in found]
 
 
 def _sweep_orphans(
-    store: Store, clock: StoreClock, *, older_than_seconds: float, interrupted: Callable[[], bool] = lambda: False
+    store: Store,
+    clock: StoreClock,
+    *,
+    older_than_seconds: float,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
     orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
     _delete_all(store, [meta.key for meta in orphans], interrupted)
@@ -264,38 +318,54 @@ class RetentionChoice:
     """The decision of a retention policy: which commits to keep and which to delete."""
 
     keep: dict[CommitRef, str]  # the commits to keep, each with the reason
-    # the commits to delete, each with the name of the generation that saved it; None if its manifest is
-    # unreadable
+    # the commits to delete, each with the name of the generation that saved it; None if its
+    # manifest is unreadable
     delete: dict[CommitRef, str | None]
 
 
 class Retention:
-    """Enforcer of a retention policy on a job's commits. It warns if it had to restore a deleted generation record."""
+    """Enforcer of a retention policy on a job's commits.
 
-    def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
-        self._policy, self._warn = policy, warn
+    It warns if it had to restore a deleted generation record.
+    """
+
+    def __init__(
+        self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self._policy = policy
+        self._warn = warn
         self._manifests: dict[str, Manifest] = {}  # read once, by SHA-256
         self._swept = float("-inf")
         self._clock = StoreClock()
         self._record: bytes | None = None  # this generation's record
         self._missing_since: float | None = None
 
-    def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
-        """After `save` was committed, delete the commits that the policy does not keep. Return the deleted commits.
+    def run(
+        self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False
+    ) -> list[CommitRef]:
+        """After `save` was committed, delete the commits that the policy does not keep.
+
+        Return the deleted commits.
 
         If `interrupted` returns True because other work is waiting, the next run continues. Raises
-        GenerationSuperseded, and deletes nothing, if a newer generation than that of `save` is on record.
+        GenerationSuperseded, and deletes nothing, if a newer generation than that of `save` is on
+        record.
         """
         end = time.monotonic() + _RUN_SECONDS
         return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
 
-    def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
+    def make_room(
+        self, store: Store, save: CheckpointId, *, deadline_seconds: float
+    ) -> list[CommitRef]:
         """Free space in a full store, and return the deleted commits. Raises the errors of `run`.
 
-        Commits are deleted, least valuable first, until there is room for two more. Orphans are deleted once they are
-        too old to belong to a running save; this age follows from `deadline_seconds`, the deadline of a save.
+        Commits are deleted, least valuable first, until there is room for two more. Orphans are
+        deleted once they are too old to belong to a running save; this age follows from
+        `deadline_seconds`, the deadline of a save.
         """
-        limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
+        limit = min(
+            self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS)
+        )
         end = time.monotonic() + _RUN_SECONDS
         deleted = self._run(store, save, lambda: time.monotonic() >= end, full=True)
         finish_deletions(store)
@@ -311,17 +381,25 @@ class Retention:
         return find_orphans(store, self._clock, older_than_seconds=self._policy.orphan_seconds)
 
     def _run(
-        self, store: Store, save: CheckpointId, interrupted: Callable[[], bool], *, full: bool = False
+        self,
+        store: Store,
+        save: CheckpointId,
+        interrupted: Callable[[], bool],
+        *,
+        full: bool = False,
     ) -> list[CommitRef]:
         number = save.generation_number
-        if (newest := newest_generation_number(store, near=number)) > number:
+        newest = newest_generation_number(store, near=number)
+        if newest > number:
             raise _superseded_error(store, newest, number)
         if not self._record_is_listed(store, save, newest):
             return []  # the listing is incomplete, so the lineage may be too
         return self._enforce(store, number, interrupted, full=full)
 
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
-        """Return whether the store lists this generation's record. Write it again if it has been missing for a minute.
+        """Return whether the store lists this generation's record.
+
+        Write it again if it has been missing for a minute.
 
         Raises DamagedLineage if the record is missing and its content is unknown.
         """
@@ -333,19 +411,23 @@ class Retention:
                     self._record = store.get(key)
             return True
         now = time.monotonic()
-        self._missing_since = now if self._missing_since is None else self._missing_since
+        if self._missing_since is None:
+            self._missing_since = now
+        else:
+            self._missing_since = self._missing_since
         if now - self._missing_since < _RECORD_MISSING_SECONDS or store.head(key) is not None:
             return False
         if self._record is None:
             raise DamagedLineage(
-                f"{store.uri}/{key} was deleted while the job is running, and no commit is deleted without it; "
-                "fix: put generations/ back, or start the job again"
+                f"{store.uri}/{key} was deleted while the job is running, and no commit is "
+                "deleted without it; fix: put generations/ back, or start the job again"
             )
         put_verified(store, key, self._record)
         self._missing_since = None
         self._warn(
-            f"{store.uri}/{key} was deleted while the job is running and has been put back; records of older "
-            "generations in generations/ may be missing too; fix: find out what deletes them"
+            f"{store.uri}/{key} was deleted while the job is running and has been put back; "
+            "records of older generations in generations/ may be missing too; fix: find out what "
+            "deletes them"
         )
         return True
 
@@ -397,48 +479,74 @@ class Retention:
         keep = {ref: needed[save[ref]] for ref in reachable if save[ref] in needed}
         oldest_needed = len(whole[: policy.keep_last])
         delete: dict[CommitRef, str | None] = {}
-        counted, sound = 0, {kept.sha256 for kept in whole}
+        counted = 0
+        sound = {kept.sha256 for kept in whole}
         for ref in reachable:
             is_whole = save[ref] in first
             counted += ref.sha256 in sound
-            torn = not is_whole and counted >= oldest_needed and ref.sha256 not in pinned  # and enough are newer
+            torn = (
+                not is_whole and counted >= oldest_needed and ref.sha256 not in pinned
+            )  # and enough are newer
             if (is_whole and ref not in keep) or torn:
                 found = save[ref]
                 delete[ref] = found and found[0]
         for ref in self._stale(store, traced):
-            if ref.sha256 not in pinned:  # data that a kept commit shares stays: only the manifest is deleted
+            if (
+                ref.sha256 not in pinned
+            ):  # data that a kept commit shares stays: only the manifest is deleted
                 found = self._save(store, ref)
-                delete[ref] = None if found is None or found in needed else found[0]
-        # Oldest first: if time runs out, the rest is still an unbroken sequence up to the newest commit.
-        return RetentionChoice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
+                if found is None or found in needed:
+                    delete[ref] = None
+                else:
+                    delete[ref] = found[0]
+        # Oldest first: if time runs out, the rest is still an unbroken sequence up to the newest
+        # commit.
+        return RetentionChoice(
+            keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation)))
+        )
 
     def _save(self, store: Store, ref: CommitRef) -> tuple[str, int] | None:
         manifest = self._manifest(store, ref)
-        return None if manifest is None else (manifest.save.generation, manifest.save.step)
+        if manifest is None:
+            return None
+        return (manifest.save.generation, manifest.save.step)
 
     def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
         """Return the properties of a commit that the policy uses, or None if the commit is torn.
 
-        A commit is torn if its manifest is unreadable, or if a data object is missing or has another size. The data
-        itself is not read: it was verified when it was stored, and is verified again on restore.
+        A commit is torn if its manifest is unreadable, or if a data object is missing or has
+        another size. The data itself is not read: it was verified when it was stored, and is
+        verified again on restore.
         """
         manifest = self._manifest(store, ref)
         if manifest is None:
             return None
-        sizes = {meta.key: meta.size for meta in store.list(layout.data_prefix(manifest.save.generation, ref.step))}
+        sizes = {
+            meta.key: meta.size
+            for meta in store.list(layout.data_prefix(manifest.save.generation, ref.step))
+        }
         if any(sizes.get(data.key) != data.size for data in manifest.data):
             return None
-        metric = metric_at_step(manifest.common.get("extra") or {}, ref.step, self._policy.best_metric)
+        metric = metric_at_step(
+            manifest.common.get("extra") or {}, ref.step, self._policy.best_metric
+        )
         return WholeCommit(
-            sha256=ref.sha256, step=ref.step, size=manifest.size, metric=metric, pinned=ref.sha256 in pinned
+            sha256=ref.sha256,
+            step=ref.step,
+            size=manifest.size,
+            metric=metric,
+            pinned=ref.sha256 in pinned,
         )
 
     def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
-        """List the unreachable commits that are older than `orphan_seconds`, according to the store's clock.
+        """List the unreachable commits that are older than `orphan_seconds`, according to the
+        store's clock.
 
         Commits whose signature is refused are not included, since they may be sound.
         """
-        out = [found for found in traced if found.unreachable_because is not None and not found.refused]
+        out = [
+            found for found in traced if found.unreachable_because is not None and not found.refused
+        ]
         if not out:
             return []
         now = self._clock.now(store, max(found.modified for found in traced))

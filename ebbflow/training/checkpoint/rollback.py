@@ -1,8 +1,9 @@
 """Permits: a person's recorded consent that a start may give up commits. Torch-free.
 
-There are two kinds. With --from-scratch a start may give up all commits. With --accept-rollback it may continue without
-commits that the store no longer has, for example because the store was restored from an older snapshot. Both lose work,
-so a person decides. A permit covers only the generations that existed when it was given.
+There are two kinds. With --from-scratch a start may give up all commits. With --accept-rollback it
+may continue without commits that the store no longer has, for example because the store was
+restored from an older snapshot. Both lose work, so a person decides. A permit covers only the
+generations that existed when it was given.
 """
 
 import argparse
@@ -25,12 +26,19 @@ PERMITS = {"from_scratch": lineage.FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that permit a job to continue although commits are lost. Only users may set these options."""
+    """Add the options that permit a job to continue although commits are lost.
+
+    Only users may set these options.
+    """
     parser.add_argument(
-        "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
+        "--from-scratch",
+        action="store_true",
+        help="begin anew if no commit of the job can be restored",
     )
     parser.add_argument(
-        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
+        "--accept-rollback",
+        action="store_true",
+        help="go on where the store has older commits than the job's events",
     )
 
 
@@ -43,12 +51,20 @@ class MissingCommits:
     """Commits that the event log mentions but the store no longer has."""
 
     known: lineage.CommitRef  # the newest of them
-    found: lineage.CommitRef | None  # the newest reachable commit in the store; None if there is none
+    found: (
+        lineage.CommitRef | None
+    )  # the newest reachable commit in the store; None if there is none
     permitted: bool  # whether a permit allows a start without the missing commits
 
     def describe(self) -> str:
-        has = "has no commit" if self.found is None else f"has none newer than step {self.found.step}"
-        return f"the events know a commit of step {self.known.step} ({self.known.key}), and the store {has}"
+        if self.found is None:
+            has = "has no commit"
+        else:
+            has = f"has none newer than step {self.found.step}"
+        return (
+            f"the events know a commit of step {self.known.step} ({self.known.key}), and the "
+            f"store {has}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         found = self.found
@@ -62,24 +78,27 @@ class MissingCommits:
 def record_permits(job_store: Store, *whats: str) -> None:
     """Record permits that cover all generations of the job so far.
 
-    `whats` are the kinds of permit: FROM_SCRATCH, ROLLBACK or both. Raises StoreError if the store cannot be read or
-    written.
+    `whats` are the kinds of permit: FROM_SCRATCH, ROLLBACK or both. Raises StoreError if the store
+    cannot be read or written.
     """
     if not whats:
         return
     events = read_events(job_store)
-    number = max([lineage.newest_generation_number(job_store), *(event.generation for event in events)])
+    number = max(
+        [lineage.newest_generation_number(job_store), *(event.generation for event in events)]
+    )
     for what in whats:
         record = {"version": VERSION, "what": what, "generation": number, "t_wall": time.time()}
         job_store.put(permit_key(what, number), seal(record))
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return the missing commits if every commit in the store is older than the newest one in the event log, else None.
+    """Return the missing commits if every commit in the store is older than the newest one in the
+    event log, else None.
 
-    This happens, for example, after the store was restored from a snapshot. Commits that retention deleted are not
-    missing, because the store has newer commits. Unreadable commits are not missing either. Raises the errors of
-    `newest_commits`.
+    This happens, for example, after the store was restored from a snapshot. Commits that retention
+    deleted are not missing, because the store has newer commits. Unreadable commits are not missing
+    either. Raises the errors of `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:
@@ -87,11 +106,14 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
     found = next(lineage.newest_commits(job_store), None)
     if found is not None and (found.generation, found.step) >= (known.generation, known.step):
         return None
-    return MissingCommits(known, found, known.generation <= lineage.permitted_generation(job_store, ROLLBACK))
+    return MissingCommits(
+        known, found, known.generation <= lineage.permitted_generation(job_store, ROLLBACK)
+    )
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return missing commits if a permit covers them, so that the caller can report them; None if nothing is missing.
+    """Return missing commits if a permit covers them, so that the caller can report them; None if
+    nothing is missing.
 
     Raises RolledBack if commits are missing without a permit, and the errors of `newest_commits`.
     """
@@ -99,9 +121,9 @@ def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits 
     if missing is None or missing.permitted:
         return missing
     raise RolledBack(
-        f"{job_store.uri}: {missing.describe()}; it was restored from an older snapshot, or commits were deleted; "
-        "nothing was started; hint: bring the newer data back; to go on from the older commit and lose the steps "
-        "between, start again with --accept-rollback"
+        f"{job_store.uri}: {missing.describe()}; it was restored from an older snapshot, or "
+        "commits were deleted; nothing was started; hint: bring the newer data back; to go on "
+        "from the older commit and lose the steps between, start again with --accept-rollback"
     )
 
 
@@ -110,7 +132,10 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> lineage.CommitRef | None:
-    """Return the last commit of the newest generation in `events`. If it made no commit, return the one it restored."""
+    """Return the last commit of the newest generation in `events`.
+
+    If it made no commit, return the one it restored.
+    """
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
         return None
@@ -124,6 +149,8 @@ def _newest_known(events: Sequence[Event]) -> lineage.CommitRef | None:
 
 def _ref(key: object) -> lineage.CommitRef | None:
     try:
-        return lineage.CommitRef.from_key(str(key)) if key else None
+        if key:
+            return lineage.CommitRef.from_key(str(key))
+        return None
     except ValueError:
         return None

@@ -1,13 +1,14 @@
 """Decide which rank writes which bytes, and lay them out in a staging buffer.
 
-Every rank computes the same assignment without communication. A piece of a DTensor is written by the rank that holds
-it; if several ranks hold replicas of the piece (HSDP), one of these ranks writes it. A plain tensor, which all ranks
-hold, is written by one rank. The largest tensors are assigned first, each to the rank with the fewest bytes so far. The
-global plan of torch's distributed checkpointing (DCP), which gathers the plans of all ranks, is not used: without a
+Every rank computes the same assignment without communication. A piece of a DTensor is written by
+the rank that holds it; if several ranks hold replicas of the piece (HSDP), one of these ranks
+writes it. A plain tensor, which all ranks hold, is written by one rank. The largest tensors are
+assigned first, each to the rank with the fewest bytes so far. The global plan of torch's
+distributed checkpointing (DCP), which gathers the plans of all ranks, is not used: without a
 collective, a save cannot deadlock with training.
 
-The plan is reused as long as model and optimizer hold the same tensors in the same memory: planning takes milliseconds,
-comparing the tensors microseconds.
+The plan is reused as long as model and optimizer hold the same tensors in the same memory: planning
+takes milliseconds, comparing the tensors microseconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class TensorShard:
     name: str
     local: Tensor  # the piece, of shape `sizes`
     shape: tuple[int, ...]  # shape of the whole tensor
-    offsets: tuple[int, ...]  # position of the piece's first element in the whole tensor, by dimension
+    offsets: tuple[
+        int, ...
+    ]  # position of the piece's first element in the whole tensor, by dimension
     sizes: tuple[int, ...]  # shape of the piece
 
     @classmethod
@@ -55,7 +58,8 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
         if writers[name] == rank:
             shards.append(TensorShard.of_whole(name, tensor))
     for name, tensor in _written_replicas(sharded).items():
-        shape, boxes = tuple(tensor.shape), own_boxes(tensor)
+        shape = tuple(tensor.shape)
+        boxes = own_boxes(tensor)
         shards += [TensorShard(name, box.local, shape, box.offsets, box.sizes) for box in boxes]
         if not tensor.numel():
             shards.append(TensorShard.of_whole(name, tensor.to_local()))
@@ -63,18 +67,23 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes. Only one rank writes a replicated piece."""
+    """Return the DTensors whose local piece this rank writes.
+
+    Only one rank writes a replicated piece.
+    """
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
             continue
-        count, index = 1, 0
+        count = 1
+        index = 0
         for dimension, placement in enumerate(tensor.placements):
             if placement.is_replicate():
                 size = tensor.device_mesh.size(dimension)
-                count, index = count * size, index * size + coordinate[dimension]
+                count = count * size
+                index = index * size + coordinate[dimension]
         by_count[count][name] = _bytes(tensor)
         place[name] = index
     ours = {}
@@ -86,7 +95,8 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Assign tensors to writers: the largest first, each to the writer with the fewest bytes so far.
+    """Assign tensors to writers: the largest first, each to the writer with the fewest bytes so
+    far.
 
     Args:
         sizes: bytes by tensor name.
@@ -114,38 +124,54 @@ class BufferLayout:
 
 
 class SavePlanner:
-    """Planner of one rank's saves. It reuses the last plan while model and optimizer are unchanged."""
+    """Planner of one rank's saves.
+
+    It reuses the last plan while model and optimizer are unchanged.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._owner: tuple[nn.Module, Optimizer | None] | None = None
         self._known: list[Tensor] = []
-        self._memory: list[int] = []  # addresses: a parameter keeps its identity when its data is replaced
+        self._memory: list[
+            int
+        ] = []  # addresses: a parameter keeps its identity when its data is replaced
         self._shards: list[TensorShard] = []
         self._shapes: list[tuple[Any, ...]] = []
-        # Whether only the optimizer changes a source, by its position. Those of further tensors are left out.
+        # Whether only the optimizer changes a source, by its position. Those of further tensors are
+        # left out.
         self.settled: list[bool] = []
         self.layout = BufferLayout(0, (), 0)
 
     def plan(
-        self, model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor], shared: dict[str, Tensor]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        own: dict[str, Tensor],
+        shared: dict[str, Tensor],
     ) -> list[Tensor]:
         """Return the tensors to copy, in the order of `self.layout`, which this call updates.
 
-        A save also contains tensors that do not belong to model or optimizer and may differ at each call: `own`, which
-        only this rank holds, such as random states, and `shared`, which all ranks hold.
+        A save also contains tensors that do not belong to model or optimizer and may differ at each
+        call: `own`, which only this rank holds, such as random states, and `shared`, which all
+        ranks hold.
         """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
             self._shards = assign_shards(state, self._rank, self._world_size)
-            # Read after `named_state`, which may bring a module's parameters back into their sharded form.
+            # Read after `named_state`, which may bring a module's parameters back into their
+            # sharded form.
             self._known = _tensors(model, optimizer)
             self._memory = [_address(tensor) for tensor in self._known]
             buffers = {_address(buffer) for buffer in model.buffers()}
             stepped = set(self._memory) - buffers
             self.settled = [_address(state[shard.name]) in stepped for shard in self._shards]
             self._owner = (model, optimizer)
-        further = assign_shards(shared, self._rank, self._world_size) if shared else []
+        if shared:
+            further = assign_shards(shared, self._rank, self._world_size)
+        else:
+            further = []
         shards = self._shards + assign_shards(own, 0, 1) + further
         shapes = [(shard.name, shard.offsets, shard.sizes, shard.local.dtype) for shard in shards]
         if shapes != self._shapes:
@@ -155,14 +181,19 @@ class SavePlanner:
 
     def forget(self) -> None:
         """Release the references to tensors. The next call of `plan` computes a new plan."""
-        self._owner, self._known, self._shards = None, [], []
+        self._owner = None
+        self._known = []
+        self._shards = []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
         """Estimate the bytes of this rank's part of a save, erring on the high side."""
         shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)
         if optimizer is not None and not optimizer.state:
-            moments = _MOMENTS_AT_MOST if "betas" in optimizer.defaults else bool(optimizer.defaults.get("momentum"))
+            if "betas" in optimizer.defaults:
+                moments = _MOMENTS_AT_MOST
+            else:
+                moments = bool(optimizer.defaults.get("momentum"))
             size *= 1 + moments
             size += 2 * ALIGNMENT * len(shards)
         return size + 64 * 1024  # random states
@@ -171,7 +202,9 @@ class SavePlanner:
         if self._owner is None or self._owner[0] is not model or self._owner[1] is not optimizer:
             return False
         now = _tensors(model, optimizer)
-        if len(now) != len(self._known) or any(a is not b for a, b in zip(now, self._known, strict=True)):
+        if len(now) != len(self._known) or any(
+            a is not b for a, b in zip(now, self._known, strict=True)
+        ):
             return False
         return [_address(tensor) for tensor in now] == self._memory
 
@@ -181,7 +214,11 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     if optimizer is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found.extend(value for value in optimizer.state.get(parameter, {}).values() if torch.is_tensor(value))
+                found.extend(
+                    value
+                    for value in optimizer.state.get(parameter, {}).values()
+                    if torch.is_tensor(value)
+                )
     return found
 
 
@@ -191,7 +228,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def lay_out(number: int, shards: list[TensorShard]) -> BufferLayout:
-    """Place shards one after the other in a buffer, each aligned to 64 bytes, and return the layout."""
+    """Place shards one after the other in a buffer, each aligned to 64 bytes, and return the
+    layout.
+    """
     items: list[IndexEntry] = []
     end = 0
     for shard in shards:

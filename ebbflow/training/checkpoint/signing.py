@@ -1,13 +1,14 @@
 """Sign commits with HMAC-SHA256 and a key that other writers of the store do not have. Torch-free.
 
-A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest) and the SHA-256 of every
-chunk of data. It is written before the manifest, so every visible commit has its signature. The manifest is merged from
-the ranks' indexes, which are also read from the store. So each index carries an HMAC, and an index without a valid HMAC
-is treated as missing.
+A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest) and
+the SHA-256 of every chunk of data. It is written before the manifest, so every visible commit has
+its signature. The manifest is merged from the ranks' indexes, which are also read from the store.
+So each index carries an HMAC, and an index without a valid HMAC is treated as missing.
 
-The key is in an environment variable that the user chooses. Another variable, whose name is the constant
-`infra.signing_key.NAME_VARIABLE`, holds the name of the first. If it is set, a process signs commits and checks
-signatures. Ranks, uploaders and the processes that read a suspect commit again inherit both variables.
+The key is in an environment variable that the user chooses. Another variable, whose name is the
+constant `infra.signing_key.NAME_VARIABLE`, holds the name of the first. If it is set, a process
+signs commits and checks signatures. Ranks, uploaders and the processes that read a suspect commit
+again inherit both variables.
 """
 
 import hashlib
@@ -31,11 +32,16 @@ _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signer and checker of commits, with the key in the environment variable `name`. Raises NoSigningKey."""
+    """Signer and checker of commits, with the key in the environment variable `name`.
+
+    Raises NoSigningKey.
+    """
 
     def __init__(self, name: str) -> None:
         if problem := signing_key_problem(name):
-            raise NoSigningKey(f"{problem}; fix: set it to the job's key, such as that of `openssl rand -hex 32`")
+            raise NoSigningKey(
+                f"{problem}; fix: set it to the job's key, such as that of `openssl rand -hex 32`"
+            )
         self.name = name
         secret = os.fsencode(os.environ[name])
         self._key = hmac.digest(secret, _COMMIT_PURPOSE, "sha256")
@@ -44,55 +50,74 @@ class Signer:
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
         """Write the signature of commit `key` and read it back. Raises StoreError.
 
-        `data` has the SHA-256 of each chunk, by data object; it is needed only if the manifest lacks these values.
+        `data` has the SHA-256 of each chunk, by data object; it is needed only if the manifest
+        lacks these values.
         """
-        document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
+        document = {
+            "version": _VERSION,
+            "key": key,
+            "data": data,
+            "hmac": self._hmac(store, key, data),
+        }
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
         """Check the signature of commit `key`. Return the SHA-256 of each chunk, by data object.
 
-        The result is empty if the manifest itself has these values. Raises RefusedCommit if the signature is missing or
-        wrong, and StoreError if the store cannot be read.
+        The result is empty if the manifest itself has these values. Raises RefusedCommit if the
+        signature is missing or wrong, and StoreError if the store cannot be read.
         """
         try:
-            return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
+            return fetch_verified(
+                store, _signature_key(key), lambda raw, _: self._checked(store, key, raw)
+            )
         except ObjectNotFound as error:
             raise RefusedCommit(
-                f"{store.uri}/{key}: is refused, because it is not signed; if it was saved before signing was on: "
-                f"ebbflow checkpoints sign {store.uri} --signing-key-env {self.name}"
+                f"{store.uri}/{key}: is refused, because it is not signed; if it was saved "
+                f"before signing was on: ebbflow checkpoints sign {store.uri} --signing-key-env "
+                f"{self.name}"
             ) from error
         except CorruptCommit as error:
             raise RefusedCommit(
-                f"{store.uri}/{key}: is refused, because its signature is wrong: it was made with another key than "
-                f"{self.name} has, for another job or step, or by a forger"
+                f"{store.uri}/{key}: is refused, because its signature is wrong: it was made "
+                f"with another key than {self.name} has, for another job or step, or by a forger"
             ) from error
 
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
-        """Raise CorruptCommit unless the index, which is stored under `key`, has a valid HMAC for this job."""
+        """Raise CorruptCommit unless the index, which is stored under `key`, has a valid HMAC for
+        this job.
+        """
         right = self.index_hmac(store, key, index).encode()
         if not hmac.compare_digest(right, index.hmac.encode(errors="replace")):
             raise CorruptCommit(
-                f"{store.uri}/{key}: its HMAC is {'wrong' if index.hmac else 'missing'}: it was made without the key "
-                f"that {self.name} has here, or by a forger; fix: give all nodes the same key"
+                f"{store.uri}/{key}: its HMAC is {'wrong' if index.hmac else 'missing'}: it was "
+                f"made without the key that {self.name} has here, or by a forger; fix: give all "
+                "nodes the same key"
             )
 
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
-        """Check a commit's signature, and return the manifest completed with the SHA-256 of every chunk.
+        """Check a commit's signature, and return the manifest completed with the SHA-256 of every
+        chunk.
 
         Raises the errors of `check`.
         """
         signed = self.check(store, key)
-        data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
+        data = tuple(
+            replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data
+        )
         for one in data:
             if len(one.sha256) != len(one.chunks):
-                raise RefusedCommit(f"{store.uri}/{key}: is refused, because {one.key} has no SHA-256 that is signed")
+                raise RefusedCommit(
+                    f"{store.uri}/{key}: is refused, because {one.key} has no SHA-256 that is "
+                    "signed"
+                )
         return replace(manifest, data=data)
 
     def _checked(self, store: Store, key: str, raw: bytes) -> dict[str, list[str]]:
         try:
             document = json.loads(raw)
-            data, stated = document["data"], document["hmac"]
+            data = document["data"]
+            stated = document["hmac"]
             right = hmac.compare_digest(self._hmac(store, key, data).encode(), stated.encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCommit(f"{key}: not a signature: {error!r}"[:300]) from error
@@ -111,7 +136,8 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Make this process and its children sign commits and check signatures with the key in the variable `name`.
+    """Make this process and its children sign commits and check signatures with the key in the
+    variable `name`.
 
     If `name` is None, they neither sign nor check.
     """
@@ -122,18 +148,30 @@ def use_signing_key(name: str | None) -> None:
 
 
 def signer() -> Signer | None:
-    """Return the signer of this process, or None if it neither signs nor checks. Raises NoSigningKey."""
+    """Return the signer of this process, or None if it neither signs nor checks.
+
+    Raises NoSigningKey.
+    """
     name = os.environ.get(NAME_VARIABLE)
-    return Signer(name) if name else None
+    if name:
+        return Signer(name)
+    return None
 
 
 def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
-    return [hashlib.sha256(data[at : at + chunk_bytes]).hexdigest() for at in range(0, len(data), chunk_bytes)]
+    return [
+        hashlib.sha256(data[at : at + chunk_bytes]).hexdigest()
+        for at in range(0, len(data), chunk_bytes)
+    ]
 
 
 def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
-    """Serialise an index that will be stored under `key`. Include its HMAC if this process signs."""
-    if (signs := signer()) is not None:
+    """Serialise an index that will be stored under `key`.
+
+    Include its HMAC if this process signs.
+    """
+    signs = signer()
+    if signs is not None:
         index = replace(index, hmac=signs.index_hmac(store, key, index))
     return index.to_bytes()
 

@@ -1,13 +1,13 @@
 """Copy a rank's tensors into shared-memory staging buffers, from which its uploader process reads.
 
-The buffers are anonymous files (memfd): the uploader inherits their file descriptors, no files remain after the
-processes end, and the size limit of /dev/shm does not apply. Two buffers alternate: one buffer is filled while the
-other is uploaded.
+The buffers are anonymous files (memfd): the uploader inherits their file descriptors, no files
+remain after the processes end, and the size limit of /dev/shm does not apply. Two buffers
+alternate: one buffer is filled while the other is uploaded.
 
-`stage` copies CPU tensors before it returns. It copies CUDA tensors into page-locked memory on a separate stream, while
-the next forward and backward pass run; `Checkpointer.before_step` waits for this copy before the optimizer changes the
-state. The forward pass itself may change other tensors, such as the statistics of a batch norm: these are copied on the
-device first.
+`stage` copies CPU tensors before it returns. It copies CUDA tensors into page-locked memory on a
+separate stream, while the next forward and backward pass run; `Checkpointer.before_step` waits for
+this copy before the optimizer changes the state. The forward pass itself may change other tensors,
+such as the statistics of a batch norm: these are copied on the device first.
 """
 
 import contextlib
@@ -34,15 +34,19 @@ _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
 class StagingBuffer:
-    """A shared-memory buffer. A background thread allocates and page-locks it; `view` waits for that thread.
+    """A shared-memory buffer.
 
-    CUDA remembers an error of `cudaHostRegister` for the thread that called it, and torch would raise the error at a
-    later call from that thread. So only the background thread, which ends afterwards, calls `cudaHostRegister`. The
-    driver does not enforce `ulimit -l` (os_lock_user_pages in its os-mlock.c), so a low limit alone refuses nothing.
+    A background thread allocates and page-locks it; `view` waits for that thread.
+
+    CUDA remembers an error of `cudaHostRegister` for the thread that called it, and torch would
+    raise the error at a later call from that thread. So only the background thread, which ends
+    afterwards, calls `cudaHostRegister`. The driver does not enforce `ulimit -l`
+    (os_lock_user_pages in its os-mlock.c), so a low limit alone refuses nothing.
     """
 
     def __init__(self, name: str) -> None:
-        self.device: torch.device | None = None  # the GPU that copies into the buffer; None: it is not page-locked
+        # The GPU that copies into the buffer; None: it is not page-locked
+        self.device: torch.device | None = None
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create(name)
         else:  # outside Linux
@@ -54,14 +58,19 @@ class StagingBuffer:
         self._pinned = False
 
     def prepare(self, length: int) -> None:
-        """Allocate `length` bytes in the background if the buffer is smaller. This may discard its content."""
+        """Allocate `length` bytes in the background if the buffer is smaller.
+
+        This may discard its content.
+        """
         self.join()
         if self._view is not None and self._view.numel() >= length:
             return
         self._allocate(length)
 
     def view(self, length: int) -> Tensor:
-        """Return the buffer as a uint8 tensor of at least `length` bytes, enlarging it if necessary."""
+        """Return the buffer as a uint8 tensor of at least `length` bytes, enlarging it if
+        necessary.
+        """
         self.join()
         if self._view is None or self._view.numel() < length:
             self._allocate(length if self._view is None else int(length * _GROWTH))
@@ -85,7 +94,9 @@ class StagingBuffer:
         self._unpin()
         self._view = self._map = None
         os.ftruncate(self.descriptor, size)
-        self._map = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = mmap.mmap(
+            self.descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+        )
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # where shared memory has no large pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -94,7 +105,8 @@ class StagingBuffer:
         self._thread.start()
 
     def _fault(self) -> None:
-        """Touch each page, so that later copies cause no page faults, and page-lock the buffer for a GPU.
+        """Touch each page, so that later copies cause no page faults, and page-lock the buffer for
+        a GPU.
 
         The work is done in blocks, each of which releases the interpreter lock (GIL).
         """
@@ -110,12 +122,18 @@ class StagingBuffer:
                 cuda: Any = torch.cuda.cudart()
                 error = int(cuda.cudaHostRegister(view.data_ptr(), view.numel(), 0))
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
-            self._pinned, why = error == 0, f"cudaHostRegister failed with error {error}; ulimit -l is {allowed}"
+            if limit == resource.RLIM_INFINITY:
+                allowed = "unlimited"
+            else:
+                allowed = f"{limit // 1024} KiB"
+            self._pinned = error == 0
+            why = f"cudaHostRegister failed with error {error}; ulimit -l is {allowed}"
         if not self._pinned:
             size = f"{view.numel() / 2**30:.2f} GiB"
             print(
-                f"checkpoint: {size} are not page-locked, so saves hold up training: {why}", file=sys.stderr, flush=True
+                f"checkpoint: {size} are not page-locked, so saves hold up training: {why}",
+                file=sys.stderr,
+                flush=True,
             )
 
     def _unpin(self) -> None:
@@ -137,30 +155,45 @@ class StagedState:
 
 
 class StagingArea:
-    """Two staging buffers and the tensor views into them. The uploader inherits their file `descriptors`."""
+    """Two staging buffers and the tensor views into them.
+
+    The uploader inherits their file `descriptors`.
+    """
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
-            raise CheckpointError("checkpoints are little-endian memory images; this machine is big-endian")
+            raise CheckpointError(
+                "checkpoints are little-endian memory images; this machine is big-endian"
+            )
         self._buffers = [StagingBuffer(f"ebbflow-staging-{number}") for number in range(2)]
         self.descriptors = [buffer.descriptor for buffer in self._buffers]
-        self._targets: list[tuple[int, list[Tensor]]] = [(-1, []), (-1, [])]  # number of the layout, views
+        self._targets: list[tuple[int, list[Tensor]]] = [
+            (-1, []),
+            (-1, []),
+        ]  # number of the layout, views
         self._next = 0
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, length: int, device: torch.device | None = None) -> None:
-        """Allocate the buffers in the background. `device` is the GPU whose tensors will be copied, if any."""
+        """Allocate the buffers in the background.
+
+        `device` is the GPU whose tensors will be copied, if any.
+        """
         for buffer in self._buffers:
             buffer.device = device
             buffer.prepare(length)
 
-    def stage(self, sources: list[Tensor], layout: BufferLayout, settled: Sequence[bool] = ()) -> StagedState:
+    def stage(
+        self, sources: list[Tensor], layout: BufferLayout, settled: Sequence[bool] = ()
+    ) -> StagedState:
         """Copy tensors into the next of the two buffers, at the positions in `layout`.
 
-        `settled` says for each tensor whether only the optimizer changes it. All other CUDA tensors are cloned first,
-        because the next forward pass may change them. The caller ensures that no upload is reading the buffer.
+        `settled` says for each tensor whether only the optimizer changes it. All other CUDA tensors
+        are cloned first, because the next forward pass may change them. The caller ensures that no
+        upload is reading the buffer.
         """
-        number, self._next = self._next, 1 - self._next
+        number = self._next
+        self._next = 1 - self._next
         targets = self._views(number, layout)
         on_device = [index for index, source in enumerate(sources) if source.is_cuda]
         if not on_device:
@@ -168,7 +201,12 @@ class StagingArea:
             return StagedState(number, layout)
         kept = {i: sources[i].clone() for i in on_device if not (i < len(settled) and settled[i])}
         sources = [kept.get(index, source) for index, source in enumerate(sources)]
-        return StagedState(number, layout, self._copy_from_device(targets, sources, on_device), tuple(kept.values()))
+        return StagedState(
+            number,
+            layout,
+            self._copy_from_device(targets, sources, on_device),
+            tuple(kept.values()),
+        )
 
     def close(self) -> None:
         """Free the memory. Call this after the uploader has exited."""
@@ -181,16 +219,23 @@ class StagingArea:
         known, targets = self._targets[number]
         if known == layout.number:
             return targets
-        self._targets[number] = (-1, [])  # a view would keep memory alive that is about to be replaced
+        self._targets[number] = (
+            -1,
+            [],
+        )  # a view would keep memory alive that is about to be replaced
         whole = self._buffers[number].view(layout.length)
         targets = [
-            whole[item.start : item.start + item.length].view(getattr(torch, item.dtype)).view(item.sizes)
+            whole[item.start : item.start + item.length]
+            .view(getattr(torch, item.dtype))
+            .view(item.sizes)
             for item in layout.items
         ]
         self._targets[number] = (layout.number, targets)
         return targets
 
-    def _copy_from_device(self, targets: list[Tensor], sources: list[Tensor], on_device: list[int]) -> torch.cuda.Event:
+    def _copy_from_device(
+        self, targets: list[Tensor], sources: list[Tensor], on_device: list[int]
+    ) -> torch.cuda.Event:
         device = sources[on_device[0]].device
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,4 +1,5 @@
-"""Name the tensors of model and optimizer, and the random states of a rank, as a commit stores them.
+"""Name the tensors of model and optimizer, and the random states of a rank, as a commit stores
+them.
 
     model.<fqn>                parameters and persistent buffers (DTensors where FSDP2 shards them)
     optimizer.<fqn>.<state>    optimizer states that are tensors, such as exp_avg, exp_avg_sq and step
@@ -7,9 +8,9 @@
 
 Param groups and optimizer states that are not tensors are stored as JSON (`optimizer_settings`).
 
-A fully qualified name (fqn) is the parameter's name in the unwrapped model, without the prefixes of DDP, torch.compile
-and activation checkpointing. So a job in any parallel mode can read what a job in another mode wrote. Tied parameters
-are stored once, under their first name.
+A fully qualified name (fqn) is the parameter's name in the unwrapped model, without the prefixes of
+DDP, torch.compile and activation checkpointing. So a job in any parallel mode can read what a job
+in another mode wrote. Tied parameters are stored once, under their first name.
 """
 
 import hashlib
@@ -33,7 +34,10 @@ SHARED_PREFIX = "state."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PREFIX = "rng"
 AVERAGE = "ema"  # the optimizer's state with a parameter's average, so that commits hold it
-_ALL_GROUPS = "give the optimizer all its groups before the job is restored, with requires_grad=False until they train"
+_ALL_GROUPS = (
+    "give the optimizer all its groups before the job is restored, with requires_grad=False "
+    "until they train"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class FurtherState:
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the tensors to save, by name, without copying them.
 
-    Raises CheckpointError if a tensor cannot be named, for example because an optimizer state's name has a dot.
+    Raises CheckpointError if a tensor cannot be named, for example because an optimizer state's
+    name has a dot.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     if optimizer is None:
@@ -57,19 +62,25 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
     for fqn, parameter in _optimized(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if "." in key:
-                raise CheckpointError(f"optimizer state {key!r} of {fqn}: a dot in its name is not supported")
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {fqn}: a dot in its name is not supported"
+                )
             if isinstance(value, Tensor):
                 state[f"optimizer.{fqn}.{key}"] = value.detach()
     return state
 
 
 def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the param groups, with parameters by name, and the optimizer states that are not tensors, as JSON."""
+    """Return the param groups, with parameters by name, and the optimizer states that are not
+    tensors, as JSON.
+    """
     names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
     groups = []
     for group in optimizer.param_groups:
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        groups.append({**settings, "params": [names[id(parameter)] for parameter in group["params"]]})
+        groups.append(
+            {**settings, "params": [names[id(parameter)] for parameter in group["params"]]}
+        )
     scalars: dict[str, dict[str, Any]] = {}
     for fqn, parameter in _optimized(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -78,13 +89,16 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     return {"param_groups": groups, "scalars": scalars}
 
 
-def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+def prepare_for_loading(
+    manifest: Manifest, model: nn.Module, optimizer: Optimizer | None
+) -> dict[str, Tensor]:
     """Return the tensors into which a commit is loaded, by name.
 
-    First allocate optimizer state that is missing, and delete optimizer state that the commit lacks.
+    First allocate optimizer state that is missing, and delete optimizer state that the commit
+    lacks.
 
-    Raises CommitMismatch, on all ranks alike, if names or global shapes differ. The model is compared first, because a
-    different model also has different optimizer state.
+    Raises CommitMismatch, on all ranks alike, if names or global shapes differ. The model is
+    compared first, because a different model also has different optimizer state.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
@@ -92,18 +106,27 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
     _compare_shapes(targets, manifest)
     if optimizer is not None:
         _prepare_optimizer(manifest, model, optimizer)
-        state = {name: t for name, t in named_state(model, optimizer).items() if name.startswith("optimizer.")}
+        state = {
+            name: t
+            for name, t in named_state(model, optimizer).items()
+            if name.startswith("optimizer.")
+        }
         _compare_shapes(state, manifest)
         targets |= state
     return targets
 
 
 def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Apply `settings` to the optimizer, matching param groups by position. Raises CommitMismatch."""
+    """Apply `settings` to the optimizer, matching param groups by position.
+
+    Raises CommitMismatch.
+    """
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         have = len(optimizer.param_groups)
-        raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {have} here; fix: {_ALL_GROUPS}")
+        raise CommitMismatch(
+            f"{len(groups)} optimizer groups in the commit, {have} here; fix: {_ALL_GROUPS}"
+        )
     for stored, group in zip(groups, optimizer.param_groups, strict=True):
         for key, value in stored.items():
             if key == "params":
@@ -112,24 +135,36 @@ def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Opt
             if isinstance(current, Tensor):
                 current.fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(value, list) and not isinstance(current, list) else value
+                if isinstance(value, list) and not isinstance(current, list):
+                    group[key] = tuple(value)
+                else:
+                    group[key] = value
     parameters = dict(_optimized(model, optimizer))
     for fqn, values in settings["scalars"].items():
         optimizer.state[parameters[fqn]].update(values)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by the names that they have without wrappers. Raises CheckpointError."""
-    inner, wrapped = model, model
+    """Return parameters and persistent buffers by the names that they have without wrappers.
+
+    Raises CheckpointError.
+    """
+    inner = model
+    wrapped = model
     while wrapped is not None:
         inner = wrapped
-        wrapped = inner.module if isinstance(inner, DistributedDataParallel) else getattr(inner, "_orig_mod", None)
+        if isinstance(inner, DistributedDataParallel):
+            wrapped = inner.module
+        else:
+            wrapped = getattr(inner, "_orig_mod", None)
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in inner.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise CheckpointError(f"model.state_dict()[{name!r}] is a {kind}: only tensors can be saved")
+            raise CheckpointError(
+                f"model.state_dict()[{name!r}] is a {kind}: only tensors can be saved"
+            )
         if id(value) not in seen:
             seen.add(id(value))
             for wrapper in _WRAPPERS:
@@ -155,7 +190,8 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
             fqn, key = name.removeprefix("optimizer.").rsplit(".", 1)
             wanted.setdefault(fqn, {})[key] = entry
     for fqn, parameter in _optimized(model, optimizer):
-        state, entries = optimizer.state[parameter], wanted.pop(fqn, {})
+        state = optimizer.state[parameter]
+        entries = wanted.pop(fqn, {})
         for key in set(state) - set(entries):
             del state[key]
         for key, entry in entries.items():
@@ -165,21 +201,28 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
             del optimizer.state[parameter]
     if wanted:
         few = sorted(wanted)[:5]
-        raise CommitMismatch(f"the commit has optimizer state of {few}, which this optimizer lacks; fix: {_ALL_GROUPS}")
+        raise CommitMismatch(
+            f"the commit has optimizer state of {few}, which this optimizer lacks; fix: "
+            f"{_ALL_GROUPS}"
+        )
 
 
-def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+def _allocate(
+    fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer
+) -> Tensor:
     """Allocate a zero state on the device that `Optimizer.load_state_dict` would use.
 
-    That is the CPU for `step`, unless the optimizer is fused or capturable, and the parameter's device otherwise.
+    That is the CPU for `step`, unless the optimizer is fused or capturable, and the parameter's
+    device otherwise.
     """
     dtype = getattr(torch, entry.dtype)
     if key != "step" and entry.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
     if isinstance(parameter, DTensor) and key != "step" and entry.shape != ():
         raise CheckpointError(
-            f"optimizer state {key!r} {list(entry.shape)} of the sharded {fqn} {list(parameter.shape)} has a shape of "
-            "its own, so its sharding is unknown; hint: let the optimizer create it (one step), then restore"
+            f"optimizer state {key!r} {list(entry.shape)} of the sharded {fqn} "
+            f"{list(parameter.shape)} has a shape of its own, so its sharding is unknown; hint: "
+            "let the optimizer create it (one step), then restore"
         )
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
@@ -189,7 +232,8 @@ def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, o
 def _compare_names(stored: set[str], have: set[str], manifest: Manifest) -> None:
     if stored == have:
         return
-    only_stored, only_here = sorted(stored - have)[:5] or "none", sorted(have - stored)[:5] or "none"
+    only_stored = sorted(stored - have)[:5] or "none"
+    only_here = sorted(have - stored)[:5] or "none"
     raise CommitMismatch(
         f"the commit of step {manifest.save.step} and this model have different tensors; "
         f"only in the commit: {only_stored}; only in the model: {only_here}"
@@ -199,23 +243,33 @@ def _compare_names(stored: set[str], have: set[str], manifest: Manifest) -> None
 def _compare_shapes(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
     differing = []
     for name, tensor in targets.items():
-        entry, dtype = manifest.tensors[name], str(tensor.dtype).removeprefix("torch.")
+        entry = manifest.tensors[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
         if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-            stored, here = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(tensor.shape)}"
+            stored = f"{entry.dtype} {list(entry.shape)}"
+            here = f"{dtype} {list(tensor.shape)}"
             differing.append(f"{name} is {stored} in the commit, {here} in this model")
     if differing:
-        others = f" (and {len(differing) - 1} more of {len(targets)} tensors differ)" if differing[1:] else ""
+        if differing[1:]:
+            others = f" (and {len(differing) - 1} more of {len(targets)} tensors differ)"
+        else:
+            others = ""
         raise CommitMismatch(
-            f"{differing[0]}{others}; hint: the configuration was changed; use a new job name for a new model"
+            f"{differing[0]}{others}; hint: the configuration was changed; use a new job name "
+            "for a new model"
         )
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.item()
+    return value
 
 
 def capture_rng(rank: int) -> dict[str, Tensor]:
-    """Return the random states of this process by name, as uint8 tensors: torch, CUDA, Python, and NumPy if loaded."""
+    """Return the random states of this process by name, as uint8 tensors: torch, CUDA, Python, and
+    NumPy if loaded.
+    """
     states = {"torch": torch.get_rng_state(), "python": to_bytes(random.getstate())}
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
@@ -230,7 +284,10 @@ def rng_name(rank: int, source: str = "") -> str:
 
 
 def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
-    """Restore the random states from `capture_rng`. Skip CUDA and NumPy if this process does not have them."""
+    """Restore the random states from `capture_rng`.
+
+    Skip CUDA and NumPy if this process does not have them.
+    """
     for source in ("torch", "python", "numpy", "cuda"):
         state = states.get(rng_name(rank, source))
         if state is None:
@@ -243,13 +300,17 @@ def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
         elif source == "numpy" and "numpy" in sys.modules:
             name, keys, position, has_gauss, gauss = json.loads(state.numpy().tobytes())
             numpy = sys.modules["numpy"]
-            numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+            numpy.random.set_state(
+                (name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss)
+            )
         elif source == "cuda" and torch.cuda.is_available():
             torch.cuda.set_rng_state(state)
 
 
 def reseed_rng(commit: str, rank: int) -> None:
-    """Seed the random generators from the commit's hash and the rank: repeatable, and different on every rank."""
+    """Seed the random generators from the commit's hash and the rank: repeatable, and different on
+    every rank.
+    """
     seed = int.from_bytes(hashlib.sha256(f"{commit}:{rank}".encode()).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,12 +1,14 @@
 """Run the process that uploads a rank's staged bytes to the store while training continues.
 
-    python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI BUFFER_FD [BUFFER_FD ...]
+    python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI BUFFER_FD [BUFFER_FD
+    ...]
 
-The process is started as a new program, not forked. It does not import torch. It reads one JSON command per line from
-stdin. These are the commands and their fields:
+The process is started as a new program, not forked. It does not import torch. It reads one JSON
+command per line from stdin. These are the commands and their fields:
 
-    {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key", "seconds",
-                         "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
+    {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key",
+                         "seconds", "retention", "upload": {"bytes_per_second", "deadline_seconds",
+                         "chunk_bytes"}}
     {"command": "await", "save", "seconds"}       wait until any rank has committed this checkpoint
     {"command": "abandon", "step"}                another rank failed to save this step: stop waiting for its commit
     {"command": "hurry"}                          lift the bandwidth cap, also for the upload in progress
@@ -14,8 +16,9 @@ stdin. These are the commands and their fields:
 
 It writes one JSON line per event to stdout: uploaded, committed, failed, superseded or warning.
 
-The kernel kills the process when its parent dies. The process ignores SIGINT, SIGTERM and SIGHUP, because Ctrl-C and a
-drain send them to the whole process group, just when the trainer needs its last checkpoint uploaded.
+The kernel kills the process when its parent dies. The process ignores SIGINT, SIGTERM and SIGHUP,
+because Ctrl-C and a drain send them to the whole process group, just when the trainer needs its
+last checkpoint uploaded.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ _LONGEST_REQUEST_SECONDS = 60.0
 _NICENESS = 10
 _DATA_SHARE = 0.9
 _CHUNKS_PER_PART = 2
-_SWEEP_EVERY_SECONDS, _SWEEP_SECONDS = 600.0, 5.0  # the next save may be waiting
+# the next save may be waiting
+_SWEEP_EVERY_SECONDS = 600.0
+_SWEEP_SECONDS = 5.0
 _SECONDS_TO_MAKE_ROOM = 2.0
 _ABANDONED_SECONDS = 2.0
 _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours
@@ -72,9 +77,14 @@ def main(argv: list[str]) -> int:
 
 
 class Uploader:
-    """Executor of the trainer's commands, one at a time. It writes the result or failure of each command to stdout."""
+    """Executor of the trainer's commands, one at a time.
 
-    def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
+    It writes the result or failure of each command to stdout.
+    """
+
+    def __init__(
+        self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue
+    ) -> None:
         self._store_uri = store_uri
         self._rank = rank
         self._buffers = [_SharedBuffer(descriptor) for descriptor in buffers]
@@ -84,7 +94,8 @@ class Uploader:
         self._parts: PartUploader | None = None
         self._throttle = commands.throttle
         self._retention: Retention | None = None
-        self._layout, self._items = 0, ()
+        self._layout = 0
+        self._items = ()
         self._swept_at = -math.inf
 
     def serve(self, command: dict[str, Any]) -> None:
@@ -94,7 +105,9 @@ class Uploader:
             store = self._open_store(deadline)
             if command["command"] == "await":
                 given_up = self._commands.abandoned(save.step)
-                _committed(save, await_commit(store, save, deadline, foreign_first=True, given_up=given_up))
+                _committed(
+                    save, await_commit(store, save, deadline, foreign_first=True, given_up=given_up)
+                )
             else:
                 self._save_in_room(store, save, command, deadline)
         except GenerationSuperseded as error:
@@ -107,16 +120,20 @@ class Uploader:
         """Open the store with a request timeout that leaves time for retries before the deadline."""
         limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 3))
         if self._store is None or limit < self._request_seconds:  # the last save has little time
-            self._store, self._request_seconds = Store.open(self._store_uri, request_timeout_seconds=limit), limit
+            self._store = Store.open(self._store_uri, request_timeout_seconds=limit)
+            self._request_seconds = limit
         return self._store
 
-    def _save_in_room(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
+    def _save_in_room(
+        self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
+    ) -> None:
         """Upload and commit a checkpoint. If the store is full, delete old commits and try again.
 
-        All ranks find the store full at the same time. Rank n first waits n × 2 s and tries again, so that usually
-        rank 0 alone deletes commits, for all ranks.
+        All ranks find the store full at the same time. Rank n first waits n × 2 s and tries again,
+        so that usually rank 0 alone deletes commits, for all ranks.
         """
-        waited, made_room = self._rank == 0, False
+        waited = self._rank == 0
+        made_room = False
         while True:
             try:
                 return self._save(store, save, command, deadline)
@@ -124,52 +141,81 @@ class Uploader:
                 if made_room or not isinstance(error.__cause__, StoreFull):
                     raise
                 if waited:
-                    limit, policy = command["upload"]["deadline_seconds"], command["retention"]
-                    deleted = self._retention_of(save, policy).make_room(store, save, deadline_seconds=limit)
+                    limit = command["upload"]["deadline_seconds"]
+                    policy = command["retention"]
+                    deleted = self._retention_of(save, policy).make_room(
+                        store, save, deadline_seconds=limit
+                    )
                     steps = ", ".join(str(ref.step) for ref in deleted) or "none"
                     self._warn(save, f"{error}; commits deleted to make room: {steps}")
                     made_room = True
                 else:
-                    time.sleep(min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4))
+                    time.sleep(
+                        min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4)
+                    )
                     waited = True
 
-    def _save(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
-        began, cpu_began = time.monotonic(), time.process_time()
+    def _save(
+        self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
+    ) -> None:
+        began = time.monotonic()
+        cpu_began = time.process_time()
         data = self._upload(store, command, deadline)
         items = self._index_entries(command)
-        index = RankIndex(save=save, rank=self._rank, data=data, items=items, common=command["common"])
+        index = RankIndex(
+            save=save, rank=self._rank, data=data, items=items, common=command["common"]
+        )
         key = index_key(save.generation, save.step, self._rank)
         raw = signed_index_bytes(store, key, index)
         retry_until(deadline, f"put {key}", lambda: put_verified(store, key, raw))
-        seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
+        seconds = time.monotonic() - began
+        cpu_seconds = time.process_time() - cpu_began
         _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
         if self._rank == 0:
-            _committed(save, await_commit(store, save, deadline, given_up=self._commands.abandoned(save.step)))
+            _committed(
+                save,
+                await_commit(store, save, deadline, given_up=self._commands.abandoned(save.step)),
+            )
             self._retain(store, save, command["retention"])
             self._sweep(save, command["upload"]["deadline_seconds"])
         else:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """Return the index entries of a command's layout. Only the first command with that layout contains them."""
+        """Return the index entries of a command's layout.
+
+        Only the first command with that layout contains them.
+        """
         if command["items"] is not None:
-            self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
+            self._layout = command["layout"]
+            self._items = tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
             raise ValueError(f"layout {command['layout']} was never sent to this uploader")
         return self._items
 
     def _upload(self, store: Store, command: dict[str, Any], deadline: Deadline) -> DataObject:
-        """Upload the data within 90 % of the remaining time, which leaves the rest for the index and the commit."""
-        self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
+        """Upload the data within 90 % of the remaining time, which leaves the rest for the index
+        and the commit.
+        """
+        if self._commands.hurried:
+            self._throttle.bytes_per_second = None
+        else:
+            self._throttle.bytes_per_second = command["upload"]["bytes_per_second"]
         if self._parts is None:
             chunk_bytes = command["upload"]["chunk_bytes"]
             settings = PartSettings(
-                part_bytes=_CHUNKS_PER_PART * chunk_bytes, chunk_bytes=chunk_bytes, sha256=signer() is not None
+                part_bytes=_CHUNKS_PER_PART * chunk_bytes,
+                chunk_bytes=chunk_bytes,
+                sha256=signer() is not None,
             )
-            self._parts = PartUploader(open_sink(store.uri, self._throttle), settings, self._throttle)
+            self._parts = PartUploader(
+                open_sink(store.uri, self._throttle), settings, self._throttle
+            )
         view = self._buffers[command["buffer"]].view(command["length"])
         try:
-            return self._parts.upload(command["data_key"], view, Deadline(_DATA_SHARE * deadline.remaining_seconds))
+            return self._parts.upload(
+                command["data_key"], view, Deadline(_DATA_SHARE * deadline.remaining_seconds)
+            )
         finally:
             view.release()
 
@@ -182,7 +228,9 @@ class Uploader:
             self._warn(save, f"retention: {error}")
 
     def _retention_of(self, save: CheckpointId, policy: dict[str, Any]) -> Retention:
-        self._retention = self._retention or Retention(RetentionPolicy(**policy), partial(self._warn, save))
+        self._retention = self._retention or Retention(
+            RetentionPolicy(**policy), partial(self._warn, save)
+        )
         return self._retention
 
     def _warn(self, save: CheckpointId, message: str) -> None:
@@ -190,7 +238,11 @@ class Uploader:
 
     def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
         """Abort unfinished multipart uploads that are too old to belong to a running save."""
-        if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS or self._commands.wait(0):
+        if (
+            self._parts is None
+            or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS
+            or self._commands.wait(0)
+        ):
             return
         self._swept_at = time.monotonic()
         older = max(2 * deadline_seconds, _YOUNGEST_SWEPT_SECONDS)
@@ -203,7 +255,8 @@ class Uploader:
 class CommandQueue:
     """The trainer's commands, which a thread reads from stdin.
 
-    The thread applies "hurry" and "abandon" at once, even during an upload, and ends the process when the trainer dies.
+    The thread applies "hurry" and "abandon" at once, even during an upload, and ends the process
+    when the trainer dies.
     """
 
     def __init__(self) -> None:
@@ -232,7 +285,8 @@ class CommandQueue:
         for line in sys.stdin:
             command = json.loads(line)
             if command["command"] == "hurry":
-                self.hurried, self.throttle.bytes_per_second = True, None
+                self.hurried = True
+                self.throttle.bytes_per_second = None
                 continue
             if command["command"] == "abandon":
                 self._abandoned = {command["step"]: time.monotonic()}
@@ -244,7 +298,10 @@ class CommandQueue:
 
 
 class _SharedBuffer:
-    """A staging buffer of the trainer, mapped into this process. After the buffer has grown, it is mapped again."""
+    """A staging buffer of the trainer, mapped into this process.
+
+    After the buffer has grown, it is mapped again.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

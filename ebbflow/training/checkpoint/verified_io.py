@@ -1,7 +1,8 @@
-"""Compute checksums, retry until a deadline, and read and write objects of the store with verification.
+"""Compute checksums, retry until a deadline, and read and write objects of the store with
+verification.
 
-Each chunk of data has a CRC64NVME checksum, computed at 8 GB/s per core. The checksum of a whole object is combined
-from those of its chunks, so the data is read only once.
+Each chunk of data has a CRC64NVME checksum, computed at 8 GB/s per core. The checksum of a whole
+object is combined from those of its chunks, so the data is read only once.
 """
 
 import hashlib
@@ -13,7 +14,13 @@ from typing import Any, TypeVar
 from awscrt.checksums import combine_crc64nvme
 from awscrt.checksums import crc64nvme as _crc64nvme
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.errors import (
+    ObjectNotFound,
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+    StoreMisconfigured,
+)
 from ebbflow.infra.retry import backoff_pauses, retry
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import CheckpointError, CorruptCommit
@@ -32,11 +39,16 @@ def crc_text(data: Buffer) -> str:
 def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
     """Return (CRC64NVME, length in bytes) of each chunk. Empty data is one empty chunk."""
     starts = range(0, max(len(data), 1), chunk_bytes)
-    return [(_crc(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes])) for start in starts]
+    return [
+        (_crc(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes]))
+        for start in starts
+    ]
 
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC64NVME of consecutive pieces together, given each piece's (checksum, length in bytes)."""
+    """Return the CRC64NVME of consecutive pieces together, given each piece's (checksum, length in
+    bytes).
+    """
     whole = 0  # the checksum of no bytes
     for value, length in sums:
         whole = combine_crc64nvme(whole, value, length)
@@ -44,14 +56,19 @@ def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
 
 
 def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
-    """Return one CRC64NVME over consecutive pieces; `value` is the checksum of any bytes before them."""
+    """Return one CRC64NVME over consecutive pieces; `value` is the checksum of any bytes before
+    them.
+    """
     for piece in pieces:
         value = _crc(piece, value)
     return value
 
 
 def canonical_json(document: dict[str, Any]) -> bytes:
-    """Serialise to ASCII JSON with sorted keys and no spaces. Raises ValueError for NaN and infinity."""
+    """Serialise to ASCII JSON with sorted keys and no spaces.
+
+    Raises ValueError for NaN and infinity.
+    """
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -73,7 +90,10 @@ def seal(document: dict[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a document that `seal` wrote. Raises CorruptCommit if any byte has changed; its message names `what`."""
+    """Parse a document that `seal` wrote.
+
+    Raises CorruptCommit if any byte has changed; its message names `what`.
+    """
     try:
         document = json.loads(data)
         stated = document.pop("seal")
@@ -90,7 +110,9 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 
 class Deadline:
-    """A point in time on the monotonic clock, a given number of seconds after this object is created."""
+    """A point in time on the monotonic clock, a given number of seconds after this object is
+    created.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -102,7 +124,9 @@ class Deadline:
 
 
 def is_curable(error: Exception) -> bool:
-    return isinstance(error, StoreError) and not isinstance(error, StoreForbidden | StoreFull | StoreMisconfigured)
+    return isinstance(error, StoreError) and not isinstance(
+        error, StoreForbidden | StoreFull | StoreMisconfigured
+    )
 
 
 def retry_until(
@@ -115,17 +139,21 @@ def retry_until(
     where: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call `operation` and return its result. If it raises an error that `curable` accepts, retry until the deadline.
+    """Call `operation` and return its result.
 
-    At the deadline, raise a StoreError as a CheckpointError, whose message has `what`, the number of tries, `where` and
-    the cause. Other errors are raised unchanged.
+    If it raises an error that `curable` accepts, retry until the deadline.
+
+    At the deadline, raise a StoreError as a CheckpointError, whose message has `what`, the number
+    of tries, `where` and the cause. Other errors are raised unchanged.
     """
 
     def give_up(error: Exception, tries: int) -> Exception:
         if not isinstance(error, StoreError):
             return error
         tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
-        return CheckpointError(f"{what}: gave up after {tried}: {f'{where}: ' if where else ''}{error}")
+        return CheckpointError(
+            f"{what}: gave up after {tried}: {f'{where}: ' if where else ''}{error}"
+        )
 
     return retry(
         operation,
@@ -137,15 +165,21 @@ def retry_until(
     )
 
 
-def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
-    """Fetch an object and return `parse(bytes, what)`. Fetch it again if `parse` raises CorruptCommit.
+def fetch_verified(
+    store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None
+) -> T:
+    """Fetch an object and return `parse(bytes, what)`.
 
-    Damage in transit differs between reads, while damage in the store does not. So CorruptCommit is raised only when
-    two consecutive reads return the same bytes, or after six reads.
+    Fetch it again if `parse` raises CorruptCommit.
+
+    Damage in transit differs between reads, while damage in the store does not. So CorruptCommit is
+    raised only when two consecutive reads return the same bytes, or after six reads.
     """
-    before, readings = None, 0
+    before = None
+    readings = 0
     while True:
-        data, readings = store.get(key), readings + 1
+        data = store.get(key)
+        readings = readings + 1
         try:
             return parse(data, what or key)
         except CorruptCommit:
@@ -157,8 +191,8 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 def put_verified(store: Store, key: str, data: bytes) -> None:
     """Put an object and read it back. Raises StoreError.
 
-    In a remote store, a put that failed but did store the object is no error. In a folder it is one, because its bytes
-    may be readable and not durable.
+    In a remote store, a put that failed but did store the object is no error. In a folder it is
+    one, because its bytes may be readable and not durable.
     """
     cause = None
     try:
@@ -173,5 +207,6 @@ def put_verified(store: Store, key: str, data: bytes) -> None:
         raise cause or error from error
     if found != data:
         raise cause or StoreError(
-            f"put {store.uri}/{key}: read back {len(found)} bytes that differ from the {len(data)} put"
+            f"put {store.uri}/{key}: read back {len(found)} bytes that differ from the "
+            f"{len(data)} put"
         )

@@ -1,4 +1,6 @@
-"""Find text files, split them into training and held-out text, and build token shards without loading whole files."""
+"""Find text files, split them into training and held-out text, and build token shards without
+loading whole files.
+"""
 
 import glob
 import hashlib
@@ -33,7 +35,17 @@ from ebbflow.training.errors import DataError
 
 # Folders with test data, caches or third-party packages.
 SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "node_modules", ".git", ".venv"}
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "site-packages",
+        "dist-packages",
+        "node_modules",
+        ".git",
+        ".venv",
+    }
 )
 
 
@@ -97,8 +109,8 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
         return [SourceFile(path.name, path)]
     if path.exists() and not path.is_dir():
         raise DataError(
-            f"data.path {data.path!r} is {_describe_kind(path.stat().st_mode)}, which cannot be read twice; "
-            "fix: copy what it delivers into a regular file"
+            f"data.path {data.path!r} is {_describe_kind(path.stat().st_mode)}, which cannot be "
+            "read twice; fix: copy what it delivers into a regular file"
         )
     if path.is_dir():
         return _find_below(path, tuple(data.suffixes), f"data.path {data.path!r}")
@@ -106,22 +118,28 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Return whether a file is held out for evaluation. `fraction`, from 0 to 1, is the share of files to hold out.
+    """Return whether a file is held out for evaluation.
 
-    The decision depends on the file's name alone, so adding a file moves no other file between the training and
-    held-out text. Whole files are held out, because windows of one file share vocabulary and copied passages.
+    `fraction`, from 0 to 1, is the share of files to hold out.
+
+    The decision depends on the file's name alone, so adding a file moves no other file between the
+    training and held-out text. Whole files are held out, because windows of one file share
+    vocabulary and copied passages.
     """
     return _hash_fraction(name) < fraction
 
 
-def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
+def split_files(
+    files: list[SourceFile], fraction: float
+) -> tuple[list[SourceFile], list[SourceFile]]:
     """Split files, or the bytes of a single file, into a training part and a held-out `fraction`.
 
     Raises DataError if the text is too short to split.
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
-    # With few files all may fall on one side; then the file with the lowest (or highest) hash changes sides.
+    # With few files all may fall on one side; then the file with the lowest (or highest) hash
+    # changes sides.
     lots = sorted(_hash_fraction(file.name) for file in files)
     limit = min(max(fraction, lots[1]), lots[-1])
     train = [file for file in files if not is_held_out(file.name, limit)]
@@ -130,21 +148,31 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[BinaryIO]:
-    """Open a file at the first byte of the described part. Do not block if the file is a FIFO. Raises DataError."""
+    """Open a file at the first byte of the described part.
+
+    Do not block if the file is a FIFO. Raises DataError.
+    """
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise DataError(f"{file.path} is {_describe_kind(mode)}, not a regular file; fix: move it away")
+                raise DataError(
+                    f"{file.path} is {_describe_kind(mode)}, not a regular file; fix: move it away"
+                )
             stream.seek(file.start)
             yield stream
     except OSError as error:
-        raise DataError(f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path") from error
+        raise DataError(
+            f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path"
+        ) from error
 
 
 class TextDetector:
-    """Detector of binary files. Text is UTF-8 without NUL bytes and with at most 10 % of invalid bytes."""
+    """Detector of binary files.
+
+    Text is UTF-8 without NUL bytes and with at most 10 % of invalid bytes.
+    """
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -152,14 +180,23 @@ class TextDetector:
         self._signature = ""
 
     def examine(self, piece: bytes) -> None:
-        """Examine the next bytes of the content. Raises DataError as soon as the content is certainly not text."""
+        """Examine the next bytes of the content.
+
+        Raises DataError as soon as the content is certainly not text.
+        """
         if not self._bytes and self._file.start == 0:
-            self._signature = next((name for head, name in _SIGNATURES if piece.startswith(head)), "")
+            self._signature = next(
+                (name for head, name in _SIGNATURES if piece.startswith(head)), ""
+            )
             if piece.startswith(_ASCII_ONLY):
                 raise self._refusal(f"is {self._signature}")
             if piece.startswith(_LFS_POINTER):
-                raise DataError(f"{self._file.path} is a pointer of Git LFS, not the file itself; fix: git lfs pull")
-        if (at := piece.find(b"\0")) >= 0:
+                raise DataError(
+                    f"{self._file.path} is a pointer of Git LFS, not the file itself; fix: git "
+                    "lfs pull"
+                )
+        at = piece.find(b"\0")
+        if at >= 0:
             raise self._refusal(f"has a NUL byte at offset {self._file.start + self._bytes + at:,}")
         self._bytes += len(piece)
         try:
@@ -169,14 +206,18 @@ class TextDetector:
             if self._invalid > _MOST_INVALID_SHARE * self._bytes:
                 share = 100 * self._invalid / self._bytes
                 raise self._refusal(
-                    f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid"
+                    f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are "
+                    "invalid"
                 ) from None
 
     def _refusal(self, found: str) -> DataError:
-        named = f" (it is {self._signature})" if self._signature and self._signature not in found else ""
+        if self._signature and self._signature not in found:
+            named = f" (it is {self._signature})"
+        else:
+            named = ""
         return DataError(
-            f"{self._file.path} {found}{named}; fix: convert it into UTF-8 text, or leave it out by data.path or "
-            "data.suffixes"
+            f"{self._file.path} {found}{named}; fix: convert it into UTF-8 text, or leave it out "
+            "by data.path or data.suffixes"
         )
 
 
@@ -190,7 +231,8 @@ def check_head(file: SourceFile) -> None:
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
     """Split a file so that its last `fraction` of bytes is held out.
 
-    The cut is at the next line end within 1 MiB. If there is no line end, it is between two characters.
+    The cut is at the next line end within 1 MiB. If there is no line end, it is between two
+    characters.
     """
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -210,7 +252,12 @@ def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], 
 
 
 def _describe_kind(mode: int) -> str:
-    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    kinds = {
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
@@ -229,7 +276,8 @@ def _find_below(root: Path, suffixes: tuple[str, ...], what: str) -> list[Source
                 found.append(SourceFile(path.relative_to(root).as_posix(), path))
     if not found:
         raise DataError(
-            f"{what} holds no file that ends in {', '.join(suffixes)}; fix: set data.suffixes to the endings there are"
+            f"{what} holds no file that ends in {', '.join(suffixes)}; fix: set data.suffixes to "
+            "the endings there are"
         )
     return sorted(found, key=lambda file: file.name)
 
@@ -239,11 +287,14 @@ def _find_matching(pattern: str, written: str) -> list[SourceFile]:
     paths = [path for path in paths if path.is_file()]
     if not paths:
         raise DataError(
-            f"data.path {written!r} is no folder, no file, and matches no file as a glob ({pattern}); "
-            "fix: name text that exists, or leave data.path out to train on the standard library"
+            f"data.path {written!r} is no folder, no file, and matches no file as a glob "
+            f"({pattern}); fix: name text that exists, or leave data.path out to train on the "
+            "standard library"
         )
     root = Path(os.path.commonpath([path.parent for path in paths]))
-    return sorted((SourceFile(p.relative_to(root).as_posix(), p) for p in paths), key=lambda file: file.name)
+    return sorted(
+        (SourceFile(p.relative_to(root).as_posix(), p) for p in paths), key=lambda file: file.name
+    )
 
 
 @dataclass(frozen=True)
@@ -265,25 +316,31 @@ class _Shard:
 def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
     """Build the token shards of `data` in `store` unless they exist, and return their description.
 
-    The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and each file's name and
-    content. The fingerprint does not depend on this machine. Raises DataError if files or tokenizer are missing or
-    unusable, and StoreError if the store failed.
+    The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and
+    each file's name and content. The fingerprint does not depend on this machine. Raises DataError
+    if files or tokenizer are missing or unusable, and StoreError if the store failed.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
     train, held_out = split_files(files, data.held_out_fraction)
-    sides = {"train": [_hash(file) for file in train], "held_out": [_hash(file) for file in held_out]}
+    sides = {
+        "train": [_hash(file) for file in train],
+        "held_out": [_hash(file) for file in held_out],
+    }
     hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: one.file.name)
     fraction = data.held_out_fraction
     described = {
         "format": FORMAT_VERSION,
         "tokenizer": tokenizer.identity,
-        "split": f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}",
+        "split": f"last {fraction!r} of one file"
+        if len(files) == 1
+        else f"sha256(name) < {fraction!r}",
         "files": [[one.file.name, one.sha256] for one in hashed],
     }
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     shards = store.sub(tokens_prefix(fingerprint))
-    if (known := read_description(shards)) is not None:
+    known = read_description(shards)
+    if known is not None:
         return known
     built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
     tokens = Tokens(
@@ -302,8 +359,13 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
 
 
 def _hash(file: SourceFile) -> _Hashed:
-    """Read a file or part of a file, and return it with its SHA-256. Raises DataError if it is not text."""
-    digest, size, detector = hashlib.sha256(), 0, TextDetector(file)
+    """Read a file or part of a file, and return it with its SHA-256.
+
+    Raises DataError if it is not text.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    detector = TextDetector(file)
     for piece in _pieces_of(file):
         detector.examine(piece)
         digest.update(piece)
@@ -316,7 +378,8 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
     The shard is first written to a temporary file, because its size is known only at the end.
     """
-    counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    digest = hashlib.sha256()
     with tempfile.TemporaryFile() as file:
         for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):
             counts += count_tokens(tokens, tokenizer.vocab_size)
@@ -325,7 +388,8 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
             file.write(content)
         file.flush()
         if counts.any():
-            # Not closed: a failed put may still hold the map, and closing it would hide the store's error.
+            # Not closed: a failed put may still hold the map, and closing it would hide the store's
+            # error.
             shards.put(key, memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         else:
             shards.put(key, b"")
@@ -333,13 +397,19 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
 
 def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
-    """Read a file again and yield its pieces. Raises DataError at the end if the content differs from `one`."""
+    """Read a file again and yield its pieces.
+
+    Raises DataError at the end if the content differs from `one`.
+    """
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)
         yield piece
     if digest.hexdigest() != one.sha256:
-        raise DataError(f"{one.file.path} changed while it was read; fix: start again when no process writes to it")
+        raise DataError(
+            f"{one.file.path} changed while it was read; fix: start again when no process writes "
+            "to it"
+        )
 
 
 def _pieces_of(file: SourceFile) -> Iterator[bytes]:

@@ -1,4 +1,6 @@
-"""Read the rows of a token shard that is larger than the volume from a remote store, some steps ahead."""
+"""Read the rows of a token shard that is larger than the volume from a remote store, some steps
+ahead.
+"""
 
 import os
 import zlib
@@ -18,20 +20,34 @@ _CHECKSUM_BYTES = 4
 
 
 class TokenStream:
-    """A shard in a remote store, indexed as its file would be, by offsets of shape [rows, window + 1].
+    """A shard in a remote store, indexed as its file would be, by offsets of shape [rows, window +
+    1].
 
-    Each row is one request. Its last token is the first one of the next window, as the target of the token before it.
+    Each row is one request. Its last token is the first one of the next window, as the target of
+    the token before it.
 
-    As many windows as fit into `kept_bytes` are kept in the file `kept`, for later epochs and for the other ranks of
-    the machine. These are the first ones: samples are drawn in a random order, so any choice is as good. The file has
-    each row and its CRC-32. A row from the store is not verified: the shard's SHA-256 needs all of it.
+    As many windows as fit into `kept_bytes` are kept in the file `kept`, for later epochs and for
+    the other ranks of the machine. These are the first ones: samples are drawn in a random order,
+    so any choice is as good. The file has each row and its CRC-32. A row from the store is not
+    verified: the shard's SHA-256 needs all of it.
     """
 
     def __init__(
-        self, shards: Store, key: str, *, size: int, dtype: np.dtype, window: int, kept: Path, kept_bytes: int
+        self,
+        shards: Store,
+        key: str,
+        *,
+        size: int,
+        dtype: np.dtype,
+        window: int,
+        kept: Path,
+        kept_bytes: int,
     ) -> None:
         self.size = size
-        self._shards, self._key, self._dtype, self._window = shards, key, dtype, window
+        self._shards = shards
+        self._key = key
+        self._dtype = dtype
+        self._window = window
         self._row_bytes = (window + 1) * dtype.itemsize
         self._most_kept = kept_bytes // (self._row_bytes + _CHECKSUM_BYTES)
         self._file = os.open(kept, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -39,12 +55,17 @@ class TokenStream:
         self._ahead: dict[int, Future[np.ndarray]] = {}
 
     def read_ahead(self, windows: Iterable[int]) -> None:
-        """Begin to read these windows, in this order. Windows of the last call that are not among them are dropped."""
+        """Begin to read these windows, in this order.
+
+        Windows of the last call that are not among them are dropped.
+        """
         self._ahead = {number: self._begin(number) for number in windows}
 
     def __getitem__(self, offsets: np.ndarray) -> np.ndarray:
         rows = [self._begin(number) for number in (offsets[:, 0] // self._window).tolist()]
-        return np.stack([row.result() for row in rows]) if rows else np.empty(offsets.shape, self._dtype)
+        if rows:
+            return np.stack([row.result() for row in rows])
+        return np.empty(offsets.shape, self._dtype)
 
     def _begin(self, number: int) -> Future[np.ndarray]:
         return self._ahead.get(number) or self._threads.submit(self._row, number)

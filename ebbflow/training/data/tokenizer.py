@@ -1,7 +1,8 @@
-"""Turn text into token IDs: one token per byte, or a vocabulary that the optional package `tokenizers` reads.
+"""Turn text into token IDs: one token per byte, or a vocabulary that the optional package
+`tokenizers` reads.
 
-Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor its tokens need to
-fit into memory. The positions of the cuts depend only on the file.
+Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor
+its tokens need to fit into memory. The positions of the cuts depend only on the file.
 """
 
 import hashlib
@@ -28,15 +29,22 @@ class Tokenizer(Protocol):
 
     identity: str  # changes with anything that could change a token
     vocab_size: int
-    separator: int | None  # token between two files, so that a window across both does not read as one text
+    separator: (
+        int | None
+    )  # token between two files, so that a window across both does not read as one text
 
     def encode(self, piece: bytes) -> np.ndarray:
-        """Return the token IDs of a piece of a file, with shape [tokens] and dtype `dtype_of(vocab_size)`."""
+        """Return the token IDs of a piece of a file, with shape [tokens] and dtype
+        `dtype_of(vocab_size)`.
+        """
         ...
 
 
 class ByteTokenizer:
-    """Tokenizer with one token per byte. The separator between files is byte 0, which no text file contains."""
+    """Tokenizer with one token per byte.
+
+    The separator between files is byte 0, which no text file contains.
+    """
 
     identity = BYTES
     vocab_size = 256
@@ -57,23 +65,35 @@ class VocabularyTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises plain Exception
             raise DataError(
-                f"data.tokenizer {path} is not a tokenizer.json: {' '.join(str(error).split())[:200]}; "
-                "fix: the file that tokenizers' Tokenizer.save writes"
+                f"data.tokenizer {path} is not a tokenizer.json: "
+                f"{' '.join(str(error).split())[:200]}; fix: the file that tokenizers' "
+                "Tokenizer.save writes"
             ) from error
         # Another version of the package may split the same text differently.
         version = importlib.metadata.version("tokenizers")
-        self.identity = f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}, tokenizers {version}"
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.separator = next((n for n in map(self._tokenizer.token_to_id, _END_OF_TEXT) if n is not None), None)
+        self.identity = (
+            f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}, tokenizers {version}"
+        )
+        self.vocab_size = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
+        self.separator = next(
+            (n for n in map(self._tokenizer.token_to_id, _END_OF_TEXT) if n is not None), None
+        )
         self._dtype = dtype_of(self.vocab_size)
 
     def encode(self, piece: bytes) -> np.ndarray:
         text = piece.decode("utf-8", errors="replace")
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+        return np.array(
+            self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype
+        )
 
 
 def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
-    """Open the configured tokenizer. Raises DataError if its file or the package `tokenizers` is unusable."""
+    """Open the configured tokenizer.
+
+    Raises DataError if its file or the package `tokenizers` is unusable.
+    """
     if data.tokenizer == BYTES:
         return ByteTokenizer()
     path = project_root / Path(data.tokenizer).expanduser()
@@ -84,9 +104,10 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
     """Raise DataError if the model's vocabulary is smaller than the tokenizer's `vocab_size`."""
     if vocab_size > config.model.vocab_size:
         raise DataError(
-            f"data.tokenizer {config.data.tokenizer} has {vocab_size} tokens, model.vocab_size is "
-            f"{config.model.vocab_size}: {vocab_size - config.model.vocab_size} too few; fix: set model.vocab_size to "
-            f"{vocab_size}, or to {-(-vocab_size // 64) * 64}, which GPUs multiply faster"
+            f"data.tokenizer {config.data.tokenizer} has {vocab_size} tokens, model.vocab_size "
+            f"is {config.model.vocab_size}: {vocab_size - config.model.vocab_size} too few; fix: "
+            f"set model.vocab_size to {vocab_size}, or to {-(-vocab_size // 64) * 64}, which "
+            "GPUs multiply faster"
         )
 
 
@@ -96,12 +117,21 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
-    """Yield up to `limit` bytes of a file in pieces of about 1 MiB. Lines of up to 2 MiB are not divided."""
-    rest, left = b"", sys.maxsize if limit is None else limit
+    """Yield up to `limit` bytes of a file in pieces of about 1 MiB.
+
+    Lines of up to 2 MiB are not divided.
+    """
+    rest = b""
+    if limit is None:
+        left = sys.maxsize
+    else:
+        left = limit
     while block := file.read(min(PIECE_BYTES, left)):
         left -= len(block)
         rest += block
-        end = rest.rfind(b"\n") + 1 or (_whole_characters(rest) if len(rest) >= 2 * PIECE_BYTES else 0)
+        end = rest.rfind(b"\n") + 1 or (
+            _whole_characters(rest) if len(rest) >= 2 * PIECE_BYTES else 0
+        )
         if end:
             yield rest[:end]
             rest = rest[end:]
@@ -110,11 +140,16 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return the number of bytes of `text` up to its last complete character. Its last character may be cut off."""
+    """Return the number of bytes of `text` up to its last complete character.
+
+    Its last character may be cut off.
+    """
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1
-    return end - 1 if text[end - 1] >= 0xC0 else len(text)
+    if text[end - 1] >= 0xC0:
+        return end - 1
+    return len(text)
 
 
 def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -128,12 +163,18 @@ def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iter
 
 def _read(path: Path) -> bytes:
     if importlib.util.find_spec("tokenizers") is None:
-        raise DataError(f"data.tokenizer {path} needs a package that is not installed; fix: pip install tokenizers")
+        raise DataError(
+            f"data.tokenizer {path} needs a package that is not installed; fix: pip install "
+            "tokenizers"
+        )
     if path.exists() and not path.is_file():
-        raise DataError(f"data.tokenizer {path} is not a regular file; fix: name a tokenizer.json, or bytes")
+        raise DataError(
+            f"data.tokenizer {path} is not a regular file; fix: name a tokenizer.json, or bytes"
+        )
     try:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"data.tokenizer {path} cannot be read: {error.strerror}; fix: name a tokenizer.json, or bytes"
+            f"data.tokenizer {path} cannot be read: {error.strerror}; fix: name a "
+            "tokenizer.json, or bytes"
         ) from error

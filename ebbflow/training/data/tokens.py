@@ -1,10 +1,11 @@
 """Store token shards, and define the order in which samples are drawn from them.
 
-The text is divided into n windows of equal length. Sample i belongs to epoch i // n and is the window permutation(seed,
-epoch)(i % n). The permutation is a keyed Feistel network over the next power of four, with cycle walking down to n
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). It needs no table, takes
-constant time per index, and visits every window exactly once per epoch, in a different order in each epoch. It
-shuffles; it does not encrypt.
+The text is divided into n windows of equal length. Sample i belongs to epoch i // n and is the
+window permutation(seed, epoch)(i % n). The permutation is a keyed Feistel network over the next
+power of four, with cycle walking down to n (Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", CT-RSA 2002, methods 2 and 3). It needs no table, takes constant time per index, and
+visits every window exactly once per epoch, in a different order in each epoch. It shuffles; it does
+not encrypt.
 
 <store>/tokens/<fingerprint>/train.bin  held_out.bin    unsigned little-endian integers of 1, 2 or 4 bytes
                              tokens.json                written last: if it exists, the shards are complete
@@ -56,16 +57,23 @@ class SampleOrder:
         self._half_bits = _U64(((windows - 1).bit_length() + 1) // 2)
         self._half_mask = _U64((1 << int(self._half_bits)) - 1)
         # Blocks of 4,096 samples are computed together, because NumPy calls are costly.
-        self._block = functools.lru_cache(maxsize=1)(lambda number: self._compute(number * _BLOCK, _BLOCK))
+        self._block = functools.lru_cache(maxsize=1)(
+            lambda number: self._compute(number * _BLOCK, _BLOCK)
+        )
 
     def window(self, first: int, count: int) -> np.ndarray:
-        """Return the window numbers of `count` samples, starting at sample `first`, as int64 of shape [count]."""
+        """Return the window numbers of `count` samples, starting at sample `first`, as int64 of
+        shape [count].
+        """
         parts = []
         while count > 0:
             number, start = divmod(first, _BLOCK)
             parts.append(self._block(number)[start : start + count])
-            first, count = first + len(parts[-1]), count - len(parts[-1])
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+            first = first + len(parts[-1])
+            count = count - len(parts[-1])
+        if parts:
+            return np.concatenate(parts)
+        return np.empty(0, dtype=np.int64)
 
     def _compute(self, first: int, count: int) -> np.ndarray:
         samples = np.arange(first, first + count, dtype=np.uint64)
@@ -73,13 +81,16 @@ class SampleOrder:
         keys = _mix(_mix(np.full(count, self._seed, dtype=np.uint64)) ^ epochs)
         values = self._permute(positions, keys)
         outside = values >= self.windows
-        while outside.any():  # cycle walking: fewer than four rounds on average, since the domain is < 4·n
+        while (
+            outside.any()
+        ):  # cycle walking: fewer than four rounds on average, since the domain is < 4·n
             values[outside] = self._permute(values[outside], keys[outside])
             outside = values >= self.windows
         return values.astype(np.int64)
 
     def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        left, right = values >> self._half_bits, values & self._half_mask
+        left = values >> self._half_bits
+        right = values & self._half_mask
         for number in range(_ROUNDS):
             mixed = _mix(right ^ _mix(keys + _U64(number)))
             left, right = right, left ^ (mixed & self._half_mask)
@@ -102,11 +113,13 @@ class Tokens:
     vocab_size: int
     train_tokens: int
     held_out_tokens: int
-    # entropy per token of the train text, in nats. It is the loss of a model that knows only token frequencies
+    # entropy per token of the train text, in nats. It is the loss of a model that knows only token
+    # frequencies
     unigram_entropy_nats: float
     files: int  # number of source files, train and held out
     bytes: int  # bytes of the source files
-    held_out_bytes: int  # bytes of the held-out files, which make a loss per token comparable between tokenizers
+    # bytes of the held-out files, which make a loss per token comparable between tokenizers
+    held_out_bytes: int
     shard_sha256: dict[str, str]  # SHA-256 by shard, "train" and "held_out"
     weight_unit: str = "tokens"  # the unit of a batch's weight, for reports
 
@@ -137,11 +150,12 @@ def open_tokens(
     cache_gib: float | None = None,
     alive: Callable[[], object] = lambda: None,
 ) -> TokenArrays:
-    """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
+    """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once
+    into `cache`.
 
-    A download is verified by SHA-256, and becomes visible only when it is complete. With `window`, the tokens of a
-    sample, a shard that is too large becomes a `TokenStream`. Raises DataError if the shards are missing, incomplete or
-    changed.
+    A download is verified by SHA-256, and becomes visible only when it is complete. With `window`,
+    the tokens of a sample, a shard that is too large becomes a `TokenStream`. Raises DataError if
+    the shards are missing, incomplete or changed.
 
     Args:
         cache: folder of downloads; default: `downloads_folder()`.
@@ -151,13 +165,22 @@ def open_tokens(
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
     if about is None:
-        raise DataError(f"{shards.uri} holds no complete token shards; fix: prepare them again with the same data")
+        raise DataError(
+            f"{shards.uri} holds no complete token shards; fix: prepare them again with the same "
+            "data"
+        )
     dtype = dtype_of(about.vocab_size)
     cache = cache or downloads_folder()
-    room, arrays = math.inf if cache_gib is None else cache_gib * 2**30, dict[str, Any]()
+    if cache_gib is None:
+        room = math.inf
+    else:
+        room = cache_gib * 2**30
+    arrays = dict[str, Any]()
     tokens = {"held_out": about.held_out_tokens, "train": about.train_tokens}  # the small one first
     for name, count in tokens.items():
-        key, sha256, size = SHARDS[name], about.shard_sha256[name], count * dtype.itemsize
+        key = SHARDS[name]
+        sha256 = about.shard_sha256[name]
+        size = count * dtype.itemsize
         path = shards.local_path(key)
         if path is None and window and not (cache / f"{sha256}.bin").is_file():
             cache.mkdir(parents=True, exist_ok=True)
@@ -183,7 +206,9 @@ def open_tokens(
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return how often each token occurs, as an int64 array of shape [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, tokens.size, _CHUNK_TOKENS):  # bincount widens its input to eight bytes per token
+    for start in range(
+        0, tokens.size, _CHUNK_TOKENS
+    ):  # bincount widens its input to eight bytes per token
         counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
     return counts
 
@@ -194,28 +219,41 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 def read_description(shards: Store) -> Tokens | None:
-    """Return the description of token shards, or None if they are incomplete. Raises DataError if it is invalid."""
+    """Return the description of token shards, or None if they are incomplete.
+
+    Raises DataError if it is invalid.
+    """
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:
         return None
     except (ValueError, TypeError) as error:
-        raise DataError(f"{shards.uri}/{DESCRIPTION} is damaged: {error}; fix: delete it and prepare again") from error
+        raise DataError(
+            f"{shards.uri}/{DESCRIPTION} is damaged: {error}; fix: delete it and prepare again"
+        ) from error
 
 
 def download_shard(
-    shards: Store, key: str, sha256: str, size: int, cache: Path, alive: Callable[[], object] = lambda: None
+    shards: Store,
+    key: str,
+    sha256: str,
+    size: int,
+    cache: Path,
+    alive: Callable[[], object] = lambda: None,
 ) -> Path:
     """Download a shard into a file of `cache` that is named after its SHA-256.
 
-    One rank of each machine downloads, and the machine's other ranks wait. If the downloading rank dies, another rank
-    downloads. `alive` is called after each 16 MiB, and every second of a wait.
+    One rank of each machine downloads, and the machine's other ranks wait. If the downloading rank
+    dies, another rank downloads. `alive` is called after each 16 MiB, and every second of a wait.
     """
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"{sha256}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
+    with (
+        open(cache / f"{sha256}.lock", "w") as lock,
+        tempfile.TemporaryDirectory(dir=cache) as folder,
+    ):
         while not _lock(lock):
             alive()
             time.sleep(_LOOK_SECONDS)
@@ -230,15 +268,17 @@ def download_shard(
                 alive()
         if digest.hexdigest() != sha256:
             raise DataError(
-                f"{shards.uri}/{key} has sha256 {digest.hexdigest()}, not the {sha256} of {DESCRIPTION}; "
-                "fix: delete it and prepare the tokens again"
+                f"{shards.uri}/{key} has sha256 {digest.hexdigest()}, not the {sha256} of "
+                f"{DESCRIPTION}; fix: delete it and prepare the tokens again"
             )
         os.replace(file.name, path)
     return path
 
 
 def _lock(file: IO[str]) -> bool:
-    """Return whether this process got the lock, which is released when the file is closed or the process ends."""
+    """Return whether this process got the lock, which is released when the file is closed or the
+    process ends.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

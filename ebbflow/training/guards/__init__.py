@@ -1,1 +1,3 @@
-"""Guards: checks of losses, weights and memory during training that act on problems (see docs/survival.md)."""
+"""Guards: checks of losses, weights and memory during training that act on problems (see
+docs/survival.md).
+"""

@@ -1,7 +1,8 @@
 """Guards of one rank, which check losses, gradients, weights and memory during training.
 
-All ranks make the same decisions, because decisions depend only on data that the step sync shares. Every commit
-contains the state of `LossGuard`, so a resumed job judges each step exactly as an uninterrupted job would.
+All ranks make the same decisions, because decisions depend only on data that the step sync shares.
+Every commit contains the state of `LossGuard`, so a resumed job judges each step exactly as an
+uninterrupted job would.
 """
 
 import math
@@ -45,13 +46,15 @@ from ebbflow.training.workload import Cursor, Workload
 # The standard deviation of a normal distribution is this multiple of its median absolute deviation
 # (Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation", 1993).
 _SIGMA_PER_MAD = 1.4826
-# The smallest deviation that counts, as a share of the median. Otherwise, after equal values, a rounding error would
-# be a spike.
+# The smallest deviation that counts, as a share of the median. Otherwise, after equal values, a
+# rounding error would be a spike.
 _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """Window of the last `size` values, which gives a robust z-score (0 until the window is half full)."""
+    """Window of the last `size` values, which gives a robust z-score (0 until the window is half
+    full).
+    """
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
@@ -62,7 +65,8 @@ class RobustWindow:
         return statistics.median(self.values)
 
     def z_score(self, value: float) -> float:
-        """Return (value - median) / (1.4826 × MAD), where MAD is the median absolute deviation of the window.
+        """Return (value - median) / (1.4826 × MAD), where MAD is the median absolute deviation of
+        the window.
 
         The score of a value below the median is 0, because only larger values are spikes.
         """
@@ -70,7 +74,9 @@ class RobustWindow:
             return 0.0
         median = self.median
         mad = statistics.median([abs(other - median) for other in self.values])
-        return max(0.0, value - median) / max(_SIGMA_PER_MAD * mad, _SMALLEST_SHARE * abs(median), 1e-12)
+        return max(0.0, value - median) / max(
+            _SIGMA_PER_MAD * mad, _SMALLEST_SHARE * abs(median), 1e-12
+        )
 
 
 class Action(Enum):
@@ -97,13 +103,16 @@ class LossGuard:
     def judge(self, *, loss: float, gradient_norm: float, non_finite: str) -> Judgement:
         """Judge a step by its mean loss and its gradient norm before clipping.
 
-        `non_finite` is a message that names the ranks with a non-finite loss or gradient; "" if all are finite.
+        `non_finite` is a message that names the ranks with a non-finite loss or gradient; "" if all
+        are finite.
         """
         config = self._config
         if non_finite:
             return self._bad(config.non_finite, non_finite, finite=False)
         if config.spike != "off":
-            reason = self._spike("loss", loss, self._losses) or self._spike("gradient norm", gradient_norm, self._norms)
+            reason = self._spike("loss", loss, self._losses) or self._spike(
+                "gradient norm", gradient_norm, self._norms
+            )
             if reason:
                 return self._bad(config.spike, reason, finite=True)
             self._losses.values.append(loss)
@@ -127,8 +136,9 @@ class LossGuard:
         if score <= self._config.spike_z:
             return ""
         return (
-            f"{name} {value:.4g} is {score:.1f} robust deviations (limit {self._config.spike_z:g}) above the median "
-            f"{window.median:.4g} of {len(window.values)} steps"
+            f"{name} {value:.4g} is {score:.1f} robust deviations (limit "
+            f"{self._config.spike_z:g}) above the median {window.median:.4g} of "
+            f"{len(window.values)} steps"
         )
 
     def _bad(self, policy: str, reason: str, *, finite: bool) -> Judgement:
@@ -142,35 +152,49 @@ class LossGuard:
 
 
 class LossScale:
-    """Dynamic loss scale for float16, whose range is 6e-8 to 65504 (Micikevicius et al. 2018, section 3.2).
+    """Dynamic loss scale for float16, whose range is 6e-8 to 65504 (Micikevicius et al. 2018,
+    section 3.2).
 
-    The scale starts at 16, since losses are sums: with 4,096 tokens, that is torch's 65536 for a mean. An overflow
-    halves it, and 2,000 steps in a row without one double it. All ranks have the same scale.
+    The scale starts at 16, since losses are sums: with 4,096 tokens, that is torch's 65536 for a
+    mean. An overflow halves it, and 2,000 steps in a row without one double it. All ranks have the
+    same scale.
     """
 
-    FIRST, SMALLEST, LARGEST, GOOD_STEPS = 2.0**4, 2.0**-14, 2.0**24, 2000
+    FIRST = 2.0**4
+    SMALLEST = 2.0**-14
+    LARGEST = 2.0**24
+    GOOD_STEPS = 2000
 
     def __init__(self) -> None:
         self.restore({})
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        self.value, self._good_steps = data.get("value", self.FIRST), data.get("good_steps", 0)
+        self.value = data.get("value", self.FIRST)
+        self._good_steps = data.get("good_steps", 0)
 
     def to_json(self) -> dict[str, Any]:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def update(self, *, overflow: bool) -> str:
-        """Adapt the loss scale after a step. Return why an overflow requires skipping the step; "" if it does not."""
-        self._good_steps = 0 if overflow else self._good_steps + 1
+        """Adapt the loss scale after a step.
+
+        Return why an overflow requires skipping the step; "" if it does not.
+        """
+        if overflow:
+            self._good_steps = 0
+        else:
+            self._good_steps = self._good_steps + 1
         if self._good_steps == self.GOOD_STEPS:
-            self.value, self._good_steps = min(2 * self.value, self.LARGEST), 0
+            self.value = min(2 * self.value, self.LARGEST)
+            self._good_steps = 0
         if not overflow or self.value <= self.SMALLEST:
             return ""
         self.value /= 2
         return f"float16 overflow in gradients; loss scale {2 * self.value:g} → {self.value:g}"
 
 
-# A prime below 2**53, because the step sync sends float64, which represents integers exactly up to 2**53.
+# A prime below 2**53, because the step sync sends float64, which represents integers exactly up to
+# 2**53.
 _MODULUS = 2**47 - 115
 _MULTIPLIER = 1_000_003
 # Elements that are added up at once. A sum as int64 copies its input to up to eight times the size.
@@ -180,8 +204,9 @@ _CHUNK = 2**22
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
-    It sums the bits of each tensor as integers, and combines the sums in the order of the parameters. The checksum
-    changes with any flipped bit or changed value, but not if values within one tensor swap places.
+    It sums the bits of each tensor as integers, and combines the sums in the order of the
+    parameters. The checksum changes with any flipped bit or changed value, but not if values within
+    one tensor swap places.
     """
     sums = []
     for parameter in module.parameters():
@@ -189,7 +214,9 @@ def weights_checksum(module: nn.Module) -> int:
         if local.numel():
             flat = local.contiguous().view(-1)
             width = flat.element_size()
-            bits = flat.view(torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8)
+            bits = flat.view(
+                torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8
+            )
             sums.append(torch.stack([part.sum() for part in bits.split(_CHUNK)]).sum())
     total = 0
     for value in torch.stack(sums).tolist() if sums else []:
@@ -198,11 +225,12 @@ def weights_checksum(module: nn.Module) -> int:
 
 
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
-    """Return the ranks whose weights differ from those of their replicas, and whether a majority proves them wrong.
+    """Return the ranks whose weights differ from those of their replicas, and whether a majority
+    proves them wrong.
 
-    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks, each with one copy of
-    the model; ranks at the same position in their groups are replicas. If no majority in a set of replicas agrees, the
-    whole set is returned.
+    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks,
+    each with one copy of the model; ranks at the same position in their groups are replicas. If no
+    majority in a set of replicas agrees, the whole set is returned.
     """
     shards = len(sums) // copies
     odd: list[int] = []
@@ -229,26 +257,41 @@ class Guards:
     overrides: Overrides = field(default_factory=Overrides)  # those that this start applies
     growth: tuple[MemoryGrowthMonitor, ...] = ()  # monitors of memory growth; empty if they are off
     pace: PaceMonitor = field(default_factory=PaceMonitor)  # the detector of slowdowns
-    keep_snapshot: Callable[[int], object] = lambda step: None  # keeps a snapshot of the GPU's memory; takes the step
-    agreed_step: int | None = None  # the last step after which replicas had equal weights; None before a comparison
+    keep_snapshot: Callable[[int], object] = lambda step: (
+        None
+    )  # keeps a snapshot of the GPU's memory; takes the step
+    # The last step after which replicas had equal weights; None before a comparison
+    agreed_step: int | None = None
     saved_step: int | None = None  # the last step that this start saved; None before the first save
 
     def __post_init__(self) -> None:
         self.numbers = LossGuard(self.config.guards)
-        self.loss_scale = LossScale() if self.config.fsdp.compute_dtype == "float16" else None
+        if self.config.fsdp.compute_dtype == "float16":
+            self.loss_scale = LossScale()
+        else:
+            self.loss_scale = None
         self._first_step: int | None = None  # of this generation
 
     def commit_fields(self, step: int) -> dict[str, Any]:
-        """Return the guards' fields for the commit of `step`. The next sync compares the weights of all replicas."""
+        """Return the guards' fields for the commit of `step`.
+
+        The next sync compares the weights of all replicas.
+        """
         self.saved_step = step
-        scale = {"loss_scale": self.loss_scale.to_json()} if self.loss_scale else {}
-        return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample} | scale}
+        if self.loss_scale:
+            scale = {"loss_scale": self.loss_scale.to_json()}
+        else:
+            scale = {}
+        return {
+            "guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample} | scale
+        }
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
-        """Restore the guards' state from a commit's fields, and return the position at which to continue.
+        """Restore the guards' state from a commit's fields, and return the position at which to
+        continue.
 
-        This position is that of the commit, `at`. After a rewind it is later, because training skips all samples before
-        the override's `first_sample`.
+        This position is that of the commit, `at`. After a rewind it is later, because training
+        skips all samples before the override's `first_sample`.
         """
         self.numbers.restore(extra.get("guards", {}))
         if self.loss_scale is not None:
@@ -267,10 +310,15 @@ class Guards:
         if interval is None or self.copies == 1:
             return 0
         due = self.agreed_step is None or step == self.saved_step or step % interval == 0
-        return weights_checksum(module) if due else 0
+        if due:
+            return weights_checksum(module)
+        return 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """Compare the weights of replicas after the last step; a collective. Raises DivergenceError if they differ."""
+        """Compare the weights of replicas after the last step; a collective.
+
+        Raises DivergenceError if they differ.
+        """
         if self.config.guards.hash_interval_steps is not None and self.copies > 1:
             sums = self.gang.gather_numbers([weights_checksum(module)])
             self._compare(at, [one for (one,) in sums], seen_at=at.step)
@@ -278,22 +326,32 @@ class Guards:
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
         """Decide whether to take the next step after position `at`, the same on all ranks.
 
-        `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go back to an older
-        commit, and DivergenceError if the weights of replicas differ.
+        `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go
+        back to an older commit, and DivergenceError if the weights of replicas differ.
         """
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
         non_finite = sync.non_finite
         before = self.numbers.skipped_in_a_row
-        overflow = bool(non_finite) and math.isfinite(sync.loss)  # a non-finite loss is no matter of scale
+        overflow = bool(non_finite) and math.isfinite(
+            sync.loss
+        )  # a non-finite loss is no matter of scale
         if self.loss_scale is not None and (skipped := self.loss_scale.update(overflow=overflow)):
             judgement = Judgement(Action.SKIP, skipped, finite=False)
         else:
-            judgement = self.numbers.judge(loss=sync.loss, gradient_norm=sync.gradient_norm, non_finite=non_finite)
+            judgement = self.numbers.judge(
+                loss=sync.loss, gradient_norm=sync.gradient_norm, non_finite=non_finite
+            )
         if judgement.action is Action.REWIND:
             return self._rewind(at, judgement, first_bad=at.step + 1 - before, settle=settle)
         if judgement.action is Action.SKIP and self.gang.rank == 0:
             samples = [at.cursor, at.cursor + self.config.training.batch_size]
-            self.emit(GUARD, step=at.step + 1, action=GuardAction.SKIP, reason=judgement.reason, samples=samples)
+            self.emit(
+                GUARD,
+                step=at.step + 1,
+                action=GuardAction.SKIP,
+                reason=judgement.reason,
+                samples=samples,
+            )
             print(f"step {at.step + 1}: skipped: {judgement.reason}", flush=True)
         return judgement
 
@@ -301,16 +359,23 @@ class Guards:
         data_seconds = [row.data_seconds for row in sync.rows]
         if self.gang.alone and not data_seconds[0]:
             return
-        for drag in self.pace.note(sync.own_seconds, data_seconds, sync.step_seconds, usd_per_second):
+        for drag in self.pace.note(
+            sync.own_seconds, data_seconds, sync.step_seconds, usd_per_second
+        ):
             figures = {"rank": drag.rank, "share": drag.share, "usd_per_hour": drag.usd_per_hour}
             self.emit(GUARD, step=step, action=drag.action, **figures, reason=drag.reason)
 
     def is_memory_running_out(self, needed_seconds: float) -> bool:
-        """Return whether this rank's memory will soon be full, before the job is done. If so, record an event."""
+        """Return whether this rank's memory will soon be full, before the job is done.
+
+        If so, record an event.
+        """
         for watch in self.growth:
             if reason := watch.look(needed_seconds):
                 self.emit(GUARD, action=GuardAction.RENEW, rank=self.gang.rank, reason=reason)
-                print(f"rank {self.gang.rank}: {reason}; saved, to go on in new processes", flush=True)
+                print(
+                    f"rank {self.gang.rank}: {reason}; saved, to go on in new processes", flush=True
+                )
                 return True
         return False
 
@@ -320,7 +385,10 @@ class Guards:
 
         If micro-batches cannot be made smaller, the context raises BatchCannotBeSplit.
         """
-        self._first_step = step if self._first_step is None else self._first_step
+        if self._first_step is None:
+            self._first_step = step
+        else:
+            self._first_step = self._first_step
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -330,7 +398,8 @@ class Guards:
             if self.config.guards.out_of_memory == "stop":
                 raise
             if step == self._first_step and (held := memory_of_other_processes(self.gang.device)):
-                # Such as a rank that was killed just now. A smaller micro-batch would be used for the rest of the job.
+                # Such as a rank that was killed just now. A smaller micro-batch would be used for
+                # the rest of the job.
                 first = " ".join(str(error).split())[:200]
                 raise errors.TrainingError(
                     f"rank {self.gang.rank}: other processes hold {held} of its GPU: {first}"
@@ -339,16 +408,30 @@ class Guards:
 
     def _split(self, error: BaseException, step: int) -> NoReturn:
         accumulation = self.config.training.gradient_accumulation_steps
-        first, rank = " ".join(str(error).split())[:200], self.gang.rank
+        first = " ".join(str(error).split())[:200]
+        rank = self.gang.rank
         try:
             more = more_micro_batches(self.config, self.gang.world_size, accumulation)
         except errors.BatchCannotBeSplit as refusal:
-            raise errors.BatchCannotBeSplit(f"rank {rank}, step {step}: out of memory: {refusal}; {first}") from error
+            raise errors.BatchCannotBeSplit(
+                f"rank {rank}, step {step}: out of memory: {refusal}; {first}"
+            ) from error
         place = f"rank {rank}, step {step}"
-        reason = f"{place}: out of memory in one of {accumulation} micro-batches; from the last commit on with {more}"
+        reason = (
+            f"{place}: out of memory in one of {accumulation} micro-batches; from the last "
+            f"commit on with {more}"
+        )
         if self.store is not None:
             record_split(self.store, generation=self.generation, rank=rank, accumulation=more)
-        self.emit(GUARD, step=step, flush=True, action=GuardAction.SPLIT, rank=rank, accumulation=more, reason=reason)
+        self.emit(
+            GUARD,
+            step=step,
+            flush=True,
+            action=GuardAction.SPLIT,
+            rank=rank,
+            accumulation=more,
+            reason=reason,
+        )
         raise errors.MicroBatchTooLarge(f"{reason}: {first}") from error
 
     def _compare(self, at: Position, sums: Sequence[float], *, seen_at: int) -> None:
@@ -359,19 +442,27 @@ class Guards:
             self.agreed_step = at.step
             return
         names = ", ".join(map(str, odd))
-        found = f"weights of rank {names} differ from those of {'their' if odd[1:] else 'its'} replicas"
+        found = (
+            f"weights of rank {names} differ from those of {'their' if odd[1:] else 'its'} replicas"
+        )
         if not certain:
             found = f"weights of ranks {names} differ, and no majority shows which are right"
         if self.agreed_step is None:
             found += f" at the start, step {at.step}"
         else:
-            found += f" after step {at.step}; they were equal after step {self.agreed_step}, to where the job goes back"
+            found += (
+                f" after step {at.step}; they were equal after step {self.agreed_step}, to where "
+                "the job goes back"
+            )
             self._order_rewind(limit=self.agreed_step, first_sample=0, sound=False)
         self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
         raise errors.DivergenceError(found)
 
-    def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
-        guards, gone = self.config.guards, self.overrides.rewinds
+    def _rewind(
+        self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]
+    ) -> Judgement:
+        guards = self.config.guards
+        gone = self.overrides.rewinds
         if gone >= guards.max_rewinds:
             reason = f"{judgement.reason}; {gone} rewinds, the limit of guards.max_rewinds"
             if not judgement.finite:
@@ -388,7 +479,9 @@ class Guards:
         back = f"back to the newest commit up to step {limit}, and on from sample {first_sample}"
         reason = f"step {at.step + 1}: {judgement.reason}; {back}"
         self._order_rewind(limit=limit, first_sample=first_sample, sound=True)
-        self._tell(at.step + 1, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
+        self._tell(
+            at.step + 1, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample
+        )
         raise errors.Rewind(reason)
 
     def _order_rewind(self, *, limit: int, first_sample: int, sound: bool) -> None:
@@ -397,22 +490,33 @@ class Guards:
             record_rewind(self.store, **own, limit=limit, first_sample=first_sample, sound=sound)
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
-        """Record the guard's event on rank 0. All ranks call this, and wait until the event is recorded."""
+        """Record the guard's event on rank 0.
+
+        All ranks call this, and wait until the event is recorded.
+        """
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather_numbers([0.0])
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration. If `overrides` has a larger number of micro-batches, the result has that number."""
+    """Return the configuration.
+
+    If `overrides` has a larger number of micro-batches, the result has that number.
+    """
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
     return config.changed("training", gradient_accumulation_steps=accumulation)
 
 
-def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
-    """Build the guards of one rank. `copies` is the number of copies of the model that all ranks hold together."""
+def make_guards(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]
+) -> Guards:
+    """Build the guards of one rank.
+
+    `copies` is the number of copies of the model that all ranks hold together.
+    """
     return Guards(
         config=config,
         gang=gang,
@@ -421,27 +525,39 @@ def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int,
         store=Store.open(spec.store_uri).sub(job_prefix(spec.job)),
         generation=spec.generation,
         overrides=Overrides.from_json(spec.overrides),
-        growth=_growth_monitors(gang, spec.colocated_ranks) if config.guards.memory_growth == "renew" else (),
+        growth=_growth_monitors(gang, spec.colocated_ranks)
+        if config.guards.memory_growth == "renew"
+        else (),
     )
 
 
-def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
-    """Return the configuration with the smallest number of micro-batches per step for which memory suffices.
+def fit_micro_batch(
+    guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer
+) -> RunConfig:
+    """Return the configuration with the smallest number of micro-batches per step for which memory
+    suffices.
 
-    All ranks must call this function together. They find the number once per job, with the first batch, and store it as
-    an override, so that all later starts use the same micro-batches. For a sharded model the result has the configured
-    number, since no rank can test such a model alone. Raises BatchCannotBeSplit if memory does not suffice for a single
-    sample.
+    All ranks must call this function together. They find the number once per job, with the first
+    batch, and store it as an override, so that all later starts use the same micro-batches. For a
+    sharded model the result has the configured number, since no rank can test such a model alone.
+    Raises BatchCannotBeSplit if memory does not suffice for a single sample.
     """
-    config, gang = guards.config, guards.gang
+    config = guards.config
+    gang = guards.gang
     known = guards.overrides.gradient_accumulation_steps is not None
-    if config.training.micro_batch == "fixed" or known or not (gang.alone or config.parallel.mode == "ddp"):
+    if (
+        config.training.micro_batch == "fixed"
+        or known
+        or not (gang.alone or config.parallel.mode == "ddp")
+    ):
         return config
     cursor = Cursor(0, config.training.batch_size).share(gang.rank, gang.world_size)
     batch = workload.next_batch(spread.module, cursor)
 
     def fits(parts: int) -> bool:
-        return try_micro_batch(workload, spread.module, batch, parts, has_state=bool(optimizer.state))
+        return try_micro_batch(
+            workload, spread.module, batch, parts, has_state=bool(optimizer.state)
+        )
 
     def tell(text: str) -> None:
         if gang.rank == 0:
@@ -451,14 +567,19 @@ def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimize
     if gang.rank == 0 and guards.store is not None:
         record_split(guards.store, generation=guards.generation, rank=0, accumulation=accumulation)
         reason = f"tried before the first step: {accumulation} micro-batches fit"
-        guards.emit(GUARD, action=GuardAction.SPLIT, rank=0, accumulation=accumulation, reason=reason)
+        guards.emit(
+            GUARD, action=GuardAction.SPLIT, rank=0, accumulation=accumulation, reason=reason
+        )
     return apply_overrides(config, Overrides(gradient_accumulation_steps=accumulation))
 
 
 def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMonitor, ...]:
     own = os.getpid()
     host = MemoryGrowthMonitor(
-        "memory", held=lambda: resident_bytes(own), left=host_bytes_left, sharers=max(1, colocated_ranks)
+        "memory",
+        held=lambda: resident_bytes(own),
+        left=host_bytes_left,
+        sharers=max(1, colocated_ranks),
     )
     if gang.device.type != "cuda":
         return (host,)
@@ -466,7 +587,9 @@ def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMoni
     allocated = partial(torch.cuda.memory_allocated, gang.device)
 
     def left() -> int:
-        cached = torch.cuda.memory_reserved(gang.device) - allocated()  # held by torch's allocator, used by no tensor
+        cached = (
+            torch.cuda.memory_reserved(gang.device) - allocated()
+        )  # held by torch's allocator, used by no tensor
         return torch.cuda.mem_get_info(gang.device)[0] + cached
 
     return host, MemoryGrowthMonitor("memory of the GPU", held=allocated, left=left, sharers=1)

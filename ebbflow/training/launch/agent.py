@@ -1,9 +1,10 @@
 """Agent of one node, which starts and watches the node's ranks.
 
-Node 0's agent is the coordinator; the agents of all other nodes are followers. As soon as one rank or node of the gang
-fails, every agent ends its ranks, and the coordinator names the rank or node that failed first. If the remaining nodes
-can continue, the next generation starts at once in the same attempt, from the newest commit. An agent does not import
-torch, and each of its waits has a deadline.
+Node 0's agent is the coordinator; the agents of all other nodes are followers. As soon as one rank
+or node of the gang fails, every agent ends its ranks, and the coordinator names the rank or node
+that failed first. If the remaining nodes can continue, the next generation starts at once in the
+same attempt, from the newest commit. An agent does not import torch, and each of its waits has a
+deadline.
 """
 
 import json
@@ -40,7 +41,9 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
 
     target = (own.spec, own.host, own.start_seconds, own.is_leaving)
     try:
-        peers = FollowerPeers(*target, secret=own.fetch_secret, pending_notice=notice, opened=opened)
+        peers = FollowerPeers(
+            *target, secret=own.fetch_secret, pending_notice=notice, opened=opened
+        )
     except GangError:
         if own.drain.leaving:
             return messages.end_from_stop_request(own.drain.cause)
@@ -59,16 +62,21 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
             if not last.again:
                 return last
             if own.spec.node in last.left_out:
-                return (last := messages.end_for_left_out_node(last, own.drain.cause))
+                last = messages.end_for_left_out_node(last, own.drain.cause)
+                return last
             own.drain.forget_nodes(last.left_out)
             peers.ready()
             following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
-        if following.generation and not own.log.is_open:  # a gang that never started is paid for as well
+        if (
+            following.generation and not own.log.is_open
+        ):  # a gang that never started is paid for as well
             opened(following.generation)
         last = following
         return following
     finally:
-        for order in own.drain.record_notices(own.log.emit):  # node 0 must learn why this node leaves
+        for order in own.drain.record_notices(
+            own.log.emit
+        ):  # node 0 must learn why this node leaves
             peers.order(order)
         peers.close()
         own.log.close(last.reason)
@@ -77,16 +85,24 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
 def _wait_out_notice(
     own: NodeRuntime, peers: FollowerPeers, notice: messages.RankOrder
 ) -> messages.GenerationEnd | None:
-    """Wait until a pending notice has expired. Return this node's result if the gang ends earlier, else None."""
+    """Wait until a pending notice has expired.
+
+    Return this node's result if the gang ends earlier, else None.
+    """
     ends: list[messages.GenerationEnd] = []
 
     def report(seconds: float) -> str:
-        if (end := peers.report_wait(replace(notice, seconds=seconds))) is not None:
+        end = peers.report_wait(replace(notice, seconds=seconds))
+        if end is not None:
             ends.append(end)
-        return ends[0].culprit if ends else ""
+        if ends:
+            return ends[0].culprit
+        return ""
 
     if why := own.wait_out_notices(report):
-        return ends[0] if ends else messages.end_from_stop_request(why)
+        if ends:
+            return ends[0]
+        return messages.end_from_stop_request(why)
     peers.report_wait_over()
     return None
 
@@ -94,9 +110,9 @@ def _wait_out_notice(
 class LocalGang:
     """Gang on this machine, with one agent process per node and without Metaflow.
 
-    All agents write their output to the file `output`. `spec` is the specification for node 0. `alter` receives each
-    node's spec and returns a changed one, or None to start no agent for that node. `command` returns a prefix for the
-    command line of a node's agent, such as `nsenter …`.
+    All agents write their output to the file `output`. `spec` is the specification for node 0.
+    `alter` receives each node's spec and returns a changed one, or None to start no agent for that
+    node. `command` returns a prefix for the command line of a node's agent, such as `nsenter …`.
     """
 
     def __init__(
@@ -121,8 +137,17 @@ class LocalGang:
             own = folder / f"node-{node}.spec.json"
             own.write_text(json.dumps(asdict(own_spec)))
             with open(output, "ab") as log:
-                agent = [*command(node), sys.executable, "-m", "ebbflow.training.launch.agent", str(own), str(result)]
-                process = subprocess.Popen(agent, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                agent = [
+                    *command(node),
+                    sys.executable,
+                    "-m",
+                    "ebbflow.training.launch.agent",
+                    str(own),
+                    str(result),
+                ]
+                process = subprocess.Popen(
+                    agent, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
             self.agents_by_node[node] = process
 
     @property
@@ -130,7 +155,10 @@ class LocalGang:
         return list(self.agents_by_node.values())
 
     def wait(self, timeout_seconds: float) -> messages.GangOutcome:
-        """Wait until all agents have exited, and return node 0's outcome. Raises GangError on failure or timeout."""
+        """Wait until all agents have exited, and return node 0's outcome.
+
+        Raises GangError on failure or timeout.
+        """
         limit = time.monotonic() + timeout_seconds
         try:
             for agent in self.agents:
@@ -143,7 +171,9 @@ class LocalGang:
             raise GangError("node 0's agent was killed")
         result = json.loads(self._results[0].read_text())
         if "error" in result:
-            raise GangError(result["error"], curable=result["curable"], outcome=Outcome(result["outcome"]))
+            raise GangError(
+                result["error"], curable=result["curable"], outcome=Outcome(result["outcome"])
+            )
         return messages.GangOutcome(**result)
 
     def kill(self) -> None:
@@ -154,20 +184,27 @@ class LocalGang:
 
 
 def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
-    """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all ranks agreed on.
+    """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all
+    ranks agreed on.
 
-    Call it on every node, in the main thread. When it returns or raises, all processes that it started have ended.
+    Call it on every node, in the main thread. When it returns or raises, all processes that it
+    started have ended.
 
     Raises:
         GangError: the gang failed, and another generation in this attempt cannot succeed. The message names the
             culprit; `curable` tells whether a new attempt may succeed.
         InfraError, TrainingError: the first generation could not be created in the store.
     """
-    use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
+    use_signing_key(
+        spec.config.get("checkpoint", {}).get("signing_key_env")
+    )  # ranks and uploaders inherit it
     own = NodeRuntime(spec)
     with _handle_signals(own.drain.on_signal):
         try:
-            end = Coordinator(own).run() if spec.node == 0 else run_follower(own)
+            if spec.node == 0:
+                end = Coordinator(own).run()
+            else:
+                end = run_follower(own)
         except (TrainingError, InfraError):
             raise
         except Exception as error:  # without this, the scheduler would see a lost machine
@@ -177,13 +214,18 @@ def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
             flush_output()
     if end.outcome is None:
         failed_as = Outcome(end.failed_as)
-        raise GangError(end.culprit, user_code=end.user_code, curable=end.curable, outcome=failed_as)
+        raise GangError(
+            end.culprit, user_code=end.user_code, curable=end.curable, outcome=failed_as
+        )
     return end.outcome
 
 
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """Call `asked_to_leave` on SIGTERM and Ctrl-C. Raise KeyboardInterrupt if Ctrl-C follows such a signal."""
+    """Call `asked_to_leave` on SIGTERM and Ctrl-C.
+
+    Raise KeyboardInterrupt if Ctrl-C follows such a signal.
+    """
 
     def ask(number: int, frame: object) -> None:
         if asked and number == signal.SIGINT:
@@ -203,7 +245,8 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
 def main(argv: list[str]) -> int:
     """Run one agent. Return 0 if the gang ended with an outcome, 1 after an error.
 
-    `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its result.
+    `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its
+    result.
     """
     guard_terminal()
     spec_path, result_path = map(Path, argv)

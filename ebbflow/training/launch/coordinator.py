@@ -1,7 +1,7 @@
 """Coordinator, which is the agent of node 0.
 
-It waits for all nodes, opens one generation after another, and decides after each generation whether the gang
-continues.
+It waits for all nodes, opens one generation after another, and decides after each generation
+whether the gang continues.
 """
 
 import contextlib
@@ -26,7 +26,11 @@ from ebbflow.training.checkpoint.lineage import (
     open_generation,
     reachable_commits,
 )
-from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_in_events
+from ebbflow.training.checkpoint.rollback import (
+    MissingCommits,
+    check_rollback,
+    newest_generation_in_events,
+)
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch import messages
@@ -48,7 +52,9 @@ class Coordinator:
     """Agent of node 0, which runs one attempt of a gang, generation after generation."""
 
     def __init__(self, own: NodeRuntime) -> None:
-        self._own, self._log, self._drain = own, own.log, own.drain
+        self._own = own
+        self._log = own.log
+        self._drain = own.drain
         self._pending_notice = own.find_pending_notice()
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._secret_thread: threading.Thread | None = None
@@ -58,8 +64,13 @@ class Coordinator:
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
     def run(self) -> messages.GenerationEnd:
-        """Run generations until the gang ends, and return the gang's result. Raises if the first cannot be opened."""
-        spec, nodes, last = self._own.spec, list(range(self._own.spec.nodes)), self._own.end_if_stopped()
+        """Run generations until the gang ends, and return the gang's result.
+
+        Raises if the first cannot be opened.
+        """
+        spec = self._own.spec
+        nodes = list(range(self._own.spec.nodes))
+        last = self._own.end_if_stopped()
         try:
             generation = self._open_first()
             while isinstance(generation, Generation):
@@ -69,14 +80,22 @@ class Coordinator:
                     ended = self._run_generation(generation, spec, nodes)
                     self._drain.forget_nodes(ended.left_out)
                     following = self._open_next(ended, generation.number, spec.world_size)
-                    last = ended if isinstance(following, tuple) else following
+                    if isinstance(following, tuple):
+                        last = ended
+                    else:
+                        last = following
                 except (TrainingError, InfraError):
                     raise
-                except Exception as error:  # a bug of the agent counts as a failure, and so towards a crash loop
+                except (
+                    Exception
+                ) as error:  # a bug of the agent counts as a failure, and so towards a crash loop
                     following = ended = last = end_from_agent_error(error, spec.node)
                     with contextlib.suppress(TrainingError, InfraError):
                         seconds = self._log.seconds * spec.world_size
-                        following = last = self._planner.check_crash_loop(ended, generation.number, seconds) or ended
+                        following = last = (
+                            self._planner.check_crash_loop(ended, generation.number, seconds)
+                            or ended
+                        )
                     self._peers.give_up(last)
                 finally:
                     self._record_end(ended, last)
@@ -88,8 +107,12 @@ class Coordinator:
             return generation
         finally:
             forget = self._own.secret.withdraw
-            if last.outcome is not None and replacements_of(spec.config):  # a replacement may come late
-                late = GangError("the gang ended before this node joined", outcome=Outcome(last.outcome.outcome))
+            if last.outcome is not None and replacements_of(
+                spec.config
+            ):  # a replacement may come late
+                late = GangError(
+                    "the gang ended before this node joined", outcome=Outcome(last.outcome.outcome)
+                )
                 forget = partial(self._own.secret.refuse, late)
             self._update_secret(forget)
             self._peers.close()
@@ -119,7 +142,9 @@ class Coordinator:
         return generation
 
     def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """Run `work` in a thread and return its result. Retry failed store requests until the start deadline.
+        """Run `work` in a thread and return its result.
+
+        Retry failed store requests until the start deadline.
 
         Ending the attempt would not help, because a new attempt would use the same store.
         """
@@ -131,26 +156,40 @@ class Coordinator:
         def curable(error: Exception) -> bool:
             return is_transient(error) and not self._drain.leaving
 
-        return run_while(partial(retry_until_deadline, work, self._own.start_seconds, curable=curable), wait)
+        return run_while(
+            partial(retry_until_deadline, work, self._own.start_seconds, curable=curable), wait
+        )
 
     def _run_generation(
         self, generation: Generation, spec: messages.GangSpec, nodes: list[int]
     ) -> messages.GenerationEnd:
-        peers, planner = self._peers, self._planner
-        self._restarting, self._ranks_started = self._restarting or self._ranks_started, False
+        peers = self._peers
+        planner = self._planner
+        self._restarting = self._restarting or self._ranks_started
+        self._ranks_started = False
         size = {"nodes": spec.nodes, "processes_per_node": spec.processes_per_node}
-        self._log.emit(ev.GENERATION_STARTED, parent=generation.parent, parent_step=generation.parent_step, **size)
+        self._log.emit(
+            ev.GENERATION_STARTED,
+            parent=generation.parent,
+            parent_step=generation.parent_step,
+            **size,
+        )
         if planner.rolled_back is not None:
-            self._log.emit(ev.ROLLBACK, step=planner.rolled_back.known.step, **planner.rolled_back.to_json())
+            self._log.emit(
+                ev.ROLLBACK, step=planner.rolled_back.known.step, **planner.rolled_back.to_json()
+            )
             planner.rolled_back = None
         try:
-            notice, self._pending_notice = self._pending_notice, None
+            notice = self._pending_notice
+            self._pending_notice = None
             if notice is not None and (why := self._own.wait_out_notices(peers.announce_wait)):
                 raise GangError(why, outcome=Outcome.INTERRUPTED)
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
             if not replacements_of(spec.config):  # replacements of lost nodes need it too
                 self._update_secret(self._own.secret.withdraw)
-            start = self._retry_store(lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch)
+            start = self._retry_store(
+                lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch
+            )
             refusal = messages.end_if_unaffordable(
                 start,
                 generation.parent_step,
@@ -160,24 +199,35 @@ class Coordinator:
             if refusal:
                 print_line(refusal.message)
                 self._log.emit(ev.OUTCOME, **asdict(refusal))
-                end = messages.GenerationEnd(outcome=refusal, reason=refusal.outcome, generation=generation.number)
+                end = messages.GenerationEnd(
+                    outcome=refusal, reason=refusal.outcome, generation=generation.number
+                )
                 return peers.give_up(end)
             self._ranks_started = True
             peers.start(start)
             end = self._own.run_ranks(spec, start, peers)
         except (TrainingError, InfraError) as error:
-            end = peers.give_up(replace(self._end_before_start(error), generation=generation.number))
+            end = peers.give_up(
+                replace(self._end_before_start(error), generation=generation.number)
+            )
         if end.culprit:
             self._log.emit(
                 ev.FAULT_DETECTED,
                 at=tuple(end.at) or None,
-                **end.details | {"culprit": end.culprit, "reason": end.reason, "fingerprint": end.fingerprint},
-                **run_while(lambda: planner.measure_lost_work(self._log.since, spec.world_size), self._keep_in_touch),
+                **end.details
+                | {"culprit": end.culprit, "reason": end.reason, "fingerprint": end.fingerprint},
+                **run_while(
+                    lambda: planner.measure_lost_work(self._log.since, spec.world_size),
+                    self._keep_in_touch,
+                ),
             )
         return end
 
     def _update_secret(self, update: Callable[[], object]) -> None:
-        """Run `update`, which deletes or replaces this start's secret, in a thread. Later calls do nothing."""
+        """Run `update`, which deletes or replaces this start's secret, in a thread.
+
+        Later calls do nothing.
+        """
         if self._secret_thread is None and self._own.spec.nodes > 1:
             self._secret_thread = threading.Thread(target=update, name="secret", daemon=True)
             self._secret_thread.start()
@@ -187,13 +237,19 @@ class Coordinator:
             return messages.end_from_stop_request(str(error))
         if cause := self._drain.cause if self._drain.leaving else self._peers.leave_cause:
             return messages.end_from_stop_request(cause)
-        reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
+        if isinstance(error, GangError):
+            reason = EndReason.ROLL_CALL
+        else:
+            reason = EndReason.STORE
         return messages.GenerationEnd(culprit=str(error), reason=reason)
 
     def _open_next(
         self, ended: messages.GenerationEnd, number: int, world_size: int
     ) -> tuple[Generation, list[int]] | messages.GenerationEnd:
-        """Wait until every node's ranks have ended. Return the next generation and its nodes, or the gang's result."""
+        """Wait until every node's ranks have ended.
+
+        Return the next generation and its nodes, or the gang's result.
+        """
         if not ended.again:
             return ended
         nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving, self._log.beat)
@@ -208,7 +264,10 @@ class Coordinator:
             following = self._retry_store(open_next, self._peers.keep_in_touch)
         except (TrainingError, InfraError) as error:
             leaving = self._drain.leaving
-            following = messages.end_from_stop_request(self._drain.cause) if leaving else end_from_open_error(error)
+            if leaving:
+                following = messages.end_from_stop_request(self._drain.cause)
+            else:
+                following = end_from_open_error(error)
         if isinstance(following, messages.GenerationEnd):
             return self._peers.give_up(following)
         return following, nodes
@@ -218,8 +277,12 @@ class Coordinator:
         self._log.beat()
 
     def _record_end(self, ended: messages.GenerationEnd, last: messages.GenerationEnd) -> None:
-        data = {name: getattr(ended, name) for name in ("reason", "culprit", "user_code", "fingerprint")}
-        self._log.emit(ev.GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False}))
+        data = {
+            name: getattr(ended, name) for name in ("reason", "culprit", "user_code", "fingerprint")
+        }
+        self._log.emit(
+            ev.GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False})
+        )
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
         if incurable or last.failed_as in _RECORDED_HERE:
             print_line(last.culprit)
@@ -233,40 +296,66 @@ class GenerationPlanner:
     """
 
     def __init__(
-        self, spec: messages.GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
+        self,
+        spec: messages.GangSpec,
+        job_store: Store,
+        born: float,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec, self._job_store, self._now = spec, job_store, now
-        self._terms = None if spec.terms is None else Terms.from_json(spec.terms)
-        self._paid_until, self._spent_usd = born, 0.0
+        self._spec = spec
+        self._job_store = job_store
+        self._now = now
+        if spec.terms is None:
+            self._terms = None
+        else:
+            self._terms = Terms.from_json(spec.terms)
+        self._paid_until = born
+        self._spent_usd = 0.0
         self._world_size = spec.world_size
         self._failed: list[FailedGeneration] = []
         self._number = 0
-        self.rolled_back: MissingCommits | None = None  # missing commits that a user accepted; None once recorded
+        # Missing commits that a user accepted; None once recorded
+        self.rolled_back: MissingCommits | None = None
         self._opening = GenerationOpening()
 
     def open(self) -> Generation:
-        """Open the next generation from the newest commit, or from an older commit if a guard has ordered a rewind."""
+        """Open the next generation from the newest commit, or from an older commit if a guard has
+        ordered a rewind.
+        """
         if not self._number:
             events = read_events(self._job_store)
             self._failed = read_failed_generations(events)
             self.rolled_back = check_rollback(self._job_store, events)
-            # A store restored from a snapshot may lack generations: their numbers are not used again.
+            # A store restored from a snapshot may lack generations: their numbers are not used
+            # again.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
-        run, parent = {"run": self._spec.run, "attempt": self._spec.attempt}, rewind_parent(self._job_store)
+        run = {"run": self._spec.run, "attempt": self._spec.attempt}
+        parent = rewind_parent(self._job_store)
         generation = open_generation(self._job_store, **run, parent=parent, opening=self._opening)
         self._opening = GenerationOpening()
         self._number += 1
         return generation
 
-    def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> messages.GenerationStart:
-        spec, fault = self._spec, self._spec.rehearse
-        if fault is not None and any(event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)):
+    def plan(
+        self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]
+    ) -> messages.GenerationStart:
+        spec = self._spec
+        fault = self._spec.rehearse
+        if fault is not None and any(
+            event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)
+        ):
             fault = None
-        address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
+        if spec.main_address == "127.0.0.1":
+            address = "127.0.0.1"
+        else:
+            address = ""
         start = messages.GenerationStart(
             generation=generation.number,
             generation_id=generation.id,
-            candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
+            candidates=[
+                commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)
+            ],
             rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
             terms=self._current_terms(),
             rehearse=None if fault is None else asdict(Fault.parse(fault)),
@@ -284,23 +373,35 @@ class GenerationPlanner:
         """Return the gang's result if this failed generation completes a crash loop, else None."""
         if not ended.fingerprint:
             return None
-        failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
+        failed = FailedGeneration(
+            generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds
+        )
         self._failed = [*(one for one in self._failed if one.generation != generation), failed]
         newest = next(newest_commits(self._job_store), None)
         loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:
             return None
-        usd = None if self._terms is None else self._terms.usd_per_rank_second
+        if self._terms is None:
+            usd = None
+        else:
+            usd = self._terms.usd_per_rank_second
         culprit = describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd)
         cause = {"reason": ended.reason, "user_code": ended.user_code}
-        return messages.GenerationEnd(culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause)
+        return messages.GenerationEnd(
+            culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause
+        )
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
-        """Return the rank-seconds and dollars spent since `since` or since the newest commit, whichever is later."""
+        """Return the rank-seconds and dollars spent since `since` or since the newest commit,
+        whichever is later.
+        """
         seconds = time.monotonic() - since
         with contextlib.suppress(TrainingError, InfraError):
             newest = next(newest_commits(self._job_store), None)
-            meta = self._job_store.head(newest.key) if newest else None
+            if newest:
+                meta = self._job_store.head(newest.key)
+            else:
+                meta = None
             if meta is not None:
                 seconds = min(seconds, max(time.time() - meta.modified, 0.0))
         lost = {"lost_rank_seconds": seconds * world_size}
@@ -311,23 +412,36 @@ class GenerationPlanner:
     def _current_terms(self) -> dict | None:
         """Return the job's budget, price and spending so far.
 
-        The spending includes the cost of the time between generations, which the ranks do not record.
+        The spending includes the cost of the time between generations, which the ranks do not
+        record.
         """
-        now, terms = self._now(), self._terms
-        waited, self._paid_until = now - self._paid_until, now
+        now = self._now()
+        terms = self._terms
+        waited = now - self._paid_until
+        self._paid_until = now
         if terms is None:
             return None
         self._spent_usd += waited * terms.usd_per_rank_second * self._world_size
         spent = terms.spent_usd + self._spent_usd
         notified = terms.last_notified_threshold
-        if self._number > 1:  # ranks of earlier generations have reported the thresholds that they reached
-            notified = max([notified, *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1])])
+        if (
+            self._number > 1
+        ):  # ranks of earlier generations have reported the thresholds that they reached
+            notified = max(
+                [
+                    notified,
+                    *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1]),
+                ]
+            )
         return replace(terms, spent_usd=spent, last_notified_threshold=notified).to_json()
 
 
 def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:
-    curable, outcome = isinstance(error, InfraError) or error.curable, error.outcome.value
-    return messages.GenerationEnd(culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome)
+    curable = isinstance(error, InfraError) or error.curable
+    outcome = error.outcome.value
+    return messages.GenerationEnd(
+        culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome
+    )
 
 
 SAME_LIMIT = 3  # equal failures since the newest commit
@@ -336,7 +450,9 @@ ANY_LIMIT = 10  # failures of any kind since the newest commit
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    """Failed generation and its paid rank-seconds: the sum of each node's paid seconds × the node's ranks."""
+    """Failed generation and its paid rank-seconds: the sum of each node's paid seconds × the node's
+    ranks.
+    """
 
     generation: int
     fingerprint: str
@@ -356,19 +472,30 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
             seconds[event.generation] = seconds.get(event.generation, 0.0) + paid
         elif event.name == ev.GENERATION_ENDED and event.data.get("fingerprint"):
             ended[event.generation] = event.data["fingerprint"]
-    return [FailedGeneration(number, ended[number], seconds.get(number, 0.0)) for number in sorted(ended)]
+    return [
+        FailedGeneration(number, ended[number], seconds.get(number, 0.0))
+        for number in sorted(ended)
+    ]
 
 
-def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generation: int) -> list[FailedGeneration]:
-    """Return the failures since the newest commit, oldest first, if they form a crash loop; else []."""
+def find_crash_loop(
+    failures: Sequence[FailedGeneration], newest_commit_generation: int
+) -> list[FailedGeneration]:
+    """Return the failures since the newest commit, oldest first, if they form a crash loop; else
+    [].
+    """
     since = [failure for failure in failures if failure.generation >= newest_commit_generation]
     same = [failure for failure in since if failure.fingerprint == since[-1].fingerprint]
     if len(same) >= SAME_LIMIT:
         return same
-    return since if len(since) >= ANY_LIMIT else []
+    if len(since) >= ANY_LIMIT:
+        return since
+    return []
 
 
-def describe_crash_loop(loop: Sequence[FailedGeneration], culprit: str, *, usd_per_rank_second: float | None) -> str:
+def describe_crash_loop(
+    loop: Sequence[FailedGeneration], culprit: str, *, usd_per_rank_second: float | None
+) -> str:
     seconds = sum(failure.rank_seconds for failure in loop)
     cost = f"{seconds:.0f} rank-seconds"
     if usd_per_rank_second is not None:
@@ -378,6 +505,6 @@ def describe_crash_loop(loop: Sequence[FailedGeneration], culprit: str, *, usd_p
     if len({failure.fingerprint for failure in loop}) == 1:
         what = f"the same failure {len(loop)} times ({loop[-1].fingerprint})"
     return (
-        f"crash loop: {what} with no new commit in between, in generations {numbers}, which cost {cost}; "
-        f"the last one: {' '.join(culprit.split())[:300]}"
+        f"crash loop: {what} with no new commit in between, in generations {numbers}, which cost "
+        f"{cost}; the last one: {' '.join(culprit.split())[:300]}"
     )

@@ -1,9 +1,9 @@
 """Assignment of devices to ranks: one GPU to each rank, or the CPU to all ranks.
 
-Each rank tells all other ranks which GPUs it sees, and all ranks compute the same assignment. They identify a GPU by
-its UUID, not by its index, because an index has different meanings: two "nodes" on one machine both see all GPUs from
-cuda:0 on, and each task of `srun --gpus-per-task=1` sees its own GPU as cuda:0. This module does not import torch,
-since agents use it too.
+Each rank tells all other ranks which GPUs it sees, and all ranks compute the same assignment. They
+identify a GPU by its UUID, not by its index, because an index has different meanings: two "nodes"
+on one machine both see all GPUs from cuda:0 on, and each task of `srun --gpus-per-task=1` sees its
+own GPU as cuda:0. This module does not import torch, since agents use it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _RANKS_NAMED = 4
 @dataclass(frozen=True, kw_only=True)
 class VisibleGpus:
     gpus: tuple[str, ...] = ()  # identities of the GPUs, in the order of torch's indices
-    trouble: str = ""  # reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
+    # reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
+    trouble: str = ""
     promised: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
 
     def to_json(self) -> str:
@@ -41,7 +42,8 @@ class VisibleGpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    indices: tuple[int, ...] | None = None  # torch's index of each rank's GPU in that rank; None: the CPU
+    # Torch's index of each rank's GPU in that rank; None: the CPU
+    indices: tuple[int, ...] | None = None
     note: str = ""  # message for the user if GPUs remain unused; "" otherwise
 
 
@@ -58,9 +60,11 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
 
 
 def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment:
-    """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use the same kind of device.
+    """Assign one GPU to each rank, or the CPU to all ranks, since all ranks must use the same kind
+    of device.
 
-    `seen` lists the GPUs that each rank sees. Each rank gets the first GPU in its list that no lower rank has.
+    `seen` lists the GPUs that each rank sees. Each rank gets the first GPU in its list that no
+    lower rank has.
 
     Raises:
         DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks although the
@@ -70,7 +74,10 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
         return Assignment()
     broken = [(rank, one.trouble) for rank, one in enumerate(seen) if one.trouble]
     if broken:
-        others = f" (and {len(broken) - 1} other ranks)" if len(broken) > 1 else ""
+        if len(broken) > 1:
+            others = f" (and {len(broken) - 1} other ranks)"
+        else:
+            others = ""
         raise DeviceUnavailable(
             f"rank {broken[0][0]}{others} cannot use a GPU: {broken[0][1]}; "
             "fix: run nvidia-smi there, or set cluster.device to cpu"
@@ -84,11 +91,13 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
             taken.add(one.gpus[free[0]])
     if len(indices) == len(seen):
         return Assignment(indices=tuple(indices.values()))
-    wanted = choice == "cuda" or any(one.promised for one in seen)
+    wanted = choice == "cuda" or any(gpus.promised for gpus in seen)
     if not taken and not wanted:
         return Assignment()
     without = [rank for rank in range(len(seen)) if rank not in indices]
-    named = ", ".join(map(str, without[:_RANKS_NAMED])) + (", …" if len(without) > _RANKS_NAMED else "")
+    named = ", ".join(map(str, without[:_RANKS_NAMED])) + (
+        ", …" if len(without) > _RANKS_NAMED else ""
+    )
     short = f"{len(seen)} ranks and {len(taken)} GPUs: no GPU is left for rank {named}"
     fewer = "set cluster.nodes and cluster.processes_per_node to one rank per GPU"
     if wanted:
@@ -97,14 +106,25 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
 
 
 class NodeGpuCheck:
-    """Check of a node's GPUs. It runs in a thread and in child processes, since CUDA could block the agent."""
+    """Check of a node's GPUs.
+
+    It runs in a thread and in child processes, since CUDA could block the agent.
+    """
 
     def __init__(
-        self, choice: DeviceChoice, *, promised: int, check: Callable[[int], tuple[CheckFinding, int]] = try_gpus
+        self,
+        choice: DeviceChoice,
+        *,
+        promised: int,
+        check: Callable[[int], tuple[CheckFinding, int]] = try_gpus,
     ) -> None:
         self._finding: CheckFinding | None = None
-        self._thread = threading.Thread(target=self._run, args=(check, promised), name="gpu-check", daemon=True)
-        if choice != "cpu" and may_have_gpus(promised=promised, wanted=choice == "cuda", by_tool=False):
+        self._thread = threading.Thread(
+            target=self._run, args=(check, promised), name="gpu-check", daemon=True
+        )
+        if choice != "cpu" and may_have_gpus(
+            promised=promised, wanted=choice == "cuda", by_tool=False
+        ):
             self._thread.start()
 
     @property
@@ -113,26 +133,42 @@ class NodeGpuCheck:
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
-        """Error because the GPUs do not work and no rank can start; None if they work or are still being checked."""
+        """Error because the GPUs do not work and no rank can start; None if they work or are still
+        being checked.
+        """
         finding = self._finding
         if finding is None or finding.status != "failed":
             return None
-        return DeviceUnavailable(f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu")
+        return DeviceUnavailable(
+            f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu"
+        )
 
     def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
         try:
             self._finding, _ = check(promised)
         except Exception as error:  # each rank checks its GPU again
-            print(f"the GPUs of this node could not be checked: {type(error).__name__}: {error}", flush=True)
+            print(
+                f"the GPUs of this node could not be checked: {type(error).__name__}: {error}",
+                flush=True,
+            )
 
 
 def _identity(torch: object, index: int) -> str:
     """Return the identity of a GPU, which is the same in all processes and containers of a machine."""
     properties = torch.cuda.get_device_properties(index)  # type: ignore[attr-defined]
     uuid = getattr(properties, "uuid", None)
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    name = names[index] if index < len(names) else str(index)
-    return str(uuid) if uuid is not None else f"{socket.gethostname()}/{name}"
+    names = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
+    if index < len(names):
+        name = names[index]
+    else:
+        name = str(index)
+    if uuid is not None:
+        return str(uuid)
+    return f"{socket.gethostname()}/{name}"
 
 
 def _why_no_cuda(torch: object) -> str:

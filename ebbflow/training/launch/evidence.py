@@ -1,13 +1,15 @@
 """Evidence about failed ranks: stacks, flight recorders and failure records.
 
-Stacks come from py-spy if tracing is permitted, else from Python's faulthandler, which writes them on a signal. py-spy
-with --nonblocking reads the process's memory, so it works even if the process is stopped or its GIL is held.
+Stacks come from py-spy if tracing is permitted, else from Python's faulthandler, which writes them
+on a signal. py-spy with --nonblocking reads the process's memory, so it works even if the process
+is stopped or its GIL is held.
 
-torch's flight recorder records the collectives of each rank. In a correct program, the n-th collective of a process
-group is the same on all ranks. This module represents a collective as [group, sequence, operation]: the group's name,
-n, and the operation's name, followed by the tensor sizes if they must be equal on all ranks. NCCL has its own recorder.
-Its collectives have a fourth element, the state on the device: "scheduled" (queued by the host), "started" (its kernel
-waits for the other GPUs) or "completed".
+torch's flight recorder records the collectives of each rank. In a correct program, the n-th
+collective of a process group is the same on all ranks. This module represents a collective as
+[group, sequence, operation]: the group's name, n, and the operation's name, followed by the tensor
+sizes if they must be equal on all ranks. NCCL has its own recorder. Its collectives have a fourth
+element, the state on the device: "scheduled" (queued by the host), "started" (its kernel waits for
+the other GPUs) or "completed".
 """
 
 import contextlib
@@ -39,21 +41,31 @@ _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/peer_sockets.py")
 _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
-# Functions that exchange numbers between ranks. The frame of their caller shows the rank's position.
+# Functions that exchange numbers between ranks. The frame of their caller shows the rank's
+# position.
 _EXCHANGE = ("gather", "gather_numbers", "wait", "_tell", "_hear", "_read", "_lost")
-_ENGINE_FILES = ("training/engine.py", "training/trainer_setup.py", "training/guards/", "training/trainer.py")
+_ENGINE_FILES = (
+    "training/engine.py",
+    "training/trainer_setup.py",
+    "training/guards/",
+    "training/trainer.py",
+)
 _ENGINE_PLACES = (*_WAITING_FILES, *_ENGINE_FILES)
 _WAITING_FUNCTIONS = ("sync_step",)  # the CPU waits here for the GPU, and so for its collectives
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
-# Runs the program whose path and arguments follow, killed together with the thread that waits for it.
+# Runs the program whose path and arguments follow, killed together with the thread that waits for
+# it.
 _DIE_WITH_CALLER = (
     *(sys.executable, "-I", "-S", "-c"),
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], "
+    "sys.argv[1:])",
 )
 
 
 def is_engine_location(where: str) -> bool:
-    """Return whether `where` (see `StackTrace.where`) is in a collective of the training loop that all ranks call."""
+    """Return whether `where` (see `StackTrace.where`) is in a collective of the training loop that
+    all ranks call.
+    """
     return where.startswith(_ENGINE_PLACES)
 
 
@@ -83,7 +95,8 @@ class Frame:
         )
 
     def __str__(self) -> str:
-        path, real = Path(self.file), Path(self.file).resolve()
+        path = Path(self.file)
+        real = Path(self.file).resolve()
         if real.is_relative_to(PACKAGE_ROOT):
             return f"{real.relative_to(PACKAGE_ROOT)}:{self.line} in {self.name}"
         return f"{'/'.join(path.parts[-2:]).lstrip('/')}:{self.line} in {self.name}"
@@ -99,9 +112,9 @@ class StackTrace:
     def where(self) -> str:
         """Code location of the process, as "file.py:123 in function"; "" if there are no frames.
 
-        This is the innermost frame in code of Ebbflow or of the user. Functions that only exchange numbers between
-        ranks are skipped, since their caller is more informative. If this leaves no frame, the result is the innermost
-        of all frames.
+        This is the innermost frame in code of Ebbflow or of the user. Functions that only exchange
+        numbers between ranks are skipped, since their caller is more informative. If this leaves no
+        frame, the result is the innermost of all frames.
         """
         own = [frame for frame in self.frames if frame.own_code and not frame.exchange]
         return next((str(frame) for frame in [*own, *self.frames]), "")
@@ -110,14 +123,16 @@ class StackTrace:
     def reason(self) -> str:
         """Message of the uncaught C++ exception in `text`; "" if there is no such exception."""
         found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
-        return found[1][:300] if found else ""
+        if found:
+            return found[1][:300]
+        return ""
 
     @property
     def waiting(self) -> bool:
         """Whether the main thread waits for other ranks.
 
-        On a CPU, the backward pass calls its collectives in C++ from the frame `_engine_run_backward`, so an idle
-        thread in that frame counts as waiting.
+        On a CPU, the backward pass calls its collectives in C++ from the frame
+        `_engine_run_backward`, so an idle thread in that frame counts as waiting.
         """
         for frame in self.frames:
             if frame.collective or (self.idle and frame.name.endswith("_engine_run_backward")):
@@ -130,28 +145,37 @@ class StackTrace:
 def parse_py_spy(text: str) -> StackTrace:
     threads = json.loads(text)
     main = next((thread for thread in threads if thread["thread_name"] == _MAIN), threads[-1])
-    return StackTrace(_spy_frames(main), "\n\n".join(map(_describe, threads)), idle=not main["active"])
+    return StackTrace(
+        _spy_frames(main), "\n\n".join(map(_describe, threads)), idle=not main["active"]
+    )
 
 
 def parse_faulthandler(text: str) -> StackTrace:
     """Parse faulthandler's output.
 
-    The result has the frames of the thread that faulthandler marks as "current". This thread received the signal and is
-    usually the main thread. If it has no Python frames, the result has the frames of the last thread in the output,
-    which is the oldest thread.
+    The result has the frames of the thread that faulthandler marks as "current". This thread
+    received the signal and is usually the main thread. If it has no Python frames, the result has
+    the frames of the last thread in the output, which is the oldest thread.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [
-        (one.startswith("Current"), [Frame(at["file"], int(at["line"]), at["name"]) for at in _FRAME.finditer(one)])
-        for one in blocks
+        (
+            block.startswith("Current"),
+            [Frame(at["file"], int(at["line"]), at["name"]) for at in _FRAME.finditer(block)],
+        )
+        for block in blocks
     ]
     stacks = [(current, frames) for current, frames in stacks if frames]
-    frames = next((frames for current, frames in stacks if current), stacks[-1][1] if stacks else [])
+    frames = next(
+        (frames for current, frames in stacks if current), stacks[-1][1] if stacks else []
+    )
     return StackTrace(frames, text, idle=True)
 
 
 def read_crash_stack(log: Path) -> StackTrace | None:
-    """Return the stack that faulthandler wrote to a rank's log on a fatal signal (SIGSEGV); None if there is none."""
+    """Return the stack that faulthandler wrote to a rank's log on a fatal signal (SIGSEGV); None if
+    there is none.
+    """
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -160,30 +184,39 @@ def read_crash_stack(log: Path) -> StackTrace | None:
         return None
     before, fatal, after = text.rpartition("Fatal Python error")
     stack = parse_faulthandler(after)
-    return StackTrace(stack.frames, before[-2000:] + fatal + after, idle=True) if fatal else None
+    if fatal:
+        return StackTrace(stack.frames, before[-2000:] + fatal + after, idle=True)
+    return None
 
 
 def parse_traceback(text: str) -> str:
-    """Return the code location (see `StackTrace.where`) of an exception, from its traceback; "" if it has no frames."""
+    """Return the code location (see `StackTrace.where`) of an exception, from its traceback; "" if
+    it has no frames.
+    """
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
     return StackTrace(frames, text).where
 
 
 def _run_py_spy(pid: int) -> StackTrace | None:
-    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which(
+        "py-spy"
+    )
     if program is None:
         return None
     try:
         command = [*_DIE_WITH_CALLER, program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS)
-        return parse_py_spy(done.stdout) if done.returncode == 0 else None
+        if done.returncode == 0:
+            return parse_py_spy(done.stdout)
+        return None
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
         return None
 
 
 def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Signal a process to write its stacks, and return the stacks; None if the process does not write any.
+    """Signal a process to write its stacks, and return the stacks; None if the process does not
+    write any.
 
     A process without a handler gets no signal, since that would kill it.
     """
@@ -191,7 +224,8 @@ def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
         caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         if not int(caught, 16) >> (DUMP_SIGNAL - 1) & 1:
             return None
-        before, text = output.stat().st_size, ""
+        before = output.stat().st_size
+        text = ""
         os.kill(pid, DUMP_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < limit:
@@ -210,23 +244,36 @@ def _spy_frames(thread: dict) -> list[Frame]:
 
 
 def _describe(thread: dict) -> str:
-    state = ("active" if thread["active"] else "idle") + (", holds the GIL" if thread["owns_gil"] else "")
+    state = ("active" if thread["active"] else "idle") + (
+        ", holds the GIL" if thread["owns_gil"] else ""
+    )
     lines = [f"  {frame.file}:{frame.line} in {frame.name}" for frame in _spy_frames(thread)]
     return "\n".join([f"thread {thread['thread_name']} ({state})", *lines])
 
 
-# Of the recorders. Before torch 2.8, NCCL's had a variable of its own. It records starts only with timing.
+# Of the recorders. Before torch 2.8, NCCL's had a variable of its own. It records starts only with
+# timing.
 RECORDER_VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "512",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "512",
     "TORCH_NCCL_ENABLE_TIMING": "1",
 }
 _HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL's recorder and of gloo's
-_SCHEDULED, _STARTED, _COMPLETED = "scheduled", "started", "completed"
+_SCHEDULED = "scheduled"
+_STARTED = "started"
+_COMPLETED = "completed"
 _KEPT_CALLS = 64
 _KEPT_QUEUED = 32  # of calls that the device has not reached
 _LEAST_CALLS = 8  # fewer calls do not show which call is usual
-_SAME_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "barrier")
+_SAME_SIZES = (
+    "all_reduce",
+    "allreduce",
+    "all_gather",
+    "allgather",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+)
 _RECORDER_SECONDS = 0.5
 
 Calls = Sequence[Sequence]
@@ -250,28 +297,36 @@ class Mismatch:
 
 
 def parse_records(raw: bytes) -> list[list]:
-    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is malformed.
+    """Return the last 64 collectives in a flight recorder's JSON, oldest first; [] if the JSON is
+    malformed.
 
-    At most 32 of the 64 are collectives that the device has not started, because a host can be far ahead of its device.
+    At most 32 of the 64 are collectives that the device has not started, because a host can be far
+    ahead of its device.
     """
     try:
         entries = json.loads(raw).get("entries", [])
         calls = [_call(entry) for entry in entries if not entry.get("is_p2p")]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return []
-    queued = next((number for number, call in enumerate(calls) if call[3:] == [_SCHEDULED]), len(calls))
+    queued = next(
+        (number for number, call in enumerate(calls) if call[3:] == [_SCHEDULED]), len(calls)
+    )
     return calls[: queued + _KEPT_QUEUED][-_KEPT_CALLS:]
 
 
 def fetch_records(socket_path: Path) -> bytes:
-    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty; b"" after a timeout.
+    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty; b"" after a
+    timeout.
 
     A C++ thread of the rank answers, even while Python code is blocked. The timeout is 0.5 s.
     """
     raw = b""
     for handler in _HANDLERS:
         connection = _UnixConnection(socket_path)
-        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            contextlib.closing(connection),
+        ):
             connection.request("POST", f"/handler/{handler}")
             raw = connection.getresponse().read()
             if parse_records(raw):
@@ -279,18 +334,26 @@ def fetch_records(socket_path: Path) -> bytes:
     return raw
 
 
-def find_mismatch(calls: Mapping[int, Calls], places: Mapping[int, str] | None = None) -> Mismatch | None:
-    """Return the first collective of a group for which ranks called different operations; None if all ranks agree.
+def find_mismatch(
+    calls: Mapping[int, Calls], places: Mapping[int, str] | None = None
+) -> Mismatch | None:
+    """Return the first collective of a group for which ranks called different operations; None if
+    all ranks agree.
 
-    The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at fault. This is the
-    operation that followed the preceding operation less often before. If that is a tie too, as in a first step, the
-    ranks outside the training loop are at fault; `places` has the code location of each rank (`StackTrace.where`).
+    The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at
+    fault. This is the operation that followed the preceding operation less often before. If that is
+    a tie too, as in a first step, the ranks outside the training loop are at fault; `places` has
+    the code location of each rank (`StackTrace.where`).
     """
     for group, sequence, by_rank in _common_places(calls):
         operations = Counter(by_rank.values())
         if len(operations) == 1:
             continue
-        in_loop = Counter(by_rank[rank] for rank in by_rank if (places or {}).get(rank, "").startswith(_ENGINE_PLACES))
+        in_loop = Counter(
+            by_rank[rank]
+            for rank in by_rank
+            if (places or {}).get(rank, "").startswith(_ENGINE_PLACES)
+        )
         habits = {
             one: (count, _habit(calls, group, sequence, by_rank, one), in_loop[one])
             for one, count in operations.items()
@@ -304,8 +367,13 @@ def find_mismatch(calls: Mapping[int, Calls], places: Mapping[int, str] | None =
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last call has never before followed the call before it; None if fewer than 8 calls."""
-    group = calls[-1][0] if calls else ""
+    """Return whether a rank's last call has never before followed the call before it; None if fewer
+    than 8 calls.
+    """
+    if calls:
+        group = calls[-1][0]
+    else:
+        group = ""
     own = [operation for name, _, operation, *_ in calls if name == group]
     if len(own) < _LEAST_CALLS:
         return None
@@ -316,9 +384,10 @@ def is_unusual_call(calls: Calls) -> bool | None:
 def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
     """Return the ranks for which the other ranks wait; [] if no rank is behind.
 
-    They are behind in at least one of their process groups and ahead in none. If no rank meets both conditions, return
-    all ranks that are behind in a group. With several groups (HSDP), a rank that waits in one group falls behind in
-    another one. It does not meet the second condition, because it is ahead of the rank for which it waits.
+    They are behind in at least one of their process groups and ahead in none. If no rank meets both
+    conditions, return all ranks that are behind in a group. With several groups (HSDP), a rank that
+    waits in one group falls behind in another one. It does not meet the second condition, because
+    it is ahead of the rank for which it waits.
     """
     last: dict[str, dict[int, int]] = {}
     for rank, records in calls.items():
@@ -336,9 +405,11 @@ def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
 
 
 def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """Return the ranks whose GPU has not started a collective in which GPUs of other ranks wait; [] if none is known.
+    """Return the ranks whose GPU has not started a collective in which GPUs of other ranks wait; []
+    if none is known.
 
-    A rank whose own GPU waits in some collective is not returned, because it waits for another rank (HSDP).
+    A rank whose own GPU waits in some collective is not returned, because it waits for another rank
+    (HSDP).
     """
     waited: dict[str, int] = {}
     ahead: set[int] = set()
@@ -358,9 +429,11 @@ def find_device_behind(calls: Mapping[int, Calls]) -> list[int]:
 
 
 def has_queued_calls(calls: Calls) -> bool:
-    """Return whether the rank's device has not completed all collectives that the host has called (NCCL).
+    """Return whether the rank's device has not completed all collectives that the host has called
+    (NCCL).
 
-    If so, any line of the host's code may wait for the device: a kernel launch blocks if the device's queue is full.
+    If so, any line of the host's code may wait for the device: a kernel launch blocks if the
+    device's queue is full.
     """
     return any(state and state != [_COMPLETED] for _, _, _, *state in calls)
 
@@ -368,16 +441,23 @@ def has_queued_calls(calls: Calls) -> bool:
 def _call(entry: dict) -> list:
     library, _, name = entry["profiling_name"].rpartition(":")
     sized = any(kind in name.lower() for kind in _SAME_SIZES)
-    operation = f"{name} {entry.get('input_sizes')}" if sized else name
-    state = [entry["state"]] if library == "nccl" else []
+    if sized:
+        operation = f"{name} {entry.get('input_sizes')}"
+    else:
+        operation = name
+    if library == "nccl":
+        state = [entry["state"]]
+    else:
+        state = []
     return [str(entry["process_group"][0]), int(entry["collective_seq_id"]), operation, *state]
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
-    """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded, sorted by sequence.
+    """Return (group, sequence, {rank: operation}) for each collective that several ranks recorded,
+    sorted by sequence.
 
-    Coalesced calls are omitted, because they share a sequence number, and a dump may show a rank between two such
-    calls.
+    Coalesced calls are omitted, because they share a sequence number, and a dump may show a rank
+    between two such calls.
     """
     places: dict[tuple[str, int], dict[int, str]] = {}
     coalesced: set[tuple[str, int]] = set()
@@ -387,23 +467,40 @@ def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int,
             if rank in by_rank:
                 coalesced.add((group, sequence))
             by_rank[rank] = operation
-    shared = [(*place, by_rank) for place, by_rank in places.items() if len(by_rank) > 1 and place not in coalesced]
+    shared = [
+        (*place, by_rank)
+        for place, by_rank in places.items()
+        if len(by_rank) > 1 and place not in coalesced
+    ]
     return sorted(shared, key=lambda place: place[1])
 
 
-def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mapping[int, str], operation: str) -> int:
-    """Count how often `operation` followed the call that precedes it at `sequence`, earlier in the run.
+def _habit(
+    calls: Mapping[int, Calls],
+    group: str,
+    sequence: int,
+    by_rank: Mapping[int, str],
+    operation: str,
+) -> int:
+    """Count how often `operation` followed the call that precedes it at `sequence`, earlier in the
+    run.
 
-    For example, if the call before `sequence` is an all_gather, count the earlier calls of `operation` right after an
-    all_gather. Only the calls of ranks that call `operation` at `sequence` count.
+    For example, if the call before `sequence` is an all_gather, count the earlier calls of
+    `operation` right after an all_gather. Only the calls of ranks that call `operation` at
+    `sequence` count.
     """
     count = 0
     for rank in (rank for rank, called in by_rank.items() if called == operation):
-        own = [(number, name) for name_of_group, number, name, *_ in calls[rank] if name_of_group == group]
+        own = [
+            (number, name)
+            for name_of_group, number, name, *_ in calls[rank]
+            if name_of_group == group
+        ]
         before = next((name for number, name in own if number == sequence - 1), None)
         pairs = itertools.pairwise(own)
         count += sum(
-            first == before and second == operation and number < sequence for (_, first), (number, second) in pairs
+            first == before and second == operation and number < sequence
+            for (_, first), (number, second) in pairs
         )
     return count
 
@@ -411,7 +508,8 @@ def _habit(calls: Mapping[int, Calls], group: str, sequence: int, by_rank: Mappi
 class _UnixConnection(http.client.HTTPConnection):
     """HTTP connection over a Unix socket.
 
-    Socket paths are limited to 108 bytes, so it opens the socket's folder and uses a short path relative to that.
+    Socket paths are limited to 108 bytes, so it opens the socket's folder and uses a short path
+    relative to that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -442,9 +540,11 @@ class WorkerFailure:
     rank: int
     message: str  # description of the failure
     node: int = 0
-    killed_by: str | None = None  # name of the signal that killed the rank, or "node N" if its node was lost
+    # Name of the signal that killed the rank, or "node N" if its node was lost
+    killed_by: str | None = None
     memory_kill: bool = False  # whether the kernel killed the rank because memory ran out
-    cascade: bool = False  # whether the rank failed only because it lost a peer or waited for one until a deadline
+    # whether the rank failed only because it lost a peer or waited for one until a deadline
+    cascade: bool = False
     hung: bool = False  # whether the rank is alive without progress
     stopped: bool = False  # whether the rank is hung because it is stopped (SIGSTOP)
     witness: bool = False
@@ -452,19 +552,27 @@ class WorkerFailure:
     error: str = ""  # class name of the rank's exception
     gpu_fault: str = ""  # a fault of the node's GPUs that explains the failure; "" for none
     timestamp: float = 0.0  # Unix time of the rank's death or, if it is alive, of its last progress
-    certainty: str = PROVEN  # PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold)
+    # PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold)
+    certainty: str = PROVEN
     step: int = 0  # step and phase of the rank's last heartbeat
     phase: str = ""
     where: str = ""  # code location, as in `StackTrace.where`
     waiting: bool = False  # whether that location is in a collective
     idle_seconds: float = 0.0  # how long the rank, alive without progress, has used no CPU time
     dump: str = ""  # path of the file with the rank's stacks
-    calls: Sequence[Sequence] = ()  # the rank's last collectives, oldest first (see the module's docstring)
+    calls: Sequence[
+        Sequence
+    ] = ()  # the rank's last collectives, oldest first (see the module's docstring)
 
     @property
     def headline(self) -> str:
-        first = self.message.splitlines()[0] if self.message else "no message"
-        return f"followed a lost peer ({first[:60]}…)" if self.cascade else first[:300]
+        if self.message:
+            first = self.message.splitlines()[0]
+        else:
+            first = "no message"
+        if self.cascade:
+            return f"followed a lost peer ({first[:60]}…)"
+        return first[:300]
 
     @property
     def kind(self) -> str:
@@ -478,27 +586,40 @@ class WorkerFailure:
             return "GPU fault"
         if self.hung:
             return "hang"
-        return "followed a peer" if self.cascade else self.error or "ended early"
+        if self.cascade:
+            return "followed a peer"
+        return self.error or "ended early"
 
     @property
     def fingerprint(self) -> str:
-        """Kind and location of the failure. The same failure has the same fingerprint in each attempt."""
-        return f"{self.kind} at {self.where}" if self.where else self.kind
+        """Kind and location of the failure.
+
+        The same failure has the same fingerprint in each attempt.
+        """
+        if self.where:
+            return f"{self.kind} at {self.where}"
+        return self.kind
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each kind by time."""
+        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each
+        kind by time.
+        """
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
 def is_peer_loss_error(message: str) -> bool:
-    """Return whether `message` is an error of gloo, NCCL or torch's TCP store about a dead or missing peer."""
+    """Return whether `message` is an error of gloo, NCCL or torch's TCP store about a dead or
+    missing peer.
+    """
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
 
 def has_other_size(message: str) -> bool:
-    """Return whether `message` shows that ranks called different collectives: a peer sent other data than expected."""
+    """Return whether `message` shows that ranks called different collectives: a peer sent other
+    data than expected.
+    """
     return any(sign in message for sign in _OTHER_SIZES)
 
 
@@ -528,9 +649,15 @@ class Dump:
     """
 
     def __init__(
-        self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]], at: float
+        self,
+        pool: ThreadPoolExecutor,
+        folder: Path,
+        heartbeats: Mapping[int, tuple[int, Path]],
+        at: float,
     ) -> None:
-        with contextlib.suppress(OSError):  # on a full disk the files are missing, the positions are not
+        with contextlib.suppress(
+            OSError
+        ):  # on a full disk the files are missing, the positions are not
             folder.mkdir(parents=True, exist_ok=True)
         self.at = at
         self._futures: dict[int, Future[dict[str, Any]]] = {
@@ -544,16 +671,30 @@ class Dump:
 
     def position(self, rank: int) -> dict[str, Any]:
         future = self._futures.get(rank)
-        return {"where": ""} if future is None or future.exception() else future.result()
+        if future is None or future.exception():
+            return {"where": ""}
+        return future.result()
 
 
 def _locate(pid: int, heartbeat: Path, path: Path) -> dict[str, Any]:
-    stack = _run_py_spy(pid) or _signal_faulthandler(pid, heartbeat.with_suffix(STACKS)) or StackTrace((), "")
-    raw = b"" if process_state(pid) == "T" else fetch_records(heartbeat.with_suffix(RECORDER))
+    stack = (
+        _run_py_spy(pid)
+        or _signal_faulthandler(pid, heartbeat.with_suffix(STACKS))
+        or StackTrace((), "")
+    )
+    if process_state(pid) == "T":
+        raw = b""
+    else:
+        raw = fetch_records(heartbeat.with_suffix(RECORDER))
     kept = ""
     with contextlib.suppress(OSError):
         path.write_text(stack.text or "no stack: py-spy and faulthandler were both refused\n")
         kept = str(path)
         if raw:
             path.with_suffix(".recorder.json").write_bytes(raw)
-    return {"where": stack.where, "waiting": stack.waiting, "calls": tuple(parse_records(raw)), "dump": kept}
+    return {
+        "where": stack.where,
+        "waiting": stack.waiting,
+        "calls": tuple(parse_records(raw)),
+        "dump": kept,
+    }

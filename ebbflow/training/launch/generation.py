@@ -1,4 +1,6 @@
-"""One node's part in a generation: the node's ranks, from their start to their end, and the node's event log."""
+"""One node's part in a generation: the node's ranks, from their start to their end, and the node's
+event log.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error
 from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits
 from ebbflow.training.launch.logs import RankOutput, print_line, show_failed_logs
 from ebbflow.training.launch.membership import Peers, StickyFlag
-from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, WorkerSpec, find_differences
+from ebbflow.training.launch.messages import (
+    GangSpec,
+    GenerationEnd,
+    GenerationStart,
+    WorkerSpec,
+    find_differences,
+)
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Standby, WorkerGroup
@@ -42,7 +50,8 @@ _WAITING_SECONDS = 1.0  # between two reports that a rank of this node waits for
 class NodeGeneration:
     """Ranks of one node in one generation. All of these ranks have ended when `run` returns.
 
-    `spec` covers only the nodes that take part in this generation, and renumbers them (`NodeRuntime.spec_among`).
+    `spec` covers only the nodes that take part in this generation, and renumbers them
+    (`NodeRuntime.spec_among`).
     """
 
     def __init__(
@@ -57,20 +66,32 @@ class NodeGeneration:
         gpus: GpuMonitor | None = None,
         gpu_check: NodeGpuCheck | None = None,
     ) -> None:
-        self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
-        self._job_store, self._gpus, self._gpu_check = job_store, gpus, gpu_check
-        self._faults_before = 0 if gpus is None else len(gpus.faults)
+        self._spec = spec
+        self._start = start
+        self._peers = peers
+        self._drain = drain
+        self._log = log
+        self._job_store = job_store
+        self._gpus = gpus
+        self._gpu_check = gpu_check
+        if gpus is None:
+            self._faults_before = 0
+        else:
+            self._faults_before = len(gpus.faults)
         self._created = time.monotonic()
         self._store_wait_reported = StickyFlag(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
-    def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
+    def run(
+        self, standby: Standby | None, kept: Path, keeper: Keeper | None = None
+    ) -> GenerationEnd:
         """Start the ranks, watch them until the generation ends, and return its result.
 
         `kept` is the folder in which ranks store measurements that later generations reuse.
         """
-        if (end := self._await_readiness(standby)) is not None:
+        end = self._await_readiness(standby)
+        if end is not None:
             return end
         if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
             return self._report_own(refusal)
@@ -87,10 +108,20 @@ class NodeGeneration:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             spec = self._worker_spec(kept)
-            group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby, keeper)
+            group = WorkerGroup(
+                self._spec.ranks,
+                self._spec.world_size,
+                self.folder,
+                spec,
+                rendezvous,
+                standby,
+                keeper,
+            )
         except OSError as error:
             return self._report_own(errors.RankNotStarted(f"its ranks cannot be started: {error}"))
-        end, output, stuck = None, None, {}
+        end = None
+        output = None
+        stuck = {}
         try:
             output = RankOutput(group, self._spec, self._start.generation, self._job_store)
             end = self._watch(group, output)
@@ -109,22 +140,32 @@ class NodeGeneration:
             self._log.emit(NODE_HEARTBEAT, seconds=self._log.seconds, trained=trained)
             place = f"node {self._spec.node}: rank"
             for rank in stuck:
-                print_line(f"{place} {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)")
+                print_line(
+                    f"{place} {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)"
+                )
             if output is not None:
                 output.close()
         assert end is not None
         return self._after_ranks(end, stuck)
 
     def _after_ranks(self, end: GenerationEnd, stuck: Mapping[int, str]) -> GenerationEnd:
-        """Wait until the GPUs' memory is free. Return `end`, or a NODE_LOST result if this node's GPUs are unusable."""
+        """Wait until the GPUs' memory is free.
+
+        Return `end`, or a NODE_LOST result if this node's GPUs are unusable.
+        """
         if not end.again:
             return end
         # The rank of the next generation would need that GPU.
-        if devices := [f"rank {rank} is in state D and holds {device}" for rank, device in stuck.items() if device]:
+        if devices := [
+            f"rank {rank} is in state D and holds {device}"
+            for rank, device in stuck.items()
+            if device
+        ]:
             return self._leave_for("; ".join(devices), "fix: reboot the machine")
         if self._gpus is not None:
             self._gpus.refresh(_GPU_ANSWER_SECONDS)
-            if (fault := self._gpus.fatal_fault) is not None:
+            fault = self._gpus.fatal_fault
+            if fault is not None:
                 return self._leave_for(str(fault), "fix: reset or replace the GPU")
             if held := self._gpus.await_release(_GPU_RELEASE_SECONDS, self._keep_in_touch):
                 print_line(f"node {self._spec.node}: {held}; its next rank may run out of memory")
@@ -140,11 +181,16 @@ class NodeGeneration:
         self._log.beat()
 
     def _report_own(self, error: errors.TrainingError, where: str = "") -> GenerationEnd:
-        """Report an error of this node as a failure of its first rank, and return the generation's result."""
-        name, node = type(error).__name__, self._spec.node
+        """Report an error of this node as a failure of its first rank, and return the generation's
+        result.
+        """
+        name = type(error).__name__
+        node = self._spec.node
         message = f"{name}: {error}"
         print_line(f"node {node}: {message}")
-        failure = WorkerFailure(rank=self._spec.ranks[0], node=node, message=message, error=name, where=where)
+        failure = WorkerFailure(
+            rank=self._spec.ranks[0], node=node, message=message, error=name, where=where
+        )
         self._peers.report(replace(failure, timestamp=time.time()))
         while (verdict := self._peers.poll()) is None:
             self._turn()
@@ -165,16 +211,30 @@ class NodeGeneration:
             checked = self._gpu_check is None or self._gpu_check.done
             if checked and (standby is None or standby.is_settled):
                 break
-            if (end := self._peers.poll()) is not None:
+            end = self._peers.poll()
+            if end is not None:
                 return end
             self._turn()
         return None
 
     def _worker_spec(self, kept: Path) -> WorkerSpec:
-        spec, start = self._spec, self._start
-        fields = ("job", "run", "attempt", "node", "config", "store_uri", "prepared", "promised_gpus")
+        spec = self._spec
+        start = self._start
+        fields = (
+            "job",
+            "run",
+            "attempt",
+            "node",
+            "config",
+            "store_uri",
+            "prepared",
+            "promised_gpus",
+        )
         same: dict[str, Any] = {name: getattr(spec, name) for name in fields}
-        same |= {name: getattr(start, name) for name in ("generation", "generation_id", "candidates", "overrides")}
+        same |= {
+            name: getattr(start, name)
+            for name in ("generation", "generation_id", "candidates", "overrides")
+        }
         return WorkerSpec(
             **same,
             terms=self._terms_now(),
@@ -194,7 +254,9 @@ class NodeGeneration:
         if self._start.terms is None:
             return None
         terms = Terms.from_json(self._start.terms)
-        waited_usd = (time.monotonic() - self._created) * terms.usd_per_rank_second * self._spec.world_size
+        waited_usd = (
+            (time.monotonic() - self._created) * terms.usd_per_rank_second * self._spec.world_size
+        )
         return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
     def _watch(self, group: WorkerGroup, output: RankOutput) -> GenerationEnd:
@@ -207,20 +269,32 @@ class NodeGeneration:
                 if self._peers.take_witness_request():
                     watch.request_witnesses()
                 store_wait = self._check_store_wait(group)
-                for failure in watch.check(store_wait=store_wait) + self._drain.find_overstaying_ranks(group):
+                for failure in watch.check(
+                    store_wait=store_wait
+                ) + self._drain.find_overstaying_ranks(group):
                     if not failure.witness and failure.rank in reported:
                         continue
                     if not failure.witness:
                         failure = self._add_gpu_fault(failure)
                         reported[failure.rank] = failure
-                        print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                        print_line(
+                            f"node {self._spec.node}: rank {failure.rank}: {failure.headline}"
+                        )
                     self._peers.report(failure)
-                stall, self._peers.stall = self._peers.stall, None
+                stall = self._peers.stall
+                self._peers.stall = None
                 if stall is not None:
-                    text = f"rank {stall.rank}: {stall.message}, uses no CPU time; the other ranks wait for it"
+                    text = (
+                        f"rank {stall.rank}: {stall.message}, uses no CPU time; the other ranks "
+                        "wait for it"
+                    )
                     print_line(text)
                     self._log.emit(STALL, **stall.details() | {"culprit": text})
-                if not (finished or reported) and group.all_exited() and len(group.results()) == len(group.workers):
+                if (
+                    not (finished or reported)
+                    and group.all_exited()
+                    and len(group.results()) == len(group.workers)
+                ):
                     finished = True
                     self._peers.report_results(group.results())
                 self._drain.forward_orders(self._peers, self._log.emit)
@@ -230,17 +304,25 @@ class NodeGeneration:
         finally:
             watch.close()
         if end.culprit:
-            show_failed_logs(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
+            show_failed_logs(
+                group,
+                list(reported.values()),
+                job=self._spec.job,
+                generation=self._start.generation,
+            )
         return end
 
     def _add_gpu_fault(self, failure: WorkerFailure) -> WorkerFailure:
-        """Add to a failure the GPU fault that explains it, so that the user's program is not blamed."""
+        """Add to a failure the GPU fault that explains it, so that the user's program is not
+        blamed.
+        """
         if self._gpus is None or failure.stopped:
             return failure
         self._gpus.refresh(_GPU_ANSWER_SECONDS)
         of_cuda = failure.hung or failure.killed_by or "cuda" in failure.message.lower()
         recent = [one for one in self._gpus.faults[self._faults_before :] if one.fatal or of_cuda]
-        if (shown := fault_from_error(failure.message)) is not None:
+        shown = fault_from_error(failure.message)
+        if shown is not None:
             self._gpus.add(shown)
             recent.append(shown)
         if not recent:
@@ -249,9 +331,12 @@ class NodeGeneration:
         return replace(failure, gpu_fault=str(fault), message=f"{fault}; {failure.message}")
 
     def _check_store_wait(self, group: WorkerGroup) -> bool:
-        """Return whether a rank of any node waits for the store. If a rank of this node waits, tell the other nodes.
+        """Return whether a rank of any node waits for the store.
 
-        While a rank waits for the store, all other ranks wait for it in a collective. This must not count as a hang.
+        If a rank of this node waits, tell the other nodes.
+
+        While a rank waits for the store, all other ranks wait for it in a collective. This must not
+        count as a hang.
         """
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
         if here and not self._store_wait_reported.holds:
@@ -263,12 +348,13 @@ class NodeGeneration:
 class NodeLog:
     """Event log of one node, which records the node's paid time per generation.
 
-    In this log, a generation ends when the node's next generation begins. Every second from the start to the exit of
-    the agent therefore belongs to exactly one generation.
+    In this log, a generation ends when the node's next generation begins. Every second from the
+    start to the exit of the agent therefore belongs to exactly one generation.
     """
 
     def __init__(self, job_store: Store, host: str) -> None:
-        self._job_store, self._host = job_store, host
+        self._job_store = job_store
+        self._host = host
         self._since = (time.time(), time.monotonic())
         self._log: EventLog | None = None
         self._machine: dict | None = None
@@ -278,7 +364,9 @@ class NodeLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the node's current generation began; before the first one, seconds since the agent started."""
+        """Seconds since the node's current generation began; before the first one, seconds since
+        the agent started.
+        """
         return time.monotonic() - self._since[1]
 
     @property
@@ -286,7 +374,9 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Record the end of the previous generation (if any), with the reason `left_for`, and the start of the next."""
+        """Record the end of the previous generation (if any), with the reason `left_for`, and the
+        start of the next.
+        """
         if self._log is not None and self._log.origin.generation == generation:
             return
         if self._log is not None:
@@ -295,10 +385,17 @@ class NodeLog:
             self._since = now
             # Upload the rest of its events while the next generation starts.
             self._closing = [thread for thread in self._closing if thread.is_alive()]
-            self._closing.append(threading.Thread(target=self._log.close, name="events-close", daemon=True))
+            self._closing.append(
+                threading.Thread(target=self._log.close, name="events-close", daemon=True)
+            )
             self._closing[-1].start()
         origin = Origin(
-            job=spec.job, run=spec.run, attempt=spec.attempt, generation=generation, node=spec.node, process="agent"
+            job=spec.job,
+            run=spec.run,
+            attempt=spec.attempt,
+            generation=generation,
+            node=spec.node,
+            process="agent",
         )
         self._log = EventLog(self._job_store, origin)
         if self._machine is None:
@@ -306,7 +403,9 @@ class NodeLog:
             if machine.problem:
                 print_line(f"node {spec.node}: instance type unknown: {machine.problem}")
             self._machine = machine.to_json()
-        self.emit(NODE_STARTED, at=self._since, ranks=list(spec.ranks), host=self._host, **self._machine)
+        self.emit(
+            NODE_STARTED, at=self._since, ranks=list(spec.ranks), host=self._host, **self._machine
+        )
 
     @property
     def is_open(self) -> bool:
@@ -317,7 +416,10 @@ class NodeLog:
             self._log.emit(name, **data)
 
     def beat(self, sample: Callable[[], dict] = dict) -> None:
-        """Count one iteration of the agent's loop. Once per second, record a heartbeat with the data of `sample()`."""
+        """Count one iteration of the agent's loop.
+
+        Once per second, record a heartbeat with the data of `sample()`.
+        """
         self.turns += 1
         now = time.monotonic()
         if now - self._last_beat >= _HEARTBEAT_SECONDS:
@@ -325,7 +427,9 @@ class NodeLog:
             self.emit(NODE_HEARTBEAT, seconds=self.seconds, **sample())
 
     def close(self, reason: str) -> None:
-        """Record that this node's part of the job has ended, and try for at most 6 s to upload all events."""
+        """Record that this node's part of the job has ended, and try for at most 6 s to upload all
+        events.
+        """
         self.emit(NODE_ENDED, seconds=self.seconds, reason=reason)
         if self._log:
             self._log.close()

@@ -1,8 +1,10 @@
-"""Monitor a node's GPUs through NVIDIA's library (NVML) and the kernel log: use, hardware faults, thermal throttling.
+"""Monitor a node's GPUs through NVIDIA's library (NVML) and the kernel log: use, hardware faults,
+thermal throttling.
 
-This module was never run on a GPU; the tests replace the library. A fault that needs a reset or another machine makes
-the node unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid catalog (GPU Deployment and Management
-Documentation). Xids that a program can cause, such as 13 and 31, do not count as hardware faults.
+This module was never run on a GPU; the tests replace the library. A fault that needs a reset or
+another machine makes the node unusable (`GpuFault.fatal`). Xid numbers are those of NVIDIA's Xid
+catalog (GPU Deployment and Management Documentation). Xids that a program can cause, such as 13 and
+31, do not count as hardware faults.
 """
 
 import contextlib
@@ -34,9 +36,18 @@ _FATAL_XIDS = {
     140: "unrecovered ECC error",
     143: "GPU could not be initialized",
 }
-_PASSING_XIDS = {63: "row remapped", 94: "contained ECC error", **dict.fromkeys(range(144, 151), "NVLink error")}
+_PASSING_XIDS = {
+    63: "row remapped",
+    94: "contained ECC error",
+    **dict.fromkeys(range(144, 151), "NVLink error"),
+}
 # Parts of messages of CUDA errors in a rank (cudaGetErrorString) that only hardware causes.
-_FATAL_TEXTS = ("uncorrectable ecc error", "uncorrectable nvlink error", "gpu is lost", "fallen off the bus")
+_FATAL_TEXTS = (
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "gpu is lost",
+    "fallen off the bus",
+)
 
 
 @dataclass(frozen=True)
@@ -50,20 +61,27 @@ class GpuFault:
 
 
 def fault_from_xid(device: str, number: int) -> GpuFault | None:
-    """Return the hardware fault that an Xid reports; None for an unknown Xid, or an Xid that a program can cause."""
+    """Return the hardware fault that an Xid reports; None for an unknown Xid, or an Xid that a
+    program can cause.
+    """
     what = _FATAL_XIDS.get(number) or _PASSING_XIDS.get(number)
-    return None if what is None else GpuFault(device, f"Xid {number}, {what}", number in _FATAL_XIDS)
+    if what is None:
+        return None
+    return GpuFault(device, f"Xid {number}, {what}", number in _FATAL_XIDS)
 
 
 def fault_from_error(message: str) -> GpuFault | None:
     """Return the hardware fault that a rank's error message reports; None if it reports none."""
     text = message.lower()
     found = next((sign for sign in _FATAL_TEXTS if sign in text), None)
-    return None if found is None else GpuFault("of the rank", found)
+    if found is None:
+        return None
+    return GpuFault("of the rank", found)
 
 
 def kernel_records(log: int) -> Iterator[tuple[float, str]]:
-    """Yield (seconds since boot, text) for each record in the kernel log that can be read without waiting.
+    """Yield (seconds since boot, text) for each record in the kernel log that can be read without
+    waiting.
 
     A record has the form "priority,number,microseconds,flags;text".
     """
@@ -78,7 +96,9 @@ def kernel_records(log: int) -> Iterator[tuple[float, str]]:
 
 
 class GpuMonitor:
-    """Monitor of a node's GPUs. It reads the GPUs' state in a thread, because a broken driver may block.
+    """Monitor of a node's GPUs.
+
+    It reads the GPUs' state in a thread, because a broken driver may block.
 
     On a machine without GPUs, it does nothing.
 
@@ -88,7 +108,8 @@ class GpuMonitor:
     """
 
     def __init__(self, *, kernel_log: str = "/dev/kmsg") -> None:
-        self._wanted, self._taken = threading.Event(), threading.Condition()
+        self._wanted = threading.Event()
+        self._taken = threading.Condition()
         self._last: tuple[float, dict[str, int]] = (-_FRESH_SECONDS, {})
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -99,27 +120,38 @@ class GpuMonitor:
         self.idle_bytes: list[int] = []
 
     def sample(self, *, wait_seconds: float = 0.0) -> dict[str, int]:
-        """Return the newest measurement and request the next. Wait at most `wait_seconds` for a recent measurement.
+        """Return the newest measurement and request the next.
 
-        Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes (sum),
-        gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest), gpu_watts (sum),
-        gpus_slowed (number of GPUs that are throttled because of heat or power).
+        Wait at most `wait_seconds` for a recent measurement.
+
+        Return {} if the measurement is older than 5 s. Fields: gpus (number), gpu_memory_used_bytes
+        (sum), gpu_memory_free_bytes (smallest), gpu_busy_percent (smallest), gpu_celsius (highest),
+        gpu_watts (sum), gpus_slowed (number of GPUs that are throttled because of heat or power).
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
             self._thread.start()
         self._wanted.set()
         limit = time.monotonic() + wait_seconds
-        while (now := time.monotonic()) < limit and now - self._last[0] >= _FRESH_SECONDS and self._thread.is_alive():
+        while (
+            (now := time.monotonic()) < limit
+            and now - self._last[0] >= _FRESH_SECONDS
+            and self._thread.is_alive()
+        ):
             time.sleep(_LOOK_SECONDS)
         at, found = self._last
-        return found if time.monotonic() - at < _FRESH_SECONDS else {}
+        if time.monotonic() - at < _FRESH_SECONDS:
+            return found
+        return {}
 
     def add(self, fault: GpuFault) -> None:
         self.faults.append(fault)
 
     def refresh(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a new measurement. Return False if none arrives, for example without a GPU."""
+        """Wait up to `seconds` for a new measurement.
+
+        Return False if none arrives, for example without a GPU.
+        """
         if not self.sample(wait_seconds=seconds):
             return False
         with self._taken:
@@ -131,7 +163,10 @@ class GpuMonitor:
             return self._samples >= wanted
 
     def note_idle(self) -> None:
-        """Set `idle_bytes` to the memory in use now, unless it is already set. Call this before ranks start."""
+        """Set `idle_bytes` to the memory in use now, unless it is already set.
+
+        Call this before ranks start.
+        """
         if not self.idle_bytes and self.refresh(_ANSWER_SECONDS):
             self.idle_bytes = self._used
 
@@ -140,19 +175,22 @@ class GpuMonitor:
         return next((fault for fault in self.faults if fault.fatal), None)
 
     def await_release(self, seconds: float, meanwhile: Callable[[], object]) -> str:
-        """Wait until the memory in use on each GPU is about as small as before the first rank started.
+        """Wait until the memory in use on each GPU is about as small as before the first rank
+        started.
 
-        The driver frees the memory of a killed process some time after the process has ended. Return "" or, after
-        `seconds`, a message about the memory still in use.
+        The driver frees the memory of a killed process some time after the process has ended.
+        Return "" or, after `seconds`, a message about the memory still in use.
         """
-        idle, limit = self.idle_bytes, time.monotonic() + seconds
+        idle = self.idle_bytes
+        limit = time.monotonic() + seconds
         while idle and self.refresh(_ANSWER_SECONDS) and len(self._used) == len(idle):
             held = [now - then for now, then in zip(self._used, idle, strict=True)]
             if max(held) <= _RELEASED_BYTES:
                 return ""
             if time.monotonic() >= limit:
                 return (
-                    f"{max(held) / 2**30:.1f} GiB of GPU {held.index(max(held))} are still in use after {seconds:g} s"
+                    f"{max(held) / 2**30:.1f} GiB of GPU {held.index(max(held))} are still in "
+                    f"use after {seconds:g} s"
                 )
             meanwhile()
         return ""
@@ -185,8 +223,14 @@ class GpuMonitor:
 
 def _visible_devices(library: Any) -> list[Any]:
     """Return the handles of the GPUs that this job may use. Other GPUs may belong to other jobs."""
-    devices = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
-    wanted = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    devices = [
+        library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())
+    ]
+    wanted = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
     if not wanted or wanted == ["all"]:
         return devices
     return [
@@ -198,17 +242,21 @@ def _visible_devices(library: Any) -> list[Any]:
 
 def _uuid(library: Any, device: Any) -> str:
     name = library.nvmlDeviceGetUUID(device)
-    return name.decode() if isinstance(name, bytes) else str(name)
+    if isinstance(name, bytes):
+        return name.decode()
+    return str(name)
 
 
 class _FaultFinder:
     """Detector of hardware faults.
 
-    It looks for new Xids in NVML events or in the kernel log, and for error counters that have increased.
+    It looks for new Xids in NVML events or in the kernel log, and for error counters that have
+    increased.
     """
 
     def __init__(self, library: Any, devices: list[Any], kernel_log: str) -> None:
-        self._library, self._devices = library, devices
+        self._library = library
+        self._devices = devices
         self._names = [_device_name(library, device, index) for index, device in enumerate(devices)]
         self._before = [self._state(device) for device in devices]
         self._events: Any = None
@@ -216,7 +264,9 @@ class _FaultFinder:
         with contextlib.suppress(Exception):  # not supported, as under WSL
             events = library.nvmlEventSetCreate()
             for device in devices:
-                library.nvmlDeviceRegisterEvents(device, library.nvmlEventTypeXidCriticalError, events)
+                library.nvmlDeviceRegisterEvents(
+                    device, library.nvmlEventTypeXidCriticalError, events
+                )
             self._events = events
         with contextlib.suppress(OSError):  # containers cannot read it
             self._log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK)
@@ -229,23 +279,39 @@ class _FaultFinder:
                 event = self._library.nvmlEventSetWait_v2(self._events, 0)
             except Exception:  # no more events
                 break
-            found.append(fault_from_xid(_device_name(self._library, event.device, 0), int(event.eventData)))
+            found.append(
+                fault_from_xid(_device_name(self._library, event.device, 0), int(event.eventData))
+            )
         for _, text in () if self._log is None else kernel_records(self._log):
             match = _XID.search(text)
-            if match and (match["device"].lower() in self._names or self._names[0] == "0"):  # not another job's GPU
+            if match and (
+                match["device"].lower() in self._names or self._names[0] == "0"
+            ):  # not another job's GPU
                 found.append(fault_from_xid(match["device"].lower(), int(match["number"])))
         for index, device in enumerate(self._devices):
-            before, now = self._before[index], self._state(device)
-            found += [GpuFault(self._names[index], what) for what in now if now[what] > before.get(what, 0)]
+            before = self._before[index]
+            now = self._state(device)
+            found += [
+                GpuFault(self._names[index], what)
+                for what in now
+                if now[what] > before.get(what, 0)
+            ]
             self._before[index] = before | now
         return [fault for fault in found if fault is not None]
 
     def _state(self, device: Any) -> dict[str, int]:
-        """Return one error counter per kind of fault. Counters that the GPU does not have are left out."""
-        library, state = self._library, dict[str, int]()
+        """Return one error counter per kind of fault.
+
+        Counters that the GPU does not have are left out.
+        """
+        library = self._library
+        state = dict[str, int]()
         with contextlib.suppress(Exception):
-            kind, since_boot = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
-            state["uncorrectable ECC error"] = library.nvmlDeviceGetTotalEccErrors(device, kind, since_boot)
+            kind = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+            since_boot = library.NVML_VOLATILE_ECC
+            state["uncorrectable ECC error"] = library.nvmlDeviceGetTotalEccErrors(
+                device, kind, since_boot
+            )
         with contextlib.suppress(Exception):
             state["row remapping failed"] = library.nvmlDeviceGetRemappedRows(device)[3]
         try:
@@ -255,21 +321,27 @@ class _FaultFinder:
             state["GPU is lost"] = int(lost)
         with contextlib.suppress(Exception):  # raises after the last link
             for link in range(library.NVML_NVLINK_MAX_LINKS):
-                state[f"NVLink {link} is down"] = int(not library.nvmlDeviceGetNvLinkState(device, link))
+                state[f"NVLink {link} is down"] = int(
+                    not library.nvmlDeviceGetNvLinkState(device, link)
+                )
         return state
 
 
 def _device_name(library: Any, device: Any, index: int) -> str:
     try:
         address = library.nvmlDeviceGetPciInfo(device).busId
-        text = address.decode() if isinstance(address, bytes) else str(address)
+        if isinstance(address, bytes):
+            text = address.decode()
+        else:
+            text = str(address)
         return text.lower().removeprefix("0000").removesuffix(".0")  # as in the kernel log
     except Exception:
         return str(index)
 
 
 def _counters(library: Any, devices: list[Any]) -> tuple[dict[str, int], list[int]]:
-    found, used = {"gpus": len(devices)}, list[int]()
+    found = {"gpus": len(devices)}
+    used = list[int]()
     if memory := _query(library.nvmlDeviceGetMemoryInfo, devices):
         used = [int(one.used) for one in memory]
         found["gpu_memory_used_bytes"] = sum(used)
@@ -282,7 +354,7 @@ def _counters(library: Any, devices: list[Any]) -> tuple[dict[str, int], list[in
         names = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
         slow = sum(getattr(library, f"nvmlClocksThrottleReason{name}") for name in names)
         if reasons := _query(library.nvmlDeviceGetCurrentClocksThrottleReasons, devices):
-            found["gpus_slowed"] = sum(bool(int(one) & slow) for one in reasons)
+            found["gpus_slowed"] = sum(bool(int(reason) & slow) for reason in reasons)
         if power := _query(library.nvmlDeviceGetPowerUsage, devices):  # in milliwatts
             found["gpu_watts"] = round(sum(map(int, power)) / 1000)
     return found, used

@@ -1,13 +1,13 @@
 """Output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
 
-A rank writes its output directly to a file (its raw log), so it can write even when the agent is not running. The agent
-reads that file and writes one JSON record per line to `rank-N.jsonl` in the same folder. If the agent is killed,
-`ebbflow.infra.rank_logs` reads the remaining lines from the raw log. A thread uploads the records in segments, unless
-the log folder is in the store.
+A rank writes its output directly to a file (its raw log), so it can write even when the agent is
+not running. The agent reads that file and writes one JSON record per line to `rank-N.jsonl` in the
+same folder. If the agent is killed, `ebbflow.infra.rank_logs` reads the remaining lines from the
+raw log. A thread uploads the records in segments, unless the log folder is in the store.
 
-Both files have a size limit (`survival.rank_log_mib`). If a raw log exceeds it, the agent frees the disk space of the
-file's middle with fallocate(2), FALLOC_FL_PUNCH_HOLE. The rank can continue to write meanwhile, and byte offsets in the
-records stay valid.
+Both files have a size limit (`survival.rank_log_mib`). If a raw log exceeds it, the agent frees the
+disk space of the file's middle with fallocate(2), FALLOC_FL_PUNCH_HOLE. The rank can continue to
+write meanwhile, and byte offsets in the records stay valid.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ _ECHO_BYTES_PER_LOOK = 1024 * 1024
 _LONGEST_PAUSED_TEXT = 1024 * 1024  # characters
 _WRITE_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
-# A warning of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server …", and the
-# stack that may follow it.
+# A warning of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d]
+# Server …", and the stack that may follow it.
 _NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
 _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
@@ -54,16 +54,22 @@ _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 class TerminalEcho:
     """Printer that copies new lines from the log of the node's first rank to the agent's output.
 
-    It prints all lines of rank 0, and from other nodes only the line with the address of the metrics. From the first
-    traceback on, it prints only rank 0's progress lines and lines with an address of metrics, because the traceback may
-    not show the cause of the failure.
+    It prints all lines of rank 0, and from other nodes only the line with the address of the
+    metrics. From the first traceback on, it prints only rank 0's progress lines and lines with an
+    address of metrics, because the traceback may not show the cause of the failure.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._path = group.workers[0].log_path
         own_output = group.workers[0].rank == 0
-        self._before = ("",) if own_output else (METRICS_PREFIX,)
-        self._after_traceback = (METRICS_PREFIX, _PROGRESS_PREFIX) if own_output else (METRICS_PREFIX,)
+        if own_output:
+            self._before = ("",)
+        else:
+            self._before = (METRICS_PREFIX,)
+        if own_output:
+            self._after_traceback = (METRICS_PREFIX, _PROGRESS_PREFIX)
+        else:
+            self._after_traceback = (METRICS_PREFIX,)
         self._passed = 0
         self._muted = False
         self._native = NativeWarnings()
@@ -78,24 +84,37 @@ class TerminalEcho:
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
         # The freed middle of a log file is read as NUL bytes.
-        before, traceback, after = whole.replace(b"\0", b"").decode(errors="replace").partition(_TRACEBACK)
+        before, traceback, after = (
+            whole.replace(b"\0", b"").decode(errors="replace").partition(_TRACEBACK)
+        )
         if self._muted:
-            before, after = "", before + traceback + after
+            after = before + traceback + after
+            before = ""
         self._muted = self._muted or bool(traceback)
         for text, prefixes in ((before, self._before), (after, self._after_traceback)):
-            lines = text.removesuffix("\n").split("\n") if text else []
+            if text:
+                lines = text.removesuffix("\n").split("\n")
+            else:
+                lines = []
             lines = [line for line in lines if line.startswith(prefixes)]
-            _OWN_OUTPUT.write("".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines)))
+            _OWN_OUTPUT.write(
+                "".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines))
+            )
 
 
 class NativeWarnings:
-    """Filter that removes messages of torch's C++ code, and the stacks that follow them, from the lines of a log."""
+    """Filter that removes messages of torch's C++ code, and the stacks that follow them, from the
+    lines of a log.
+    """
 
     def __init__(self) -> None:
         self._inside = False
 
     def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the lines outside C++ messages and stacks. Pass a log in order, since a stack may span calls."""
+        """Yield the lines outside C++ messages and stacks.
+
+        Pass a log in order, since a stack may span calls.
+        """
         for line in lines:
             note = _NATIVE_NOTE.match(line) is not None
             self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
@@ -103,19 +122,28 @@ class NativeWarnings:
                 yield line
 
 
-def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
-    """Print the last log lines of the rank that failed first on this node, and how to see more of the log.
+def show_failed_logs(
+    group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int
+) -> None:
+    """Print the last log lines of the rank that failed first on this node, and how to see more of
+    the log.
 
     Ranks that failed only because of a peer are skipped.
     """
     workers = {worker.rank: worker for worker in group.workers}
-    own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
+    own = sorted(
+        (failure for failure in failures if not failure.cascade),
+        key=lambda failure: failure.priority,
+    )
     if not own:
         return
     first = workers[own[0].rank]
     lines = [f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):"]
     lines += [f"| {line}" for line in _last_lines(first.log_path)]
-    lines += [f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}" for failure in own[1:]]
+    lines += [
+        f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}"
+        for failure in own[1:]
+    ]
     place = f"--rank {first.rank} --generation {generation} --around step:{first.beat.step}"
     lines.append(f"more: {own_command()} logs {shlex.quote(job)} {place}")
     print_line("\n".join(lines))  # in one write: the agents of a machine share the terminal
@@ -134,11 +162,12 @@ def _last_lines(path: Path) -> list[str]:
 
 
 class NonBlockingOutput:
-    """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot block the agent.
+    """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot
+    block the agent.
 
-    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls return at once for as
-    long as the output accepts no text. In that time, up to 1 MiB (2^20 characters) of text is queued; further lines are
-    dropped and counted.
+    `write` waits until the text is written, but at most 1 s. After such a timeout, further calls
+    return at once for as long as the output accepts no text. In that time, up to 1 MiB (2^20
+    characters) of text is queued; further lines are dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -168,8 +197,12 @@ class NonBlockingOutput:
 
     def _enqueue(self, text: str) -> threading.Event:
         if self._dropped:
-            note = f"{self._dropped} lines were dropped while this output took none; ebbflow logs shows them\n"
-            text, self._dropped = note + text, 0
+            note = (
+                f"{self._dropped} lines were dropped while this output took none; ebbflow logs "
+                "shows them\n"
+            )
+            text = note + text
+            self._dropped = 0
         self._kept += len(text)
         written = threading.Event()
         self._waiting.put((sys.stdout, text, written))
@@ -182,7 +215,9 @@ class NonBlockingOutput:
     def _run(self) -> None:
         while True:
             output, text, written = self._waiting.get()
-            with contextlib.suppress(Exception):  # a strict terminal, a full disk, a pipe that is closed
+            with contextlib.suppress(
+                Exception
+            ):  # a strict terminal, a full disk, a pipe that is closed
                 _write_to(output, text)
             written.set()
             with self._guard:
@@ -191,7 +226,10 @@ class NonBlockingOutput:
 
 
 def _write_to(output: Any, text: str) -> None:
-    """Write text. Replace characters that are not in the output's encoding by similar ASCII characters or escapes."""
+    """Write text.
+
+    Replace characters that are not in the output's encoding by similar ASCII characters or escapes.
+    """
     encoding = getattr(output, "encoding", None) or "utf-8"
     data = text.encode(encoding, REPLACE_UNPRINTABLE)
     try:
@@ -203,7 +241,9 @@ def _write_to(output: Any, text: str) -> None:
         output.flush()
         return
     output.flush()
-    while data:  # bypass the stream: its lock, held during a pause, would keep this process from exiting
+    while (
+        data
+    ):  # bypass the stream: its lock, held during a pause, would keep this process from exiting
         try:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:  # another process has set O_NONBLOCK
@@ -234,32 +274,58 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class RankLog:
-    """Raw log of one rank, and the file with its records. That file is at most about four times as large as the log.
+    """Raw log of one rank, and the file with its records.
 
-    If the raw log exceeds `limit_bytes`, only its first part and its last part (the tail) remain. The tail has at most
-    an eighth of the limit and at most 1 MiB. `place` has the fields job, generation, node and rank of all records.
+    That file is at most about four times as large as the log.
+
+    If the raw log exceeds `limit_bytes`, only its first part and its last part (the tail) remain.
+    The tail has at most an eighth of the limit and at most 1 MiB. `place` has the fields job,
+    generation, node and rank of all records.
     """
 
-    def __init__(self, raw: Path, *, limit_bytes: int, tail_bytes: int | None = None, **place: Any) -> None:
-        self._raw, self._records, self._place = raw, raw.with_suffix(".jsonl"), place
-        self._tail = min(TAIL_BYTES, limit_bytes // _TAIL_SHARE) if tail_bytes is None else tail_bytes
-        self._head = limit_bytes - 2 * self._tail  # the tail reaches twice its size before it is cut
+    def __init__(
+        self, raw: Path, *, limit_bytes: int, tail_bytes: int | None = None, **place: Any
+    ) -> None:
+        self._raw = raw
+        self._records = raw.with_suffix(".jsonl")
+        self._place = place
+        if tail_bytes is None:
+            self._tail = min(TAIL_BYTES, limit_bytes // _TAIL_SHARE)
+        else:
+            self._tail = tail_bytes
+        self._head = (
+            limit_bytes - 2 * self._tail
+        )  # the tail reaches twice its size before it is cut
         self._records_left = _RECORDS_FACTOR * self._head
         self._read = 0
-        self._freed = -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES  # start of the hole, then its end
+        self._freed = (
+            -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES
+        )  # start of the hole, then its end
         self._full = False  # the records of the head are complete
         self._torn = False  # the last write failed, perhaps within a line
 
     def follow(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write records for the log's new complete lines, as far as its size limit allows, and return them."""
+        """Write records for the log's new complete lines, as far as its size limit allows, and
+        return them.
+        """
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
-        return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
+        if room > 0 and not self._full:
+            return self._take(room, beat, at_end=False)
+        return []
 
     def finish(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write records for all remaining lines, and return them. Call this when the rank has ended."""
+        """Write records for all remaining lines, and return them.
+
+        Call this when the rank has ended.
+        """
         records: list[bytes] = []
-        while (left := self._left()) > 0 and (room := min(_BYTES_PER_LOOK, self._head - self._read)) > 0:
-            found = [] if self._full else self._take(room, beat, at_end=room >= left)
+        while (left := self._left()) > 0 and (
+            room := min(_BYTES_PER_LOOK, self._head - self._read)
+        ) > 0:
+            if self._full:
+                found = []
+            else:
+                found = self._take(room, beat, at_end=room >= left)
             if not found:
                 break
             records += found
@@ -268,7 +334,10 @@ class RankLog:
         return records
 
     def free_middle(self) -> None:
-        """Free the disk blocks between the first part and the tail. Raises OSError if the file system cannot do it."""
+        """Free the disk blocks between the first part and the tail.
+
+        Raises OSError if the file system cannot do it.
+        """
         end = (self._raw.stat().st_size - self._tail) // _BLOCK_BYTES * _BLOCK_BYTES
         if end - self._freed < max(self._tail, _BLOCK_BYTES):
             return
@@ -289,7 +358,11 @@ class RankLog:
 
     def _take(self, size: int, beat: HeartbeatReading, *, at_end: bool) -> list[bytes]:
         pieces = self._pieces(self._read, size, at_end=at_end)
-        now, at, records, room, full = time.time(), self._read, [], self._records_left, False
+        now = time.time()
+        at = self._read
+        records = []
+        room = self._records_left
+        full = False
         for piece, more in pieces:
             record = self._encode(now, beat, piece, start=at, end=at + len(piece), more=more)
             if full := len(record) >= room:
@@ -298,14 +371,22 @@ class RankLog:
             records.append(record)
             at += len(piece)
         self._append(records)
-        self._read, self._records_left, self._full = at, room, full  # after the write: a failed one is tried again
+        # after the write: a failed one is tried again
+        self._read = at
+        self._records_left = room
+        self._full = full
         return records
 
     def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write records for the tail, and return them. If bytes were omitted, the first record has their number."""
+        """Write records for the tail, and return them.
+
+        If bytes were omitted, the first record has their number.
+        """
         begin = max(self._read, self._raw.stat().st_size - self._tail)
         pieces = self._pieces(begin, self._tail, at_end=True)
-        now, kept, room = time.time(), [], _RECORDS_FACTOR * self._tail
+        now = time.time()
+        kept = []
+        room = _RECORDS_FACTOR * self._tail
         end = at = begin + sum(len(piece) for piece, _ in pieces)
         for piece, more in reversed(pieces):
             record = self._encode(now, beat, piece, start=at - len(piece), end=at, more=more)
@@ -314,8 +395,12 @@ class RankLog:
             room -= len(record) + 1
             kept.append(record)
             at -= len(piece)
-        if (left_out := at - self._read) > 0:
-            text = f"[{left_out} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+        left_out = at - self._read
+        if left_out > 0:
+            text = (
+                f"[{left_out} bytes are left out here: the rank printed more than "
+                "survival.rank_log_mib keeps]"
+            )
             place = {"start": self._read, "end": self._read, "dropped": left_out}
             kept.append(self._encode(now, beat, text.encode(), **place))
         self._append(kept[::-1])
@@ -324,11 +409,15 @@ class RankLog:
 
     def _encode(self, now: float, beat: HeartbeatReading, piece: bytes, **place: Any) -> bytes:
         text = piece.removesuffix(b"\n").decode(errors="replace")
-        line = LogLine(t=utc_text(now), step=beat.step, phase=beat.phase, text=text, **self._place, **place)
+        line = LogLine(
+            t=utc_text(now), step=beat.step, phase=beat.phase, text=text, **self._place, **place
+        )
         return line.to_json().encode()
 
     def _append(self, records: list[bytes]) -> None:
-        """Append records in one write if possible, so that a crash of this process truncates at most one record."""
+        """Append records in one write if possible, so that a crash of this process truncates at
+        most one record.
+        """
         if not records:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"\n".join(records) + b"\n")
@@ -343,7 +432,10 @@ class RankLog:
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Free the disk blocks of a range of a file, which then reads as zeros. Raises OSError if that fails."""
+    """Free the disk blocks of a range of a file, which then reads as zeros.
+
+    Raises OSError if that fails.
+    """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -353,15 +445,17 @@ def punch_hole(descriptor: int, start: int, size: int) -> None:
 
 _INTERVAL_SECONDS = 15.0  # between uploads; each is a paid request
 _CLOSE_DEADLINE_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0
 _QUEUE_BYTES = 8 * 1024 * 1024
 
 
 class LogUploader:
     """Uploader of records to the job's store. It runs in a thread.
 
-    Each upload writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl`. While the store is unavailable,
-    the uploader keeps up to `queue_bytes` of records in memory; it drops and counts further records.
+    Each upload writes a new object `logs/<generation>/<node>-<rank>-<segment>.jsonl`. While the
+    store is unavailable, the uploader keeps up to `queue_bytes` of records in memory; it drops and
+    counts further records.
     """
 
     def __init__(
@@ -374,8 +468,12 @@ class LogUploader:
         interval_seconds: float = _INTERVAL_SECONDS,
         queue_bytes: int = _QUEUE_BYTES,
     ) -> None:
-        self._store, self._generation, self._node, self._say = job_store, generation, node, say
-        self._interval_seconds, self._queue_limit = interval_seconds, queue_bytes
+        self._store = job_store
+        self._generation = generation
+        self._node = node
+        self._say = say
+        self._interval_seconds = interval_seconds
+        self._queue_limit = queue_bytes
         self._writer = secrets.token_hex(3)  # keeps the segments of two agents apart
         self._changed = threading.Condition()  # guards what follows
         self._pending: dict[int, list[bytes]] = {}
@@ -395,7 +493,10 @@ class LogUploader:
                 self._pending_bytes += len(record)
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """Try to upload the remaining records before the deadline. Print how many were not uploaded. Never raises."""
+        """Try to upload the remaining records before the deadline.
+
+        Print how many were not uploaded. Never raises.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -405,19 +506,29 @@ class LogUploader:
             self._changed.notify_all()
             rest = self._left_out + sum(map(len, self._pending.values()))
         if rest:
-            self._say(f"logs: WARNING: {rest} lines did not reach {self._store.uri}/logs; this machine's disk has them")
+            self._say(
+                f"logs: WARNING: {rest} lines did not reach {self._store.uri}/logs; this "
+                "machine's disk has them"
+            )
 
     def _put_forever(self) -> None:
-        pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
+        pauses = backoff_pauses(
+            first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
+        )
         while (batch := self._next_batch()) is not None:
             try:
                 for rank, records in batch.items():
                     self._put(rank, records)
                 self._away = False
-                pauses = backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS)
+                pauses = backoff_pauses(
+                    first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
+                )
             except Exception as error:  # the records are kept, and the next try may succeed
                 if not self._away:
-                    self._say(f"logs: WARNING: {self._store.uri} accepts no logs for now, retrying: {error}")
+                    self._say(
+                        f"logs: WARNING: {self._store.uri} accepts no logs for now, retrying: "
+                        f"{error}"
+                    )
                 self._away = True
                 with self._changed:
                     self._changed.wait_for(lambda: self._given_up, next(pauses))
@@ -427,10 +538,15 @@ class LogUploader:
             if not self._away:
                 self._changed.wait_for(lambda: self._closed, self._interval_seconds)
             done = self._given_up or (self._closed and not self._pending)
-            return None if done else {rank: list(records) for rank, records in self._pending.items()}
+            if done:
+                return None
+            return {rank: list(records) for rank, records in self._pending.items()}
 
     def _put(self, rank: int, records: list[bytes]) -> None:
-        """Upload one rank's records. A failed upload may still have stored them; readers ignore such duplicates."""
+        """Upload one rank's records.
+
+        A failed upload may still have stored them; readers ignore such duplicates.
+        """
         number = self._segments.get(rank, 0)
         key = log_key(self._generation, self._node, rank, f"{number:06d}.{self._writer}")
         self._store.put(key, b"\n".join(records) + b"\n")
@@ -443,17 +559,27 @@ class LogUploader:
 
 
 class RankOutput:
-    """Output of a node's ranks in one generation. If recording fails, the next `follow` or `close` tries again."""
+    """Output of a node's ranks in one generation.
 
-    def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
+    If recording fails, the next `follow` or `close` tries again.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store
+    ) -> None:
         self._echo = TerminalEcho(group)
         self._uploader: LogUploader | None = None
         local = job_store.local_path("logs")
         if local is None or local.resolve() != Path(spec.log_folder).resolve():
-            self._uploader = LogUploader(job_store, generation=generation, node=spec.node, say=print_line)
+            self._uploader = LogUploader(
+                job_store, generation=generation, node=spec.node, say=print_line
+            )
         place = {"job": spec.job, "generation": generation, "node": spec.node}
         place["limit_bytes"] = spec.survival.rank_log_mib * 2**20
-        self._logs = [(one, RankLog(one.log_path, rank=one.rank, **place)) for one in group.workers]
+        self._logs = [
+            (worker, RankLog(worker.log_path, rank=worker.rank, **place))
+            for worker in group.workers
+        ]
         self._write_failed = self._unlimited = False
 
     def follow(self) -> None:
@@ -461,7 +587,10 @@ class RankOutput:
         self._record(RankLog.follow)
 
     def close(self) -> None:
-        """Process the remaining output after the ranks have ended. Takes up to 5 s for the upload."""
+        """Process the remaining output after the ranks have ended.
+
+        Takes up to 5 s for the upload.
+        """
         self._echo.echo_new_lines()
         self._record(RankLog.finish)
         if self._uploader:
@@ -482,7 +611,10 @@ class RankOutput:
                 records = read(log, worker.beat)
             except OSError as error:
                 if not self._write_failed:
-                    print_line(f"logs: WARNING: no JSON lines of rank {worker.rank}, only its raw log: {error}")
+                    print_line(
+                        f"logs: WARNING: no JSON lines of rank {worker.rank}, only its raw log: "
+                        f"{error}"
+                    )
                 self._write_failed = True
                 continue
             if records and self._uploader:

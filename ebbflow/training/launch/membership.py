@@ -1,7 +1,8 @@
 """Communication of an agent with the agents of the other nodes.
 
-`CoordinatorPeers` is node 0's side: it admits the followers, collects their reports and decides how a generation ended.
-`FollowerPeers` is the side of every other node: it reports to node 0 and receives node 0's decisions.
+`CoordinatorPeers` is node 0's side: it admits the followers, collects their reports and decides how
+a generation ended. `FollowerPeers` is the side of every other node: it reports to node 0 and
+receives node 0's decisions.
 """
 
 import os
@@ -15,11 +16,18 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
 from ebbflow.training.errors import GangError, UnreliableReader
 from ebbflow.training.launch import messages
-from ebbflow.training.launch.blame import Culprit, LoneCall, detect_mismatch, detect_stall, settle_seconds
+from ebbflow.training.launch.blame import (
+    Culprit,
+    LoneCall,
+    detect_mismatch,
+    detect_stall,
+    settle_seconds,
+)
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.transport import Connection, Message, RollCallServer, join_gang
 
-STORE_WAIT_SECONDS = 3.0  # waits are reported once per second; the rest is for ranks to continue after the wait
+# Waits are reported once per second; the rest is for ranks to continue after the wait
+STORE_WAIT_SECONDS = 3.0
 
 
 class StickyFlag:
@@ -42,8 +50,12 @@ def in_jobset() -> bool:
 
 
 def replacements_of(config: Mapping[str, Any]) -> int:
-    """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a JobSet."""
-    return int((config.get("kubernetes") or {}).get("node_replacements") or 0) if in_jobset() else 0
+    """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a
+    JobSet.
+    """
+    if in_jobset():
+        return int((config.get("kubernetes") or {}).get("node_replacements") or 0)
+    return 0
 
 
 _WAIT_REPORT_SECONDS = 1.0  # between two messages that a node waits for its notice to expire
@@ -56,15 +68,20 @@ class _Peers:
         self._orders: list[messages.RankOrder] = []
         self._witnesses_wanted = False
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
-        self.stall: Culprit | None = None  # a newly found rank for which all others wait, although it is idle
+        # A newly found rank for which all others wait, although it is idle
+        self.stall: Culprit | None = None
 
     def orders(self) -> list[messages.RankOrder]:
-        orders, self._orders = self._orders, []
+        orders = self._orders
+        self._orders = []
         return orders
 
     def take_witness_request(self) -> bool:
-        """Return whether the coordinator has requested the positions of the ranks since the last call."""
-        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        """Return whether the coordinator has requested the positions of the ranks since the last
+        call.
+        """
+        wanted = self._witnesses_wanted
+        self._witnesses_wanted = False
         return wanted
 
     @property
@@ -73,18 +90,24 @@ class _Peers:
 
 
 class CoordinatorPeers(_Peers):
-    """Node 0's connections to the followers. It combines their reports and decides the result of each generation."""
+    """Node 0's connections to the followers.
+
+    It combines their reports and decides the result of each generation.
+    """
 
     def __init__(self, spec: messages.GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
-        self._spec, self._host, self._secret = spec, host, secret
+        self._spec = spec
+        self._host = host
+        self._secret = secret
         # Lost nodes that the scheduler replaces within this attempt (Kubernetes, in a JobSet).
         self._replacements = replacements_of(spec.config)
         self._members: dict[int, Connection] = {}  # nodes that have joined
         self._hellos: dict[int, Message] = {}  # their first messages
         self._server: RollCallServer | None = None  # until all nodes have joined
         self._returns: RollCallServer | None = None  # of a smaller gang: lost nodes that are back
-        self._growing = False  # the ranks were asked to leave, so that a node that has come back takes part
+        # The ranks were asked to leave, so that a node that has come back takes part
+        self._growing = False
         if spec.nodes > 1:
             self._server = self._open_server()
         self._number = 0
@@ -105,7 +128,7 @@ class CoordinatorPeers(_Peers):
         spec = self._spec
         return RollCallServer(
             spec.main_address, spec.candidate_ports, spec.token, self._secret, spec.silence_seconds
-        )  # fmt: skip
+        )
 
     @property
     def nodes(self) -> list[int]:
@@ -115,7 +138,9 @@ class CoordinatorPeers(_Peers):
 
     @property
     def leave_cause(self) -> str:
-        return self._leave_orders[0].cause if self._leave_orders else ""
+        if self._leave_orders:
+            return self._leave_orders[0].cause
+        return ""
 
     @property
     def _start(self) -> messages.GenerationStart:
@@ -123,7 +148,10 @@ class CoordinatorPeers(_Peers):
         return self._started
 
     def keep_in_touch(self) -> None:
-        """Exchange pings with the followers while node 0 is busy. All other received messages stay queued."""
+        """Exchange pings with the followers while node 0 is busy.
+
+        All other received messages stay queued.
+        """
         for connection in self._members.values():
             connection.keep_alive()
         self._send_wait(0.0)
@@ -132,7 +160,9 @@ class CoordinatorPeers(_Peers):
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def announce_generation(self, number: int) -> None:
-        """Send the number of the generation that is about to start to all followers, also to those that join later."""
+        """Send the number of the generation that is about to start to all followers, also to those
+        that join later.
+        """
         self._number = number
         self._broadcast({"kind": "generation", "generation": number})
 
@@ -143,16 +173,21 @@ class CoordinatorPeers(_Peers):
         self._receive_all()
 
     def announce_wait(self, seconds: float) -> str:
-        """Tell the followers that node 0 needs at least `seconds` to start. Return why the gang must exit, or ""."""
+        """Tell the followers that node 0 needs at least `seconds` to start.
+
+        Return why the gang must exit, or "".
+        """
         self.admit_nodes()
         self._send_wait(seconds)
         return self.leave_cause
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait until all followers have joined, and until every node's pending notice of an interruption has expired.
+        """Wait until all followers have joined, and until every node's pending notice of an
+        interruption has expired.
 
-        If all followers have already joined, return at once. Raises GangError if a node was asked to stop, if a waiting
-        follower is lost, or if a follower has not joined or still waits at the deadline.
+        If all followers have already joined, return at once. Raises GangError if a node was asked
+        to stop, if a waiting follower is lost, or if a follower has not joined or still waits at
+        the deadline.
         """
 
         def should_stop() -> bool:
@@ -178,13 +213,18 @@ class CoordinatorPeers(_Peers):
             time.sleep(_LOOK_SECONDS)
 
     def _send_wait(self, seconds: float) -> None:
-        """Tell all followers that the start is at least `seconds` away. Sends at most one message per second."""
+        """Tell all followers that the start is at least `seconds` away.
+
+        Sends at most one message per second.
+        """
         if not self._wait_announced.holds:
             self._wait_announced.mark()
             self._broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
 
     def _record_wait(self, node: int, order: messages.RankOrder) -> None:
-        """Record that a node waits `order.seconds` for its notice to expire. 0 seconds mean that its wait is over."""
+        """Record that a node waits `order.seconds` for its notice to expire. 0 seconds mean that
+        its wait is over.
+        """
         self._waits[node] = (time.monotonic() + order.seconds, order)
         if order.seconds <= 0:
             del self._waits[node]
@@ -192,12 +232,16 @@ class CoordinatorPeers(_Peers):
     def _add_joined(self, server: RollCallServer | None = None) -> None:
         server = server or self._server
         for node, (connection, hello) in server.joined.items() if server is not None else ():
-            if (before := self._members.get(node)) is connection:
+            before = self._members.get(node)
+            if before is connection:
                 continue
-            if before is not None:  # the node's handshake timed out at its end, and it has joined again
+            if (
+                before is not None
+            ):  # the node's handshake timed out at its end, and it has joined again
                 before.close()
                 self._waits.pop(node, None)
-            self._members[node], self._hellos[node] = connection, hello
+            self._members[node] = connection
+            self._hellos[node] = hello
             if "notice" in hello:
                 self._record_wait(node, messages.RankOrder.from_json(hello["notice"]))
             if self._number:
@@ -208,16 +252,24 @@ class CoordinatorPeers(_Peers):
             name = f"node {node} ({self._hellos[node]['host']})"
             if closed := self._members[node].closed:
                 self._leave_orders.append(order)  # its machine was reclaimed
-                raise GangError(f"roll-call: {name} was lost while it waited out its {order.cause}: {closed}")
+                raise GangError(
+                    f"roll-call: {name} was lost while it waited out its {order.cause}: {closed}"
+                )
             if time.monotonic() > limit:
                 raise GangError(
-                    f"roll-call: {name} still waits out its {order.cause}, {deadline_seconds:g} s after all joined"
+                    f"roll-call: {name} still waits out its {order.cause}, {deadline_seconds:g} "
+                    "s after all joined"
                 )
 
     def start(self, start: messages.GenerationStart) -> None:
         self._started = start
-        self._failures, self._witnesses, self._finished, self._ready = [], {}, {}, set()
-        self._first_failure, self._witnesses_wanted, self._growing = float("inf"), False, False
+        self._failures = []
+        self._witnesses = {}
+        self._finished = {}
+        self._ready = set()
+        self._first_failure = float("inf")
+        self._witnesses_wanted = False
+        self._growing = False
         self._orders = [order for order in self._orders if order.cause != messages.RETURNED]
         self._broadcast({"kind": "start", **asdict(start)})
         absent = set(range(self._spec.nodes)) - set(start.nodes) - self._left_out
@@ -227,7 +279,10 @@ class CoordinatorPeers(_Peers):
             self._returns = self._open_server()
 
     def _look_for_returned(self) -> None:
-        """If a lost node has returned, order the ranks to save and exit. The next generation includes that node."""
+        """If a lost node has returned, order the ranks to save and exit.
+
+        The next generation includes that node.
+        """
         if self._returns is None:
             return
         self._returns.admit(self._spec.nodes)
@@ -238,11 +293,18 @@ class CoordinatorPeers(_Peers):
             self._wait_announced.mark()
             for connection in back:
                 connection.send({"kind": "notice_wait", "seconds": 0.0})
-        if back and not self._growing and not self._finished and self._first_failure == float("inf"):
+        if (
+            back
+            and not self._growing
+            and not self._finished
+            and self._first_failure == float("inf")
+        ):
             self._growing = True
             self.order(
                 messages.RankOrder(
-                    seconds=self._spec.config["checkpoint"]["stop_seconds"], cause=messages.RETURNED, node=0
+                    seconds=self._spec.config["checkpoint"]["stop_seconds"],
+                    cause=messages.RETURNED,
+                    node=0,
                 )
             )
 
@@ -252,18 +314,24 @@ class CoordinatorPeers(_Peers):
             self._returns = None
 
     def regroup(
-        self, deadline_seconds: float, stopped: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None
+        self,
+        deadline_seconds: float,
+        stopped: Callable[[], bool],
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> list[int] | messages.GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
-        A node whose ranks end too late counts as lost. If the scheduler replaces lost nodes, wait for the replacements
-        too. If too few nodes are left, or if a node was asked to stop, return the gang's result instead.
+        A node whose ranks end too late counts as lost. If the scheduler replaces lost nodes, wait
+        for the replacements too. If too few nodes are left, or if a node was asked to stop, return
+        the gang's result instead.
         """
         limit = time.monotonic() + deadline_seconds
         while True:
             for node in self.nodes[1:]:
                 self._receive(node, self._members[node])
-            if stopped() or self.leave_cause:  # nodes that are not ready stay connected and receive the result later
+            if (
+                stopped() or self.leave_cause
+            ):  # nodes that are not ready stay connected and receive the result later
                 return messages.end_from_stop_request(self.leave_cause or "this node")
             late = set(self.nodes) - self._ready - {0}
             if not late or time.monotonic() >= limit:
@@ -271,7 +339,9 @@ class CoordinatorPeers(_Peers):
             time.sleep(0.01)
         for node in late:
             connection = self._members[node]
-            connection.closed = connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
+            connection.closed = (
+                connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
+            )
             connection.close()
         if self._returns is not None and self._returns.joined:
             self._number = 0  # the ended generation is not theirs
@@ -280,7 +350,11 @@ class CoordinatorPeers(_Peers):
             self._close_returns()
         nodes = self.nodes
         lost = [node for node in self._start.nodes if node not in nodes]
-        if lost and not self._is_enough(nodes) and not self._await_replacements(lost, stopped, meanwhile):
+        if (
+            lost
+            and not self._is_enough(nodes)
+            and not self._await_replacements(lost, stopped, meanwhile)
+        ):
             culprit = "; ".join(self._describe_loss(node) for node in lost)
             return messages.GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
         return self.nodes
@@ -292,7 +366,9 @@ class CoordinatorPeers(_Peers):
         if not self._is_replaced(lost):
             return False
         cluster = self._spec.config["cluster"]
-        limit = time.monotonic() + cluster["expected_start_seconds"] + cluster["start_deadline_seconds"]
+        limit = (
+            time.monotonic() + cluster["expected_start_seconds"] + cluster["start_deadline_seconds"]
+        )
         self._number = 0  # the ended generation is not theirs
         self._close_returns()
         self._server = server = self._open_server()
@@ -300,7 +376,9 @@ class CoordinatorPeers(_Peers):
             while any(node not in server.joined for node in lost):
                 if stopped() or self.leave_cause or time.monotonic() > limit:
                     return False
-                if not set(self._start.nodes) - set(lost) <= set(self.nodes):  # another node was lost meanwhile
+                if not set(self._start.nodes) - set(lost) <= set(
+                    self.nodes
+                ):  # another node was lost meanwhile
                     return False
                 self.admit_nodes()
                 self._send_wait(limit - time.monotonic())
@@ -317,7 +395,9 @@ class CoordinatorPeers(_Peers):
         return 0 < len(lost) <= self._replacements and 0 not in lost
 
     def give_up(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
-        """Tell all followers that the generation or the gang ends with the result `end`, and return `end`."""
+        """Tell all followers that the generation or the gang ends with the result `end`, and return
+        `end`.
+        """
         self._broadcast({"kind": "verdict", **asdict(end)})
         return end
 
@@ -326,16 +406,22 @@ class CoordinatorPeers(_Peers):
         if failure.witness:
             self._witnesses[failure.rank] = (now, failure)
             evidence = self._evidence()
-            complete = len({one.rank for one in evidence}) == len(self._start.nodes) * self._spec.processes_per_node
+            complete = (
+                len({one.rank for one in evidence})
+                == len(self._start.nodes) * self._spec.processes_per_node
+            )
             # Either is proof, although no rank has failed yet.
-            trouble = detect_mismatch(evidence) is not None or (complete and self._lone_call.lasts(evidence, now))
+            trouble = detect_mismatch(evidence) is not None or (
+                complete and self._lone_call.lasts(evidence, now)
+            )
             if complete and not trouble and not self._failures:
                 self.stall = detect_stall(evidence)
         else:
             self._failures.append(failure)
             trouble = True
         if trouble and self._first_failure == float("inf"):
-            self._first_failure, self._witnesses_wanted = now, True
+            self._first_failure = now
+            self._witnesses_wanted = True
             self._broadcast({"kind": "witnesses"})
 
     def report_results(self, results: dict[int, dict]) -> None:
@@ -358,12 +444,20 @@ class CoordinatorPeers(_Peers):
         if self._first_failure < float("inf"):
             known = {one.rank for one in self._evidence()}
             all_known = len(known) == len(self._start.nodes) * self._spec.processes_per_node
-            if time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_known):
+            if time.monotonic() >= self._first_failure + settle_seconds(
+                self._failures, all_heard=all_known
+            ):
                 return self.give_up(self._decide_end())
         if len(self._finished) == len(self._start.nodes):
-            end = self._go_on_without_noticed(messages.end_from_results(self._finished, self._start.generation))
+            end = self._go_on_without_noticed(
+                messages.end_from_results(self._finished, self._start.generation)
+            )
             left = end.outcome is not None and end.outcome.outcome == Outcome.INTERRUPTED
-            return self.give_up(replace(end, again=True) if self._growing and left and not self._leave_orders else end)
+            return self.give_up(
+                replace(end, again=True)
+                if self._growing and left and not self._leave_orders
+                else end
+            )
         self._look_for_returned()
         return None
 
@@ -397,7 +491,9 @@ class CoordinatorPeers(_Peers):
         elif kind == "failed":
             self.report(WorkerFailure(**message["failure"]))
         elif kind == "finished":
-            self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
+            self._finished[node] = {
+                int(rank): result for rank, result in message["results"].items()
+            }
         elif kind == "ready":
             self._ready.add(node)
         elif kind == "waiting":
@@ -407,19 +503,25 @@ class CoordinatorPeers(_Peers):
         lost = self._members[node].closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
             number = self._start.nodes.index(node)
-            first, text = number * self._spec.processes_per_node, self._describe_loss(node)
+            first = number * self._spec.processes_per_node
+            text = self._describe_loss(node)
             # The loss of a node explains the loss of its ranks: timestamp 0 puts it first.
-            self.report(WorkerFailure(rank=first, node=number, message=text, killed_by=f"node {node}"))
+            self.report(
+                WorkerFailure(rank=first, node=number, message=text, killed_by=f"node {node}")
+            )
 
     def _describe_loss(self, node: int) -> str:
-        number, host = self._start.nodes.index(node), self._hellos[node]["host"]
+        number = self._start.nodes.index(node)
+        host = self._hellos[node]["host"]
         return f"node {number} ({host}) was lost: {self._members[node].closed}"
 
     def _decide_end(self) -> messages.GenerationEnd:
         end = self._go_on_without_noticed(messages.end_from_failures(self._evidence()))
         if end.error == UnreliableReader.__name__ and not end.left_out:
             return self._go_on_without_reader(end)
-        enough = self._is_enough(self.nodes) or self._is_replaced(set(self._start.nodes) - set(self.nodes))
+        enough = self._is_enough(self.nodes) or self._is_replaced(
+            set(self._start.nodes) - set(self.nodes)
+        )
         if end.reason == EndReason.NODE_LOST and (enough or self.leave_cause):
             return replace(end, again=True)  # if all are to leave, `regroup` ends the gang
         return end
@@ -427,11 +529,15 @@ class CoordinatorPeers(_Peers):
     def _go_on_without_noticed(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
         """Return a result with which the gang continues without the nodes that received a notice.
 
-        Return `end` unchanged if the gang cannot continue or if too few other nodes remain. SIGTERM does not count as a
-        notice, since its sender may be about to signal all nodes.
+        Return `end` unchanged if the gang cannot continue or if too few other nodes remain. SIGTERM
+        does not count as a notice, since its sender may be about to signal all nodes.
         """
         noticed = {order.node for order in self._leave_orders if order.cause != messages.SIGTERM}
-        if not noticed or 0 in noticed or len(noticed) < len({order.node for order in self._leave_orders}):
+        if (
+            not noticed
+            or 0 in noticed
+            or len(noticed) < len({order.node for order in self._leave_orders})
+        ):
             return end
         if not self._is_enough(set(self.nodes) - noticed):
             return end
@@ -444,7 +550,8 @@ class CoordinatorPeers(_Peers):
         return replace(end, again=True, left_out=sorted(noticed))
 
     def _go_on_without_reader(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
-        """Return a result with which the gang continues without the node that read damaged data from a commit.
+        """Return a result with which the gang continues without the node that read damaged data
+        from a commit.
 
         Return `end` unchanged if this is node 0 or if too few other nodes remain.
         """
@@ -456,7 +563,9 @@ class CoordinatorPeers(_Peers):
 
     def _evidence(self) -> list[WorkerFailure]:
         oldest = time.monotonic() - _WITNESS_SECONDS
-        return self._failures + [witness for at, witness in self._witnesses.values() if at >= oldest]
+        return self._failures + [
+            witness for at, witness in self._witnesses.values() if at >= oldest
+        ]
 
     def _is_enough(self, nodes: Collection[int]) -> bool:
         least = self._spec.config["cluster"].get("min_nodes")
@@ -481,32 +590,42 @@ class FollowerPeers(_Peers):
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 
-        `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine; the ranks start only
-        if the machine still exists when the notice expires. As soon as node 0 announces the next generation, `opened`
-        is called with the generation's number.
+        `secret` is the same as in `join_gang`. `pending_notice` is a Spot notice for this machine;
+        the ranks start only if the machine still exists when the notice expires. As soon as node 0
+        announces the next generation, `opened` is called with the generation's number.
         """
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
         if pending_notice is not None:
             hello["notice"] = pending_notice.to_json()
         target = (spec.main_address, spec.candidate_ports, spec.token)
-        self._connection = join_gang(*target, hello, deadline_seconds, stopped, spec.silence_seconds, secret=secret)
-        self._stopped, self._opened = stopped, opened
+        self._connection = join_gang(
+            *target, hello, deadline_seconds, stopped, spec.silence_seconds, secret=secret
+        )
+        self._stopped = stopped
+        self._opened = opened
         self._asked_to_wait_until = 0.0
         self._generation = 0
         self._inbox: deque[Message] = deque()
         self._wait_reported = StickyFlag(_WAIT_REPORT_SECONDS)
 
-    def await_start(self, deadline_seconds: float) -> messages.GenerationStart | messages.GenerationEnd:
-        """Wait until the next generation starts or the gang ends. A wait that node 0 announces extends the deadline."""
+    def await_start(
+        self, deadline_seconds: float
+    ) -> messages.GenerationStart | messages.GenerationEnd:
+        """Wait until the next generation starts or the gang ends.
+
+        A wait that node 0 announces extends the deadline.
+        """
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
-            if (message := self._next("start", "verdict")) is not None:
+            message = self._next("start", "verdict")
+            if message is not None:
                 if message.pop("kind") == "verdict":
                     return messages.GenerationEnd.from_message(message)
                 start = messages.GenerationStart(**message)
                 self._orders = [order for order in self._orders if order.cause != messages.RETURNED]
-                self._generation, self._witnesses_wanted = start.generation, False
+                self._generation = start.generation
+                self._witnesses_wanted = False
                 return start
             if self._connection.closed or self._stopped():
                 break
@@ -514,12 +633,16 @@ class FollowerPeers(_Peers):
         if self._stopped():
             return messages.end_from_stop_request("this node")
         cause = self._connection.closed or f"no start within {deadline_seconds:g} s"
-        return messages.GenerationEnd(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
+        return messages.GenerationEnd(
+            culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST
+        )
 
     def report_wait(self, order: messages.RankOrder) -> messages.GenerationEnd | None:
-        """Tell node 0, at most once per second, that this node cannot start for another `order.seconds`.
+        """Tell node 0, at most once per second, that this node cannot start for another
+        `order.seconds`.
 
-        Until then, a notice for this machine is pending. Return the result of the gang if it has ended, else None.
+        Until then, a notice for this machine is pending. Return the result of the gang if it has
+        ended, else None.
         """
         if not self._wait_reported.holds:
             self._wait_reported.mark()
@@ -528,7 +651,9 @@ class FollowerPeers(_Peers):
 
     def report_wait_over(self) -> None:
         """Tell node 0 that this node's notice has expired, so that its ranks can start."""
-        self._connection.send({"kind": "notice_wait", **messages.RankOrder(seconds=0.0, cause="", node=0).to_json()})
+        self._connection.send(
+            {"kind": "notice_wait", **messages.RankOrder(seconds=0.0, cause="", node=0).to_json()}
+        )
 
     def ready(self) -> None:
         self._send("ready")
@@ -547,7 +672,8 @@ class FollowerPeers(_Peers):
         self._send("waiting")
 
     def poll(self) -> messages.GenerationEnd | None:
-        if (message := self._next("verdict")) is not None:
+        message = self._next("verdict")
+        if message is not None:
             del message["kind"]
             return messages.GenerationEnd.from_message(message)
         if self._connection.closed:
@@ -563,7 +689,10 @@ class FollowerPeers(_Peers):
         self._connection.close()
 
     def _next(self, *kinds: str) -> Message | None:
-        """Process received messages in order. Return the first one whose kind is in `kinds`, or None."""
+        """Process received messages in order.
+
+        Return the first one whose kind is in `kinds`, or None.
+        """
         self._connection.keep_alive()
         self._inbox.extend(self._connection.receive())
         while self._inbox:

@@ -1,7 +1,8 @@
-"""Messages between the processes of a gang: from a launcher to the agents, between agents, and from agents to ranks.
+"""Messages between the processes of a gang: from a launcher to the agents, between agents, and from
+agents to ranks.
 
-All messages are plain data in JSON, except orders to running ranks. These go through shared memory (`OrderRecord`),
-because a signal would kill a rank that is still starting.
+All messages are plain data in JSON, except orders to running ranks. These go through shared memory
+(`OrderRecord`), because a signal would kill a rank that is still starting.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 _LONGEST_SILENCE_SECONDS = 20.0
-# Errors of networks, services and files, which may go even where the rest of the message speaks of a mistake.
-_MAY_PASS = re.compile(r"timeout|timed out|connection|socket|http|nccl|gloo|DistBackend|OSError|IOError", re.IGNORECASE)
+# Errors of networks, services and files, which may go even where the rest of the message speaks of
+# a mistake.
+_MAY_PASS = re.compile(
+    r"timeout|timed out|connection|socket|http|nccl|gloo|DistBackend|OSError|IOError", re.IGNORECASE
+)
 _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 
@@ -39,7 +43,9 @@ _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 class _StartSpec:
     job: str
     run: str  # Metaflow's run id. Without Metaflow, the job's name
-    attempt: int  # Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts instead
+    # Metaflow's retry count of the step, 0 at first. `ebbflow certify` counts its own restarts
+    # instead
+    attempt: int
     node: int  # number of this node
     config: dict  # `RunConfig.model_dump(mode="json")`
     store_uri: str
@@ -50,14 +56,19 @@ class _StartSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GangSpec(_StartSpec):
-    """Specification of a gang, for the agent of one node. `terms` and `rehearse` are used on node 0 only."""
+    """Specification of a gang, for the agent of one node.
+
+    `terms` and `rehearse` are used on node 0 only.
+    """
 
     nodes: int
     processes_per_node: int
     main_address: str  # address at which node 0's agent listens
     log_folder: str  # folder for the ranks' logs and the files that agent and ranks share
     rehearse: str | None = None  # fault to inject
-    candidate_ports: list[int] = field(default_factory=list)  # for the agents' connections, in order
+    candidate_ports: list[int] = field(
+        default_factory=list
+    )  # for the agents' connections, in order
 
     @property
     def world_size(self) -> int:
@@ -70,13 +81,22 @@ class GangSpec(_StartSpec):
 
     @property
     def token(self) -> str:
-        """Identifier of the gang, equal on all nodes. It shows if a node reached another gang's port."""
+        """Identifier of the gang, equal on all nodes.
+
+        It shows if a node reached another gang's port.
+        """
         return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message after which a node counts as lost: `hang_floor_seconds`, clamped to 4–20 s."""
-        return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds))
+        """Seconds without a message after which a node counts as lost:
+
+        `hang_floor_seconds`, clamped to 4–20 s.
+        """
+        return min(
+            _LONGEST_SILENCE_SECONDS,
+            max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds),
+        )
 
     @property
     def survival(self) -> SurvivalConfig:
@@ -85,31 +105,46 @@ class GangSpec(_StartSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(_StartSpec):
-    """Specification for one rank. Rank number and world size are not in it but in torchrun's environment variables."""
+    """Specification for one rank.
+
+    Rank number and world size are not in it but in torchrun's environment variables.
+    """
 
     generation: int
     generation_id: str
-    candidates: list[str]  # keys of commits to restore from, newest first; empty for a start from scratch
+    candidates: list[
+        str
+    ]  # keys of commits to restore from, newest first; empty for a start from scratch
     rehearse: dict | None = None
-    overrides: dict = field(default_factory=dict)  # changes ordered by guards (`guards.overrides.Overrides`)
+    overrides: dict = field(
+        default_factory=dict
+    )  # changes ordered by guards (`guards.overrides.Overrides`)
     colocated_ranks: int = 1  # number of ranks that share this machine's cores
     control_path: str | None = None  # file that holds the `OrderRecord`
     kept_path: str | None = None  # folder for measurements that later generations reuse
-    notice_path: str | None = None  # file into which a rank writes a rehearsed spot interruption notice
+    # File into which a rank writes a rehearsed spot interruption notice
+    notice_path: str | None = None
     heartbeat_path: str | None = None
     result_path: str | None = None
     agent_pid: int | None = None
 
     @classmethod
     def from_environment(cls) -> WorkerSpec | None:
-        """Read the spec that the agent wrote for this rank; None if torchrun or a user started this process."""
+        """Read the spec that the agent wrote for this rank; None if torchrun or a user started this
+        process.
+        """
         path = os.environ.get(SPEC_VARIABLE)
-        return cls(**json.loads(Path(path).read_text())) if path else None
+        if path:
+            return cls(**json.loads(Path(path).read_text()))
+        return None
 
 
 @dataclass(frozen=True)
 class GangOutcome:
-    """Outcome of a gang that ended without a failure. `goes_on` is True if other nodes continue without this node."""
+    """Outcome of a gang that ended without a failure.
+
+    `goes_on` is True if other nodes continue without this node.
+    """
 
     outcome: str
     step: int
@@ -119,7 +154,8 @@ class GangOutcome:
     goes_on: bool = False
 
 
-SIGTERM, RETURNED = "SIGTERM", "a lost node is back"
+SIGTERM = "SIGTERM"
+RETURNED = "a lost node is back"
 # Causes of orders; the order record holds an index into this list.
 CAUSES = (
     "",
@@ -135,7 +171,9 @@ _LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Order to all ranks to save and exit within `seconds`, or to save and continue if `seconds` is infinite."""
+    """Order to all ranks to save and exit within `seconds`, or to save and continue if `seconds` is
+    infinite.
+    """
 
     seconds: float
     cause: str  # one of CAUSES
@@ -151,14 +189,16 @@ class RankOrder:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankOrder:
         seconds = data["seconds"]
-        return cls(seconds=math.inf if seconds is None else seconds, cause=data["cause"], node=data["node"])
+        return cls(
+            seconds=math.inf if seconds is None else seconds, cause=data["cause"], node=data["node"]
+        )
 
 
 class OrderRecord:
     """The agent's orders to the ranks of its node, in shared memory.
 
-    The agent writes the record. Each rank reads it once per step, which takes less than 1 µs. Reads need no lock,
-    because there is one writer and each field is one aligned 8-byte integer.
+    The agent writes the record. Each rank reads it once per step, which takes less than 1 µs. Reads
+    need no lock, because there is one writer and each field is one aligned 8-byte integer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,7 +211,10 @@ class OrderRecord:
         return cls(path)
 
     def write(self, order: RankOrder) -> None:
-        """Write an order to the shared record. Of several orders to exit, the earliest deadline applies."""
+        """Write an order to the shared record.
+
+        Of several orders to exit, the earliest deadline applies.
+        """
         record = self._record
         if not order.leave:
             record[_SAVES] += 1
@@ -179,8 +222,11 @@ class OrderRecord:
         leave_at = time.monotonic_ns() + int(max(order.seconds, 0.0) * 1e9)
         if record[_LEAVE_AT] and record[_LEAVE_AT] <= leave_at:
             return
-        if not record[_LEAVE_AT]:  # the first cause counts; it is written before the time, which readers check
-            record[_NODE], record[_CAUSE] = order.node, CAUSES.index(order.cause)
+        if not record[
+            _LEAVE_AT
+        ]:  # the first cause counts; it is written before the time, which readers check
+            record[_NODE] = order.node
+            record[_CAUSE] = CAUSES.index(order.cause)
         record[_LEAVE_AT] = leave_at
 
     def announce_end(self) -> None:
@@ -206,11 +252,16 @@ class OrderRecord:
         if not record[_LEAVE_AT]:
             return ""
         cause = CAUSES[record[_CAUSE]]
-        return cause if cause in (SIGTERM, RETURNED) else f"{cause} to node {record[_NODE]}"
+        if cause in (SIGTERM, RETURNED):
+            return cause
+        return f"{cause} to node {record[_NODE]}"
 
 
-# Signals that another process may have sent. The program is blamed only if they recur at the same step.
-_EXTERNAL_SIGNALS = {number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+# Signals that another process may have sent. The program is blamed only if they recur at the same
+# step.
+_EXTERNAL_SIGNALS = {
+    number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +273,12 @@ class GenerationStart:
     terms: dict | None  # budget and price (`ebbflow.infra.terms.Terms`), with the spending so far
     rehearse: dict | None  # fault to inject
     hosts: list[str]  # host names of these nodes
-    nodes: list[int]  # nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
-    overrides: dict = field(default_factory=dict)  # changes to the section `training` of the configuration
+    nodes: list[
+        int
+    ]  # nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
+    overrides: dict = field(
+        default_factory=dict
+    )  # changes to the section `training` of the configuration
     node_0: dict = field(default_factory=dict)  # `describe_node` of node 0
 
     def colocated_nodes(self, node: int) -> int:
@@ -236,19 +291,30 @@ _VITAL = ("python", "torch")  # packages that must have the same version on all 
 
 
 def describe_node(spec: GangSpec) -> dict[str, dict]:
-    """Return what all nodes should have alike: the versions of their packages, and the settings of a step."""
+    """Return what all nodes should have alike: the versions of their packages, and the settings of
+    a step.
+    """
     parts = {section: spec.config.get(section) for section in _ALIKE}
-    parts = {section: part if isinstance(part, dict) else {"": part} for section, part in parts.items()}
-    settings = {f"{section}.{key}".strip("."): value for section, part in parts.items() for key, value in part.items()}
+    parts = {
+        section: part if isinstance(part, dict) else {"": part} for section, part in parts.items()
+    }
+    settings = {
+        f"{section}.{key}".strip("."): value
+        for section, part in parts.items()
+        for key, value in part.items()
+    }
     return {"versions": installed_versions(), "settings": settings}
 
 
 def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[str], bool]:
     """Return how this node differs from node 0, as texts, and whether its ranks may not start."""
-    own, texts, fatal = describe_node(spec), list[str](), False
+    own = describe_node(spec)
+    texts = list[str]()
+    fatal = False
     for kind, first in node_0.items():
         for name in dict.fromkeys([*first, *own[kind]]):
-            if (here := own[kind].get(name)) != (there := first.get(name)):
+            here = own[kind].get(name)
+            if here != (there := first.get(name)):
                 texts.append(f"{name} {here} (node 0: {there})")
                 fatal = fatal or kind == "settings" or name in _VITAL
     return texts, fatal
@@ -256,22 +322,29 @@ def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[s
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEnd:
-    """Result of a generation or of the whole gang: either an `outcome` that all ranks agreed on, or a failure."""
+    """Result of a generation or of the whole gang: either an `outcome` that all ranks agreed on, or
+    a failure.
+    """
 
     outcome: GangOutcome | None = None
     culprit: str = ""  # message that names the rank or node that caused the failure
     reason: str = ""  # `EndReason`, or the value of the outcome
     ranks: Sequence[int] = ()  # ranks that caused the failure or are stopped; they are killed first
     error: str = ""  # class name of the culprit's exception
-    fingerprint: str = ""  # text that is equal for equal failures of the program; "" for others, such as a lost node
+    # text that is equal for equal failures of the program; "" for others, such as a lost node
+    fingerprint: str = ""
     details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
     at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
     user_code: bool = False  # whether the user's code caused the failure
-    again: bool = False  # whether the gang continues with another generation once all ranks have ended
-    left_out: Sequence[int] = ()  # nodes that take no part in that generation, by their numbers in `GangSpec.node`
+    # Whether the gang continues with another generation once all ranks have ended
+    again: bool = False
+    left_out: Sequence[
+        int
+    ] = ()  # nodes that take no part in that generation, by their numbers in `GangSpec.node`
     curable: bool = True  # whether a new attempt may succeed
     failed_as: str = Outcome.FAILED.value  # outcome of the job if no new attempt follows
-    generation: int = 0  # number of the generation that nodes are billed for although it started no ranks; 0 otherwise
+    # number of the generation that nodes are billed for although it started no ranks; 0 otherwise
+    generation: int = 0
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> GenerationEnd:
@@ -282,23 +355,36 @@ class GenerationEnd:
 def end_from_stop_request(cause: str) -> GenerationEnd:
     """Return the result of a gang that was asked to stop while none of its ranks ran."""
     culprit = f"asked to stop ({cause}) before the gang could continue; the last commit is kept"
-    return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
+    return GenerationEnd(
+        culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value
+    )
 
 
 def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
-    """Return the result for a node without which the gang continues. `end` is the node's last result."""
-    step = end.outcome.step if end.outcome else int(end.details.get("step", 0))
-    why = f"asked to leave ({cause})" if cause else f"left out: {' '.join(end.culprit.split())[:300]}"
+    """Return the result for a node without which the gang continues.
+
+    `end` is the node's last result.
+    """
+    if end.outcome:
+        step = end.outcome.step
+    else:
+        step = int(end.details.get("step", 0))
+    if cause:
+        why = f"asked to leave ({cause})"
+    else:
+        why = f"left out: {' '.join(end.culprit.split())[:300]}"
     message = f"{why}; the others go on"
-    outcome = GangOutcome(outcome=Outcome.INTERRUPTED.value, step=step, generation=0, message=message, goes_on=True)
+    outcome = GangOutcome(
+        outcome=Outcome.INTERRUPTED.value, step=step, generation=0, message=message, goes_on=True
+    )
     return GenerationEnd(outcome=outcome, reason=EndReason.AGENT_STOPPED)
 
 
 def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     """Return the result of a failed generation, with the culprit that the evidence shows.
 
-    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False here, and
-    the caller sets it if enough nodes are left.
+    `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False
+    here, and the caller sets it if enough nodes are left.
     """
     culprit = blame(evidence)
     worst = culprit.failure
@@ -322,7 +408,9 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     code = culprit.kind == DIFFERENT_CALLS and culprit.certainty == PROVEN
     code = code or (worst.left and worst.message.endswith(f": {Outcome.COMPLETED}"))
     if worst.error and not worst.cascade and not _MAY_PASS.search(worst.message):
-        code = code or any(rule.matches(worst.message) for rule in load_rules().rules if not rule.curable)
+        code = code or any(
+            rule.matches(worst.message) for rule in load_rules().rules if not rule.curable
+        )
     curable = kind.curable and not code
     return GenerationEnd(
         culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
@@ -332,7 +420,8 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         fingerprint="" if blameless else _fingerprint(culprit),
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
-        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and not (cascade or worst.gpu_fault),
+        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED)
+        and not (cascade or worst.gpu_fault),
         again=curable and not lost_node,
         curable=curable,
         failed_as=kind.outcome.value,
@@ -340,7 +429,10 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
 
 
 def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
-    """Return the result of a generation whose ranks have all finished. If their outcomes differ, it is a failure."""
+    """Return the result of a generation whose ranks have all finished.
+
+    If their outcomes differ, it is a failure.
+    """
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     endings = {
         rank: (result["outcome"], int(result["step"]), result.get("weights_sha256"))
@@ -350,20 +442,28 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
         if ending != endings[0]:
             unlike = "ranks did not end alike"
             culprit = f"{unlike}: rank 0 {endings[0]}, rank {rank} {ending}"
-            again = ending[:2] == endings[0][:2]  # an unequal number of steps comes again, unequal weights may not
+            again = (
+                ending[:2] == endings[0][:2]
+            )  # an unequal number of steps comes again, unequal weights may not
             end = GenerationEnd(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike)
             return replace(end, again=again, curable=again)
     outcome, step, sha256 = endings[0]
     message = results[0].get("message", "")
-    ended = GangOutcome(outcome=outcome, step=step, generation=generation, weights_sha256=sha256, message=message)
+    ended = GangOutcome(
+        outcome=outcome, step=step, generation=generation, weights_sha256=sha256, message=message
+    )
     return GenerationEnd(outcome=ended, reason=outcome)
 
 
-def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, restart: bool) -> GangOutcome | None:
-    """Return an outcome if the job must stop before its ranks start from `step`, or None if they may start.
+def end_if_unaffordable(
+    start: GenerationStart, step: int, *, max_steps: int, restart: bool
+) -> GangOutcome | None:
+    """Return an outcome if the job must stop before its ranks start from `step`, or None if they
+    may start.
 
-    The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. It is INTERRUPTED if ranks that
-    ran here before (`restart`) must leave these machines now (`Terms.why_leave`).
+    The outcome is BUDGET if the rest of the budget suffices only for a last checkpoint. It is
+    INTERRUPTED if ranks that ran here before (`restart`) must leave these machines now
+    (`Terms.why_leave`).
 
     Args:
         step: Step of the newest commit.
@@ -371,17 +471,27 @@ def end_if_unaffordable(start: GenerationStart, step: int, *, max_steps: int, re
     """
     if start.terms is None:
         return None
-    terms, outcome = Terms.from_json(start.terms), Outcome.BUDGET
+    terms = Terms.from_json(start.terms)
+    outcome = Outcome.BUDGET
     message = terms.out_of_money()
     if not message and restart:
-        outcome, left = Outcome.INTERRUPTED, max_steps - step
-        message = terms.why_leave(left, spent_usd=terms.spent_usd, now_utc=time.time(), restart=True)
+        outcome = Outcome.INTERRUPTED
+        left = max_steps - step
+        message = terms.why_leave(
+            left, spent_usd=terms.spent_usd, now_utc=time.time(), restart=True
+        )
     if not message:
         return None
-    return GangOutcome(outcome=outcome.value, step=step, generation=start.generation, message=message)
+    return GangOutcome(
+        outcome=outcome.value, step=step, generation=start.generation, message=message
+    )
 
 
 def _fingerprint(culprit: Culprit) -> str:
     failure = culprit.failure
-    external = failure.stopped or (failure.killed_by in _EXTERNAL_SIGNALS and not failure.memory_kill)
-    return f"{culprit.fingerprint} in step {culprit.step}" if external else culprit.fingerprint
+    external = failure.stopped or (
+        failure.killed_by in _EXTERNAL_SIGNALS and not failure.memory_kill
+    )
+    if external:
+        return f"{culprit.fingerprint} in step {culprit.step}"
+    return culprit.fingerprint

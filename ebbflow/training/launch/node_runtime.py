@@ -31,16 +31,19 @@ from ebbflow.training.launch.transport import StartSecret
 from ebbflow.training.launch.workers import Standby
 from ebbflow.training.retry import run_while
 
-LOOP_SECONDS = 180.0  # longest turn of the agent's loop; every wait in the loop has a shorter deadline
+# Longest turn of the agent's loop; every wait in the loop has a shorter deadline
+LOOP_SECONDS = 180.0
 _JOIN_SECONDS = 5.0  # part of the start deadline that is kept for joining the gang after a wait
 _REQUESTS_PER_START = 4  # requests that may time out one after the other within a start deadline
 
 
 class LoopWatchdog:
-    """Watchdog thread, which calls `end` to kill the agent's process if the agent's main loop is stuck.
+    """Watchdog thread, which calls `end` to kill the agent's process if the agent's main loop is
+    stuck.
 
-    The loop counts as stuck if its number of iterations, `turns`, has not changed for `limit_seconds`. Time during
-    which the process was suspended does not count. After the kill, the scheduler starts the process again.
+    The loop counts as stuck if its number of iterations, `turns`, has not changed for
+    `limit_seconds`. Time during which the process was suspended does not count. After the kill, the
+    scheduler starts the process again.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class LoopWatchdog:
         *,
         end: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL),
     ) -> None:
-        self._turns, self._limit, self._end = turns, limit_seconds, end
+        self._turns = turns
+        self._limit = limit_seconds
+        self._end = end
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="loop watchdog", daemon=True)
         self._thread.start()
@@ -60,21 +65,31 @@ class LoopWatchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        clock, seen, since = AwakeClock(longest_turn_seconds=2.0), -1, 0.0
+        clock = AwakeClock(longest_turn_seconds=2.0)
+        seen = -1
+        since = 0.0
         while not self._done.wait(min(1.0, self._limit / 4)):
-            awake, turns = clock.tick(), self._turns()
+            awake = clock.tick()
+            turns = self._turns()
             if turns != seen:
-                seen, since = turns, awake
+                seen = turns
+                since = awake
             elif (stuck := awake - since) > self._limit:
                 try:
-                    print_line(f"this node's agent made no progress for {stuck:.0f} s: killing it for a restart")
+                    print_line(
+                        f"this node's agent made no progress for {stuck:.0f} s: killing it for a "
+                        "restart"
+                    )
                 finally:
                     self._end()
                 return
 
 
 class NodeRuntime:
-    """State of a node's agent across generations. `close` ends every process that the agent started."""
+    """State of a node's agent across generations.
+
+    `close` ends every process that the agent started.
+    """
 
     def __init__(self, spec: GangSpec) -> None:
         self.spec = spec
@@ -84,25 +99,34 @@ class NodeRuntime:
         limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))
         if in_jobset():  # its pods start as soon as each has a machine, which may have to boot
             self.start_seconds = cluster.replacement_deadline_seconds
-        self.job_store = Store.open(spec.store_uri, request_timeout_seconds=limit).sub(job_prefix(spec.job))
+        self.job_store = Store.open(spec.store_uri, request_timeout_seconds=limit).sub(
+            job_prefix(spec.job)
+        )
         self.secret = StartSecret(self.job_store, spec.run, spec.attempt)
         self.host = socket.gethostname()
         self.log = NodeLog(self.job_store, self.host)
         self.drain = Drain(spec)
         self._watchdog = LoopWatchdog(lambda: self.log.turns)
         # A job on the CPU does not depend on GPUs of this machine, which other jobs may use.
-        self._gpus = None if cluster.device == "cpu" or gpus_hidden() else GpuMonitor()
+        if cluster.device == "cpu" or gpus_hidden():
+            self._gpus = None
+        else:
+            self._gpus = GpuMonitor()
         if self._gpus is not None:
             self._gpus.sample()
         self._keeper: Keeper | None = None
         self._standby: Standby | None = None
         self._cache_folder: Path | None = None  # folder of the first generation
-        self._node_numbers: set[int] = set()  # in all generations; its pushed metrics are grouped by them
+        self._node_numbers: set[int] = (
+            set()
+        )  # in all generations; its pushed metrics are grouped by them
 
     def find_pending_notice(self) -> RankOrder | None:
-        """Return the order for a notice that must expire before the ranks start; None if there is none.
+        """Return the order for a notice that must expire before the ranks start; None if there is
+        none.
 
-        If there is no such notice, also start the keeper and the standby, so that they are ready when the ranks start.
+        If there is no such notice, also start the keeper and the standby, so that they are ready
+        when the ranks start.
         """
         notice = self.drain.find_pending(self.start_seconds - _JOIN_SECONDS)
         if notice is None:
@@ -113,9 +137,11 @@ class NodeRuntime:
         return run_while(self.secret.fetch, self.is_leaving)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all pending notices to this node have expired, then start the keeper and the standby.
+        """Wait until all pending notices to this node have expired, then start the keeper and the
+        standby.
 
-        Return "" if the ranks may start, else the reason why not. `Drain.wait_out_notices` explains `meanwhile`.
+        Return "" if the ranks may start, else the reason why not. `Drain.wait_out_notices` explains
+        `meanwhile`.
         """
 
         def look(seconds: float) -> str:
@@ -140,22 +166,36 @@ class NodeRuntime:
             self._standby = None
         self._prepare_processes()
         generation = NodeGeneration(
-            spec, start, peers, self.drain, self.log, self.job_store, gpus=self._gpus, gpu_check=self._gpu_check
+            spec,
+            start,
+            peers,
+            self.drain,
+            self.log,
+            self.job_store,
+            gpus=self._gpus,
+            gpu_check=self._gpu_check,
         )
         self._cache_folder = self._cache_folder or generation.folder
         return generation.run(self._standby, self._cache_folder, self._keeper)
 
     def spec_among(self, nodes: list[int]) -> GangSpec:
-        """Return this node's spec for a generation in which only `nodes` (sorted node numbers) take part."""
+        """Return this node's spec for a generation in which only `nodes` (sorted node numbers) take
+        part.
+        """
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
     def is_leaving(self) -> bool:
-        """Return whether this node must exit. Also record a heartbeat, because every wait calls this method."""
+        """Return whether this node must exit.
+
+        Also record a heartbeat, because every wait calls this method.
+        """
         self.log.beat()
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the result that the agent records if it is stopped before the coordinator sends a result."""
+        """Return the result that the agent records if it is stopped before the coordinator sends a
+        result.
+        """
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
         return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
@@ -171,26 +211,42 @@ class NodeRuntime:
                 delete_group(PushGroup(url, self.spec.job, node), say=print_line)
 
     def _prepare_processes(self) -> None:
-        """Start the keeper and the standby if they do not run. Ignore errors, since ranks can start without them."""
-        spec, folder = self.spec, Path(self.spec.log_folder)
+        """Start the keeper and the standby if they do not run.
+
+        Ignore errors, since ranks can start without them.
+        """
+        spec = self.spec
+        folder = Path(self.spec.log_folder)
         if self._keeper is None and sys.platform.startswith("linux"):
-            with contextlib.suppress(OSError):  # without a keeper, ranks are children of this process
+            with contextlib.suppress(
+                OSError
+            ):  # without a keeper, ranks are children of this process
                 folder.mkdir(parents=True, exist_ok=True)
                 self._keeper = Keeper(folder / f"keeper-node-{spec.node}.log")
         if self._standby is None and spec.survival.standby:
-            local_ranks = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
+            if spec.main_address == "127.0.0.1":
+                local_ranks = spec.world_size
+            else:
+                local_ranks = spec.processes_per_node
             with contextlib.suppress(OSError):  # without a standby, ranks start cold
                 log = folder / f"standby-node-{spec.node}.log"
                 self._standby = Standby(log, colocated_ranks=local_ranks, keeper=self._keeper)
 
 
 def end_from_agent_error(error: Exception, node: int) -> GenerationEnd:
-    """Return the result of a gang in which an agent raised an unexpected exception. A new attempt may succeed."""
+    """Return the result of a gang in which an agent raised an unexpected exception.
+
+    A new attempt may succeed.
+    """
     text = describe_traceback(error)
     print_line(text)
-    name, place = AgentFailure.__name__, parse_traceback(text)
+    name = AgentFailure.__name__
+    place = parse_traceback(text)
     return GenerationEnd(
-        culprit=f"the agent of node {node} failed: {describe_exception(error)}{f' in {place}' if place else ''}",
+        culprit=(
+            f"the agent of node {node} failed: "
+            f"{describe_exception(error)}{f' in {place}' if place else ''}"
+        ),
         reason=EndReason.AGENT_FAILED,
         error=name,
         fingerprint=f"{name} ({type(error).__name__}){f' at {place}' if place else ''}",

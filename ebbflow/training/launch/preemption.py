@@ -1,11 +1,13 @@
-"""Preemption handling, which turns a spot interruption notice or a signal into orders to all ranks to save and exit.
+"""Preemption handling, which turns a spot interruption notice or a signal into orders to all ranks
+to save and exit.
 
-A node's agent reports a notice to the coordinator, which orders the ranks of all nodes to exit. Each agent writes the
-order to its ranks' `OrderRecord`, and the ranks agree at the next step sync after which step they save and exit.
+A node's agent reports a notice to the coordinator, which orders the ranks of all nodes to exit.
+Each agent writes the order to its ranks' `OrderRecord`, and the ranks agree at the next step sync
+after which step they save and exit.
 
-A notice that already exists when an agent starts was probably received by an earlier attempt on the same machine. The
-agent then starts no ranks until the notice has expired. If the agent exited at once instead, one attempt after another
-could end because of the same notice.
+A notice that already exists when an agent starts was probably received by an earlier attempt on the
+same machine. The agent then starts no ranks until the notice has expired. If the agent exited at
+once instead, one attempt after another could end because of the same notice.
 """
 
 import os
@@ -50,14 +52,18 @@ _CAUSES = {
     NoticeSource.METAFLOW: "Metaflow's notice of a spot interruption",
     NoticeSource.REHEARSAL: "rehearsed notice",
 }
-_GRACE_SECONDS = 30.0  # after the deadline of an order to exit; ranks that are still alive then have failed
+# After the deadline of an order to exit; ranks that are still alive then have failed
+_GRACE_SECONDS = 30.0
 _FIRST_LOOK_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
-_COORDINATOR_SECONDS = 1.0  # deadline for the coordinator's order after a report; then this node acts alone
+# Deadline for the coordinator's order after a report; then this node acts alone
+_COORDINATOR_SECONDS = 1.0
 
 
 class Drain:
-    """Receiver of a node's notices and signals, which turns them into orders to the node's ranks. Not thread-safe.
+    """Receiver of a node's notices and signals, which turns them into orders to the node's ranks.
+
+    Not thread-safe.
 
     Use it only in the agent's main thread.
     """
@@ -71,20 +77,29 @@ class Drain:
         folder.mkdir(parents=True, exist_ok=True)
         self.rehearsal_path = folder / f"notice-node-{spec.node}.json"
         self._watcher = NoticeWatcher(
-            [MetadataSource(), MetaflowSource(Path(self._config.notice_file)), RehearsalSource(self.rehearsal_path)]
+            [
+                MetadataSource(),
+                MetaflowSource(Path(self._config.notice_file)),
+                RehearsalSource(self.rehearsal_path),
+            ]
         )
         self._signalled_at: float | None = None  # time.monotonic() of the first signal
         self._signal_taken = False  # whether the signal has become a notice
         self._sources_reported = False
         self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
-        # Notices that this node received before its ranks start. The ranks start only after these have expired.
+        # Notices that this node received before its ranks start. The ranks start only after these
+        # have expired.
         self._pending: list[Notice] = []
         self._waits = False  # whether new notices of this kind become pending too
         self._unrecorded: list[Notice] = []  # pending and not recorded as an event yet
-        self._ordered: list[tuple[float, RankOrder]] = []  # (time.monotonic() of arrival, order of the coordinator)
+        self._ordered: list[
+            tuple[float, RankOrder]
+        ] = []  # (time.monotonic() of arrival, order of the coordinator)
         self._own: RankOrder | None = None  # order for the first notice to this node
         self._gone: set[int] = set()  # nodes that were left out, whose notices no longer matter
-        self._own_leave_at = self._leave_at = self._machine_ends_at = self._act_alone_at = float("inf")
+        self._own_leave_at = self._leave_at = self._machine_ends_at = self._act_alone_at = float(
+            "inf"
+        )
         self._record: OrderRecord | None = None
 
     def on_signal(self) -> None:
@@ -93,27 +108,40 @@ class Drain:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node must exit, because of its own notice or signal or because of an order to all nodes."""
+        """Whether this node must exit, because of its own notice or signal or because of an order
+        to all nodes.
+        """
         self._receive()
         return self._leave_at < float("inf")
 
     def find_pending(self, longest_seconds: float) -> RankOrder | None:
-        """Return the order for a notice that must expire before this node's ranks start; None if they may start now.
+        """Return the order for a notice that must expire before this node's ranks start; None if
+        they may start now.
 
-        If the notice expires more than `longest_seconds` from now, the ranks may start, because they have time to
-        train.
+        If the notice expires more than `longest_seconds` from now, the ranks may start, because
+        they have time to train.
         """
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._waits = True
         self._receive()
         waits = [seconds_until_expired(one) for one in self._unsent if may_be_repeated(one)]
-        if min(waits, default=float("inf")) <= longest_seconds and (soonest := self._take_pending()) is not None:
-            return RankOrder(seconds=seconds_until_expired(soonest), cause=_CAUSES[soonest.source], node=self._node)
+        if (
+            min(waits, default=float("inf")) <= longest_seconds
+            and (soonest := self._take_pending()) is not None
+        ):
+            return RankOrder(
+                seconds=seconds_until_expired(soonest),
+                cause=_CAUSES[soonest.source],
+                node=self._node,
+            )
         self._act_on_unsent()
         return None
 
     def _take_pending(self) -> Notice | None:
-        """Add new notices to the pending ones, and drop expired ones. Return the earliest pending one; None if none."""
+        """Add new notices to the pending ones, and drop expired ones.
+
+        Return the earliest pending one; None if none.
+        """
         taken = [notice for notice in self._unsent if may_be_repeated(notice)]
         self._unsent = [notice for notice in self._unsent if notice not in taken]
         self._unrecorded += taken
@@ -122,12 +150,15 @@ class Drain:
         return min(self._pending, key=lambda notice: notice.ends_at, default=None)
 
     def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
-        """Wait until all pending notices have expired. Return "" if the ranks may start, else the reason why not.
+        """Wait until all pending notices have expired.
 
-        `meanwhile` is called repeatedly with the remaining seconds. If it returns a non-empty text, the wait ends, and
-        this text is the reason.
+        Return "" if the ranks may start, else the reason why not.
+
+        `meanwhile` is called repeatedly with the remaining seconds. If it returns a non-empty text,
+        the wait ends, and this text is the reason.
         """
-        announced, why = False, ""
+        announced = False
+        why = ""
         while not why and (soonest := self._take_pending()) is not None:
             going = f"this machine is going away in {soonest.seconds_left:.0f} s"
             if not announced:
@@ -140,7 +171,10 @@ class Drain:
             time.sleep(_LOOK_SECONDS)
             self._receive()
         if announced and not why:
-            print_line(f"node {self._node}: the notice has expired and this machine is still there: starting")
+            print_line(
+                f"node {self._node}: the notice has expired and this machine is still there: "
+                "starting"
+            )
         self._take_pending()
         self._act_on_unsent()
         return why
@@ -153,8 +187,8 @@ class Drain:
     def forget_nodes(self, nodes: Collection[int]) -> None:
         """Drop orders to exit that need no action in the next generation.
 
-        These are the orders of `nodes`, which do not take part in it, and the orders to make room for a returned node,
-        which takes part in it.
+        These are the orders of `nodes`, which do not take part in it, and the orders to make room
+        for a returned node, which takes part in it.
         """
         self._gone |= set(nodes)
         self._ordered = [
@@ -169,16 +203,30 @@ class Drain:
         """Return a failure for each rank that is still alive 30 s after its deadline to exit."""
         if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
             return []
-        text = f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its deadline"
-        late = {"message": text, "hung": True, "certainty": SLOW, "node": self._node, "timestamp": time.time()}
+        text = (
+            f"asked to leave ({self.cause}) and still running {_GRACE_SECONDS:g} s after its "
+            "deadline"
+        )
+        late = {
+            "message": text,
+            "hung": True,
+            "certainty": SLOW,
+            "node": self._node,
+            "timestamp": time.time(),
+        }
         alive = [worker for worker in group.workers if worker.process.poll() is None]
-        return [WorkerFailure(rank=one.rank, step=one.beat.step, phase=one.beat.phase, **late) for one in alive]
+        return [
+            WorkerFailure(rank=one.rank, step=one.beat.step, phase=one.beat.phase, **late)
+            for one in alive
+        ]
 
     @property
     def cause(self) -> str:
         first = next((order for _, order in self._ordered if order.leave), self._own)
         if first is None or first.cause in (SIGTERM, RETURNED):
-            return "" if first is None else first.cause
+            if first is None:
+                return ""
+            return first.cause
         return f"{first.cause} to node {first.node}"
 
     def create_order_record(self, folder: Path) -> Path:
@@ -190,7 +238,9 @@ class Drain:
         self._record = OrderRecord.create(path)
         for came_at, order in self._ordered:
             if order.leave:
-                self._record.write(replace(order, seconds=came_at + order.seconds - time.monotonic()))
+                self._record.write(
+                    replace(order, seconds=came_at + order.seconds - time.monotonic())
+                )
         return path
 
     def announce_end(self) -> None:
@@ -213,14 +263,18 @@ class Drain:
             if self._record is not None:
                 self._record.write(order)
         now = time.monotonic()
-        # The coordinator's order may be late: without an order, the ranks of this node could not save in time.
+        # The coordinator's order may be late: without an order, the ranks of this node could not
+        # save in time.
         if self._own is not None and self._record is not None and now >= self._act_alone_at:
             self._record.write(replace(self._own, seconds=self._leave_at - now))
         if now >= self._machine_ends_at:  # a rehearsed notice ends the machine at its time
             os.kill(os.getpid(), signal.SIGKILL)
 
     def record_pending(self, emit: Callable[..., object]) -> None:
-        """Record new pending notices as events. Call this without delay, since the machine may soon be lost."""
+        """Record new pending notices as events.
+
+        Call this without delay, since the machine may soon be lost.
+        """
         while self._unrecorded:
             self._emit_notice(self._unrecorded.pop(0), None, emit, waits=True)
 
@@ -240,7 +294,14 @@ class Drain:
         at = self._signalled_at
         if at is not None and not self._signal_taken:
             self._signal_taken = True
-            news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
+            news.append(
+                Notice(
+                    source=NoticeSource.SIGNAL,
+                    action=LEAVE,
+                    heard_at=at,
+                    ends_at=at + self._stop_seconds,
+                )
+            )
         for notice in news:
             self._unsent.append(notice)
             if not (self._waits and may_be_repeated(notice)):
@@ -254,23 +315,48 @@ class Drain:
             now = time.monotonic()
             self._own_leave_at = min(self._own_leave_at, now + order.seconds)
             self._leave_at = min(self._leave_at, self._own_leave_at)
-            self._own, self._act_alone_at = self._own or order, min(self._act_alone_at, now + _COORDINATOR_SECONDS)
+            self._own = self._own or order
+            self._act_alone_at = min(self._act_alone_at, now + _COORDINATOR_SECONDS)
 
     def _order_for(self, notice: Notice) -> RankOrder | None:
-        """Return the order for a notice; None for a rebalance recommendation that the configuration ignores."""
+        """Return the order for a notice; None for a rebalance recommendation that the configuration
+        ignores.
+        """
         if notice.action == REBALANCE:
-            seconds = {"save": float("inf"), "leave": self._save_seconds}.get(self._config.on_rebalance)
+            seconds = {"save": float("inf"), "leave": self._save_seconds}.get(
+                self._config.on_rebalance
+            )
             cause = "rebalance recommendation"
-            return None if seconds is None else RankOrder(seconds=seconds, cause=cause, node=self._node)
-        margin = 0.0 if notice.source is NoticeSource.SIGNAL else self._config.notice_margin_seconds
+            if seconds is None:
+                return None
+            return RankOrder(seconds=seconds, cause=cause, node=self._node)
+        if notice.source is NoticeSource.SIGNAL:
+            margin = 0.0
+        else:
+            margin = self._config.notice_margin_seconds
         seconds = max(notice.seconds_left - margin, 0.0)
         return RankOrder(seconds=seconds, cause=_CAUSES[notice.source], node=self._node)
 
     def _emit_notice(
-        self, notice: Notice, order: RankOrder | None, emit: Callable[..., object], *, waits: bool = False
+        self,
+        notice: Notice,
+        order: RankOrder | None,
+        emit: Callable[..., object],
+        *,
+        waits: bool = False,
     ) -> None:
-        left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
-        does = "wait" if waits else "nothing" if order is None else "leave" if order.leave else "save"
+        if notice.ends_at == float("inf"):
+            left = None
+        else:
+            left = round(notice.seconds_left, 3)
+        if waits:
+            does = "wait"
+        elif order is None:
+            does = "nothing"
+        elif order.leave:
+            does = "leave"
+        else:
+            does = "save"
         emit(
             NOTICE,
             at=(time.time() - (time.monotonic() - notice.heard_at), notice.heard_at),
@@ -282,8 +368,13 @@ class Drain:
             detail=notice.detail,
         )
         if not waits:
-            what = notice.action if left is None else f"{notice.action}, {left:.0f} s left"
-            print_line(f"node {self._node}: notice by {notice.source.value}: {what}; the gang is to {does}")
+            if left is None:
+                what = notice.action
+            else:
+                what = f"{notice.action}, {left:.0f} s left"
+            print_line(
+                f"node {self._node}: notice by {notice.source.value}: {what}; the gang is to {does}"
+            )
 
     def _report_sources(self, emit: Callable[..., object]) -> None:
         for problem in self._watcher.problems():
@@ -292,6 +383,12 @@ class Drain:
         if not self._sources_reported and (decided := self._watcher.source_problems()) is not None:
             self._sources_reported = True
             absent = {name: why for name, why in decided.items() if why}
-            emit(NOTICE_SOURCES, watched=[name for name in decided if name not in absent], absent=absent)
+            emit(
+                NOTICE_SOURCES,
+                watched=[name for name in decided if name not in absent],
+                absent=absent,
+            )
             if "hop limit" in (why := decided.get(NoticeSource.METADATA, "")):
-                print_line(f"node {self._node}: spot interruption notices cannot be received: {why}")
+                print_line(
+                    f"node {self._node}: spot interruption notices cannot be received: {why}"
+                )

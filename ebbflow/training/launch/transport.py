@@ -1,14 +1,16 @@
 """Connections between the agents of a gang: JSON lines over TCP, from each follower to node 0.
 
-Agents hold these connections, not ranks, so that a frozen rank cannot block the report about itself. An agent detects
-the loss of a node when the connection closes or, more slowly, when no message arrives.
+Agents hold these connections, not ranks, so that a frozen rank cannot block the report about
+itself. An agent detects the loss of a node when the connection closes or, more slowly, when no
+message arrives.
 
-At the start of a connection, both sides prove in a handshake that they belong to the same start of the gang. Node 0
-draws a random secret for each start and writes it to the job's store, so every process that can read the store can take
-part. The secret is never sent. Each side answers the other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces,
-the start, the sender's role and the node's hello (its first message), so that an answer cannot be replayed, reflected
-or altered. Messages after the handshake have no HMAC (docs/security.md). The memory and connections that one peer can
-use are limited before and after the handshake.
+At the start of a connection, both sides prove in a handshake that they belong to the same start of
+the gang. Node 0 draws a random secret for each start and writes it to the job's store, so every
+process that can read the store can take part. The secret is never sent. Each side answers the
+other's nonce with an HMAC (RFC 2104, SHA-256) over both nonces, the start, the sender's role and
+the node's hello (its first message), so that an answer cannot be replayed, reflected or altered.
+Messages after the handshake have no HMAC (docs/security.md). The memory and connections that one
+peer can use are limited before and after the handshake.
 """
 
 import contextlib
@@ -35,7 +37,8 @@ from ebbflow.training.errors import GangError, TrainingError
 SECRET_BYTES = 32
 LARGEST_GREETING_BYTES = 4096  # per message before the handshake has ended
 HANDSHAKE_SECONDS = 5.0  # from the connection to the welcome
-COORDINATOR, FOLLOWER = "node 0", "follower"
+COORDINATOR = "node 0"
+FOLLOWER = "follower"
 _NONCE_BYTES = 32
 _LONGEST_REFUSAL = 4096
 
@@ -44,7 +47,9 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
+def proof_of(
+    role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]
+) -> str:
     """Return the HMAC with which one side of the handshake proves that it knows the secret.
 
     `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce followed by node 0's nonce.
@@ -54,7 +59,9 @@ def proof_of(role: str, secret: bytes, token: str, hello: Mapping[str, Any], non
 
 
 def is_proof(given: object, expected: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode("utf-8", "replace"), expected.encode()
+    )
 
 
 def is_nonce(value: object) -> bool:
@@ -62,22 +69,31 @@ def is_nonce(value: object) -> bool:
 
 
 class StartSecret:
-    """Secret of one start of a gang, kept in the job's store. `run` and `attempt` are the fields of `GangSpec`."""
+    """Secret of one start of a gang, kept in the job's store.
+
+    `run` and `attempt` are the fields of `GangSpec`.
+    """
 
     def __init__(self, job_store: Store, run: str, attempt: int) -> None:
-        self._store, self._key = job_store, secret_key(run, attempt)
+        self._store = job_store
+        self._key = secret_key(run, attempt)
 
     def publish(self, secret: bytes) -> None:
         self._store.put(self._key, secret.hex().encode(), private=True)
 
     def refuse(self, error: TrainingError) -> None:
-        """Replace the secret with node 0's error, so that followers do not wait for a start that will not happen."""
+        """Replace the secret with node 0's error, so that followers do not wait for a start that
+        will not happen.
+        """
         refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
         with contextlib.suppress(InfraError):
             self._store.put(self._key, json.dumps(refusal).encode(), private=True)
 
     def fetch(self) -> bytes | None:
-        """Return the secret; None if there is none yet. Raises StoreError, or GangError if node 0 refused the start."""
+        """Return the secret; None if there is none yet.
+
+        Raises StoreError, or GangError if node 0 refused the start.
+        """
         try:
             content = self._store.get(self._key).decode("utf-8", "replace")
         except ObjectNotFound:
@@ -88,10 +104,15 @@ class StartSecret:
             secret = bytes.fromhex(content)
         except ValueError:
             return None
-        return secret if len(secret) == SECRET_BYTES else None
+        if len(secret) == SECRET_BYTES:
+            return secret
+        return None
 
     def withdraw(self) -> None:
-        """Delete the secret after all nodes have joined. Ignore errors, since the secret is useless afterwards."""
+        """Delete the secret after all nodes have joined.
+
+        Ignore errors, since the secret is useless afterwards.
+        """
         with contextlib.suppress(InfraError):
             self._store.delete(self._key)
 
@@ -100,18 +121,25 @@ def _refusal(content: str) -> GangError:
     try:
         document = json.loads(content)
         return GangError(
-            f"node 0 refused the start: {document['refused']}", curable=False, outcome=Outcome(document["outcome"])
+            f"node 0 refused the start: {document['refused']}",
+            curable=False,
+            outcome=Outcome(document["outcome"]),
         )
     except (ValueError, LookupError, TypeError):
         return GangError("node 0 refused the start", curable=False)
 
 
-# Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one of them.
-_FIRST, _COUNT = 20_000, 12_000
+# Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one
+# of them.
+_FIRST = 20_000
+_COUNT = 12_000
 
 
 def control_ports(run: str, attempt: int) -> list[int]:
-    """Return the ports to try, in order. They depend only on `run` and `attempt`, so all nodes get the same ports."""
+    """Return the ports to try, in order.
+
+    They depend only on `run` and `attempt`, so all nodes get the same ports.
+    """
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
     return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(8)]
 
@@ -123,7 +151,9 @@ def rendezvous_port(address: str, run: str, attempt: int) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, which means that all nodes of the gang are on this machine."""
+    """Return whether `host` is a loopback address, which means that all nodes of the gang are on
+    this machine.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -135,8 +165,12 @@ PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # default limit
 LARGEST_MESSAGE_BYTES = 16 * 2**20
 DEEPEST_MESSAGE = 64  # nesting of objects and lists
-MOST_CALLERS, MOST_CALLERS_OF_ONE_SOURCE = 64, 32  # connections before the end of their handshake
-_BYTES_PER_LOOK, _MESSAGES_PER_LOOK = 2**20, 1000  # per peer, so that one peer cannot delay all others
+# connections before the end of their handshake
+MOST_CALLERS = 64
+MOST_CALLERS_OF_ONE_SOURCE = 32
+# per peer, so that one peer cannot delay all others
+_BYTES_PER_LOOK = 2**20
+_MESSAGES_PER_LOOK = 1000
 _CLOSE_SECONDS = 1.0
 _SECRET_PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 0.02
@@ -144,7 +178,9 @@ _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """Connection to one peer, the agent of another node. It counts as lost after `silence_seconds` without data.
+    """Connection to one peer, the agent of another node.
+
+    It counts as lost after `silence_seconds` without data.
 
     Time during which this process was suspended does not count (`AwakeClock`).
     """
@@ -158,7 +194,8 @@ class Connection:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = peer
-        self._silence_seconds, self._now = silence_seconds, now
+        self._silence_seconds = silence_seconds
+        self._now = now
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._buffer = bytearray()
@@ -174,8 +211,8 @@ class Connection:
     def send(self, message: Message) -> None:
         """Queue a message, and send as much of the queue as the kernel accepts without blocking.
 
-        Later calls send the rest of the queue. If more than 16 MiB are unsent, the peer counts as lost, and the queue
-        is dropped.
+        Later calls send the rest of the queue. If more than 16 MiB are unsent, the peer counts as
+        lost, and the queue is dropped.
         """
         if not self.closed:
             self.unsent += json.dumps(message).encode() + b"\n"
@@ -189,7 +226,8 @@ class Connection:
         """Return the complete messages that have arrived, at most 1,000. Pings are left out."""
         self._read()
         self._write()
-        messages, self.put_back = self.put_back, []
+        messages = self.put_back
+        self.put_back = []
         for _ in range(_MESSAGES_PER_LOOK):
             end = self._buffer.find(b"\n", self._searched)
             if end < 0:
@@ -206,8 +244,12 @@ class Connection:
         self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
-        """Send a ping once per second, and detect a silent peer. Call this in each iteration of the agent's loop."""
-        awake, now = self._awake.tick(), self._now()
+        """Send a ping once per second, and detect a silent peer.
+
+        Call this in each iteration of the agent's loop.
+        """
+        awake = self._awake.tick()
+        now = self._now()
         self._read()
         if now - self._pinged >= PING_SECONDS:
             self._pinged = now
@@ -224,7 +266,10 @@ class Connection:
         self._socket.close()
 
     def _parse(self, line: bytes) -> Message:
-        """Return the message in a line. If the line is invalid, refuse the peer and return a ping."""
+        """Return the message in a line.
+
+        If the line is invalid, refuse the peer and return a ping.
+        """
         message = None
         if not _is_deep(line):
             with contextlib.suppress(ValueError, RecursionError):
@@ -241,17 +286,24 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._read(LARGEST_MESSAGE_BYTES)  # messages that the peer sent before it closed are still valid
+                self._read(
+                    LARGEST_MESSAGE_BYTES
+                )  # messages that the peer sent before it closed are still valid
                 self.refuse(f"connection lost: {error.strerror or error}")
                 return
             del self.unsent[:sent]
 
     def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
-        """Read at most about `most_bytes` without blocking. Further data stay in the kernel's and peer's buffers."""
+        """Read at most about `most_bytes` without blocking.
+
+        Further data stay in the kernel's and peer's buffers.
+        """
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
-                self._received_at = self._awake.seconds  # not silence of the peer: the buffer on this side is full
+                self._received_at = (
+                    self._awake.seconds
+                )  # not silence of the peer: the buffer on this side is full
                 if self._buffer.find(b"\n", self._searched) < 0:
                     self.refuse(f"it sent a message of more than {self.largest_bytes:,} bytes")
                 return
@@ -291,14 +343,25 @@ class _Caller:
 
 
 class RollCallServer:
-    """Server on node 0 for the roll-call: it accepts one connection per follower until all have joined."""
+    """Server on node 0 for the roll-call: it accepts one connection per follower until all have
+    joined.
+    """
 
     def __init__(
-        self, address: str, ports: Sequence[int], token: str, secret: bytes, silence_seconds: float = SILENCE_SECONDS
+        self,
+        address: str,
+        ports: Sequence[int],
+        token: str,
+        secret: bytes,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        self._token, self._secret, self._silence_seconds = token, secret, silence_seconds
+        self._token = token
+        self._secret = secret
+        self._silence_seconds = silence_seconds
         # A gang on one machine accepts no connections from elsewhere.
-        self._listener = _bind_first("127.0.0.1" if address == "127.0.0.1" else "", ports, "control")
+        self._listener = _bind_first(
+            "127.0.0.1" if address == "127.0.0.1" else "", ports, "control"
+        )
         self._listener.listen(128)
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
@@ -306,7 +369,10 @@ class RollCallServer:
         self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
-        """Accept new connections, continue all handshakes, and keep joined connections alive. Never blocks."""
+        """Accept new connections, continue all handshakes, and keep joined connections alive.
+
+        Never blocks.
+        """
         for connection, _ in self.joined.values():
             connection.keep_alive()
         self._accept()
@@ -330,10 +396,12 @@ class RollCallServer:
             if stopped():
                 raise GangError("roll-call: this agent was asked to stop")
             if time.monotonic() > limit:
-                missing = ", ".join(f"node {node}" for node in range(1, nodes) if node not in self.joined)
+                missing = ", ".join(
+                    f"node {node}" for node in range(1, nodes) if node not in self.joined
+                )
                 raise GangError(
-                    f"roll-call: {len(self.joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
-                    f"{self.port}; missing: {missing}"
+                    f"roll-call: {len(self.joined) + 1} of {nodes} nodes joined within "
+                    f"{deadline_seconds:g} s on port {self.port}; missing: {missing}"
                 )
             self.admit(nodes)
             time.sleep(_LOOK_SECONDS)
@@ -349,10 +417,16 @@ class RollCallServer:
         for _ in range(MOST_CALLERS):
             try:
                 peer, address = self._listener.accept()
-            except OSError:  # no connection is waiting, it was closed, or this process may not open more files
+            except (
+                OSError
+            ):  # no connection is waiting, it was closed, or this process may not open more files
                 return
-            connection = Connection(peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES)
-            self._callers.append(_Caller(connection, address[0], time.monotonic() + HANDSHAKE_SECONDS))
+            connection = Connection(
+                peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES
+            )
+            self._callers.append(
+                _Caller(connection, address[0], time.monotonic() + HANDSHAKE_SECONDS)
+            )
             source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
             if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
                 oldest = next(caller for caller in self._callers if caller.source == source)
@@ -360,7 +434,10 @@ class RollCallServer:
                 self._callers.remove(oldest)
 
     def _admit(self, caller: _Caller, nodes: int) -> bool:
-        """Process messages of a connecting follower. Return whether its handshake is over, successful or not."""
+        """Process messages of a connecting follower.
+
+        Return whether its handshake is over, successful or not.
+        """
         peer = caller.connection
         for message in peer.receive():
             if peer.closed:  # the follower will connect again
@@ -369,7 +446,9 @@ class RollCallServer:
             if kind == "hello" and not caller.hello and _is_hello(message, nodes):
                 caller.nonces = (message.pop("nonce"), new_nonce())
                 caller.hello = message
-                proof = proof_of(COORDINATOR, self._secret, self._token, caller.hello, caller.nonces)
+                proof = proof_of(
+                    COORDINATOR, self._secret, self._token, caller.hello, caller.nonces
+                )
                 peer.send({"kind": "challenge", "nonce": caller.nonces[1], "proof": proof})
                 continue
             expected = proof_of(FOLLOWER, self._secret, self._token, caller.hello, caller.nonces)
@@ -385,7 +464,8 @@ class RollCallServer:
 
 
 def _is_hello(message: Message, nodes: int) -> bool:
-    node, notice = message.get("node"), message.get("notice")
+    node = message.get("node")
+    notice = message.get("notice")
     return (
         is_nonce(message.get("nonce"))
         and type(node) is int
@@ -408,19 +488,24 @@ def join_gang(
 ) -> Connection:
     """Connect to node 0 as a follower, and return the connection after a successful handshake.
 
-    `token` is `GangSpec.token`. `hello` is the first message, with the node's number and host name. `secret` reads the
-    secret of this start from the store; it returns None if there is none yet, and may raise InfraError. After a failed
-    handshake, `secret` is called again, since it may have returned the secret of an earlier start.
+    `token` is `GangSpec.token`. `hello` is the first message, with the node's number and host name.
+    `secret` reads the secret of this start from the store; it returns None if there is none yet,
+    and may raise InfraError. After a failed handshake, `secret` is called again, since it may have
+    returned the secret of an earlier start.
 
     Raises GangError if node 0 cannot be reached before the deadline, or if `stopped` returned True.
     """
     limit = time.monotonic() + deadline_seconds
-    last, known = "no answer", None
+    last = "no answer"
+    known = None
     while time.monotonic() < limit and not stopped():
         if known is None:
             try:
                 known = secret()
-                last = last if known else "the job's store holds no secret of this start yet: node 0 has not begun"
+                if known:
+                    last = last
+                else:
+                    last = "the job's store holds no secret of this start yet: node 0 has not begun"
             except InfraError as error:
                 last = f"the secret of this start cannot be read: {error}"
             if known is None:
@@ -437,28 +522,37 @@ def join_gang(
             if _shake_hands(connection, token, hello, known, HANDSHAKE_SECONDS):
                 return connection
             connection.close()
-            refused, last = True, f"{address}:{port}: another program listens there"
+            refused = True
+            last = f"{address}:{port}: another program listens there"
         if not refused:  # node 0 may have refused the start
             time.sleep(_SECRET_PAUSE_SECONDS)
         known = None
         time.sleep(0.1)
     raise GangError(
-        f"roll-call: node {hello['node']} could not reach node 0 within {deadline_seconds:g} s ({last})\n"
-        f"  hint: is node 0 running, and may nodes talk to each other on ports {min(ports)}-{max(ports)}?"
+        f"roll-call: node {hello['node']} could not reach node 0 within {deadline_seconds:g} s "
+        f"({last})\n  hint: is node 0 running, and may nodes talk to each other on ports "
+        f"{min(ports)}-{max(ports)}?"
     )
 
 
-def _shake_hands(connection: Connection, token: str, hello: Message, secret: bytes, seconds: float) -> bool:
-    limit, nonces = time.monotonic() + seconds, (new_nonce(), "")
+def _shake_hands(
+    connection: Connection, token: str, hello: Message, secret: bytes, seconds: float
+) -> bool:
+    limit = time.monotonic() + seconds
+    nonces = (new_nonce(), "")
     connection.send({"kind": "hello", "nonce": nonces[0], **hello})
     while time.monotonic() < limit and not connection.closed:
         messages = connection.receive()
         for at, message in enumerate(messages):
             if message["kind"] == "challenge" and not nonces[1] and is_nonce(message.get("nonce")):
                 nonces = (nonces[0], message["nonce"])
-                if not is_proof(message.get("proof"), proof_of(COORDINATOR, secret, token, hello, nonces)):
+                if not is_proof(
+                    message.get("proof"), proof_of(COORDINATOR, secret, token, hello, nonces)
+                ):
                     return False
-                connection.send({"kind": "proof", "proof": proof_of(FOLLOWER, secret, token, hello, nonces)})
+                connection.send(
+                    {"kind": "proof", "proof": proof_of(FOLLOWER, secret, token, hello, nonces)}
+                )
             elif message["kind"] == "welcome" and nonces[1]:
                 # The number of the generation may have arrived with the welcome.
                 connection.put_back = messages[at + 1 :]

@@ -1,12 +1,13 @@
 """Start the rank processes of one node, read their results, and end them.
 
-Ranks get torchrun's environment variables, but torchrun does not start them. torchrun's own agent imports torch before
-it starts a process. It replaces a killed rank several times more slowly (docs/benchmarks.md, Injected faults), and
-waits up to 1,801 s for a frozen rank.
+Ranks get torchrun's environment variables, but torchrun does not start them. torchrun's own agent
+imports torch before it starts a process. It replaces a killed rank several times more slowly
+(docs/benchmarks.md, Injected faults), and waits up to 1,801 s for a frozen rank.
 
-Each node has a standby process, which has imported torch and the engine and forks a rank on request. Without a standby,
-each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is an ancestor of all processes that the ranks
-start, so that all of them can be found and killed. If there is no keeper, only processes in a rank's session are found.
+Each node has a standby process, which has imported torch and the engine and forks a rank on
+request. Without a standby, each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is
+an ancestor of all processes that the ranks start, so that all of them can be found and killed. If
+there is no keeper, only processes in a rank's session are found.
 """
 
 import contextlib
@@ -53,22 +54,28 @@ Process = subprocess.Popen[bytes] | RemoteChild
 
 
 class Standby:
-    """Handle for a node's standby process, which forks ranks. Raises OSError if it cannot be started.
+    """Handle for a node's standby process, which forks ranks.
 
-    Without a keeper, the standby is a child of this process and dies when the thread that created it ends. Create it in
-    the main thread.
+    Raises OSError if it cannot be started.
+
+    Without a keeper, the standby is a child of this process and dies when the thread that created
+    it ends. Create it in the main thread.
     """
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
         environment = dict(os.environ, PYTHONPATH=python_path(os.environ), PYTHONUNBUFFERED="1")
-        environment["OMP_NUM_THREADS"] = threads_per_rank(colocated_ranks)  # read by libraries when they load
+        environment["OMP_NUM_THREADS"] = threads_per_rank(
+            colocated_ranks
+        )  # read by libraries when they load
         environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
         its_input, self._requests = os.pipe()
         self._answers, its_output = os.pipe()
         try:
             with open(log, "wb") as errors:
                 command = [sys.executable, "-m", "ebbflow.training", "--standby"]
-                self._process = start_process(command, environment, (its_input, its_output, errors.fileno()), keeper)
+                self._process = start_process(
+                    command, environment, (its_input, its_output, errors.fileno()), keeper
+                )
         except OSError:
             os.close(self._requests)
             os.close(self._answers)
@@ -98,9 +105,17 @@ class Standby:
         return self.ready or self.lost
 
     def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
-        """Ask the standby to fork a rank with this process name. Return None if it does not answer within 10 s."""
+        """Ask the standby to fork a rank with this process name.
+
+        Return None if it does not answer within 10 s.
+        """
         self._number += 1
-        request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
+        request = {
+            "start": self._number,
+            "environment": dict(environment),
+            "log": str(log),
+            "name": name,
+        }
         limit = time.monotonic() + _FORK_DEADLINE_SECONDS
         if not self._ask(json.dumps(request).encode() + b"\n", limit):
             self._lose()
@@ -113,7 +128,9 @@ class Standby:
             select.select([self._answers], [], [], left)
             self._receive()
         pid = self._started.pop(self._number, None)
-        return None if pid is None or self.lost else RemoteChild(pid, self)
+        if pid is None or self.lost:
+            return None
+        return RemoteChild(pid, self)
 
     def ended(self, pid: int) -> int | None:
         self._receive()
@@ -127,12 +144,18 @@ class Standby:
             os.close(self._answers)
 
     def abandon(self, pid: int) -> None:
-        """Stop tracking a rank in uninterruptible sleep (state D), so that `close` does not wait for it."""
+        """Stop tracking a rank in uninterruptible sleep (state D), so that `close` does not wait
+        for it.
+        """
         self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
-        """Write a request to the pipe before `limit`. Return False on failure, for example if the standby is frozen."""
-        pipe, unsent = self._requests, memoryview(request)
+        """Write a request to the pipe before `limit`.
+
+        Return False on failure, for example if the standby is frozen.
+        """
+        pipe = self._requests
+        unsent = memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
             try:
@@ -144,13 +167,18 @@ class Standby:
         return not unsent
 
     def _lose(self) -> None:
-        """Kill the standby, then wait up to 10 s until the kernel has killed the ranks that it forked."""
+        """Kill the standby, then wait up to 10 s until the kernel has killed the ranks that it
+        forked.
+        """
         self.lost = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_DEADLINE_SECONDS)
         limit = time.monotonic() + _END_DEADLINE_SECONDS
-        while any(process_state(pid) not in ("", "Z") for pid in self._living) and time.monotonic() < limit:
+        while (
+            any(process_state(pid) not in ("", "Z") for pid in self._living)
+            and time.monotonic() < limit
+        ):
             time.sleep(0.005)
         self._living.clear()
 
@@ -171,14 +199,24 @@ class Standby:
 
 
 def start_process(
-    command: list[str], environment: Mapping[str, str], streams: tuple[int, int, int], keeper: Keeper | None
+    command: list[str],
+    environment: Mapping[str, str],
+    streams: tuple[int, int, int],
+    keeper: Keeper | None,
 ) -> Process:
-    """Start a program in its own session, so that a signal to the agent's process group does not reach it."""
+    """Start a program in its own session, so that a signal to the agent's process group does not
+    reach it.
+    """
     if keeper is not None and not keeper.lost:
         return keeper.spawn(command, environment, *streams)
     stdin, stdout, stderr = streams
     return subprocess.Popen(
-        command, env=dict(environment), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+        command,
+        env=dict(environment),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
     )
 
 
@@ -191,7 +229,8 @@ _LONGEST_RECORD = 8 * 1024 * 1024
 _LONGEST_NAME = 200
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _KILLED_SECONDS = 10.0
-# Settings of torch's allocator on GPUs. All releases read the first; torch 2.9 and later also read the second.
+# Settings of torch's allocator on GPUs. All releases read the first; torch 2.9 and later also read
+# the second.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -217,66 +256,104 @@ class Worker:
         self._heartbeat = Heartbeat.create(heartbeat_path)
         own = replace(spec, heartbeat_path=str(heartbeat_path), result_path=str(self._result_path))
         spec_path.write_text(json.dumps(asdict(own)))
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(self._error_path)}
+        ranks = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "TORCHELASTIC_ERROR_FILE": str(self._error_path),
+        }
         self.log_path.write_bytes(b"")
-        self.process = start(f"rank {rank}", self.log_path, {**environment, **ranks, SPEC_VARIABLE: str(spec_path)})
+        self.process = start(
+            f"rank {rank}", self.log_path, {**environment, **ranks, SPEC_VARIABLE: str(spec_path)}
+        )
         stat = process_stat(self.process.pid)
         # If the rank has ended already, its pid may belong to another process.
-        self._leader = stat if stat is not None and stat.parent in {os.getpid(), *parents} else None
+        if stat is not None and stat.parent in {os.getpid(), *parents}:
+            self._leader = stat
+        else:
+            self._leader = None
 
     @property
     def beat(self) -> HeartbeatReading:
         return self._heartbeat.read()
 
     def leftovers(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
-        """Return the processes in `living` that belong to the rank's session (setsid(2)), except the rank itself."""
+        """Return the processes in `living` that belong to the rank's session (setsid(2)), except
+        the rank itself.
+        """
         rank = self._leader
         if rank is None:
             return []
-        # The kernel does not reuse a pid while a session with that id has members. If another process has this pid, the
-        # session is empty.
+        # The kernel does not reuse a pid while a session with that id has members. If another
+        # process has this pid, the session is empty.
         now = process_stat(rank.pid)
         if now is not None and now.started_ticks != rank.started_ticks:
             return []
-        members = [one for one in living if one.session == rank.pid and one.pid != rank.pid]
-        return [one for one in members if one.started_ticks >= rank.started_ticks]
+        members = [stat for stat in living if stat.session == rank.pid and stat.pid != rank.pid]
+        return [member for member in members if member.started_ticks >= rank.started_ticks]
 
     def result(self) -> dict | None:
         result = _read_object(self._result_path)
         outcomes = [outcome.value for outcome in Outcome]
         valid = result.get("outcome") in outcomes and isinstance(result.get("step"), int)
-        return result if valid and isinstance(result.get("message", ""), str) else None
+        if valid and isinstance(result.get("message", ""), str):
+            return result
+        return None
 
     def failure(self) -> WorkerFailure | None:
-        """Return why the process ended without a result; None if it is still running or has written a result."""
+        """Return why the process ended without a result; None if it is still running or has written
+        a result.
+        """
         code = self.process.poll()
         if code is None or self.result() is not None:
             return None
         place = {"rank": self.rank, "step": self.beat.step, "phase": self.beat.phase}
         if code < 0:
             name = signal_name(-code)
-            return WorkerFailure(**place, message=f"killed by {name}", killed_by=name, timestamp=time.time())
+            return WorkerFailure(
+                **place, message=f"killed by {name}", killed_by=name, timestamp=time.time()
+            )
         return WorkerFailure(**place, **self._error(code))
 
     def _error(self, code: int) -> dict[str, Any]:
-        """Return fields of a `WorkerFailure` from the rank's error file, which has the format of torch's @record."""
+        """Return fields of a `WorkerFailure` from the rank's error file, which has the format of
+        torch's @record.
+        """
         record = _read_object(self._error_path).get("message")
-        text = record.get("message") if isinstance(record, dict) else record
+        if isinstance(record, dict):
+            text = record.get("message")
+        else:
+            text = record
         if not isinstance(text, str):
-            return {"message": f"exited with code {code} and no error record", "timestamp": time.time()}
-        extra = record.get("extraInfo") if isinstance(record, dict) else None
-        extra = extra if isinstance(extra, dict) else {}
+            return {
+                "message": f"exited with code {code} and no error record",
+                "timestamp": time.time(),
+            }
+        if isinstance(record, dict):
+            extra = record.get("extraInfo")
+        else:
+            extra = None
+        if isinstance(extra, dict):
+            extra = extra
+        else:
+            extra = {}
         message = bounded_text(text)
         module, _, name = str(extra.get("class") or "").rpartition(".")
         name = bounded_text(name or message.partition(":")[0], _LONGEST_NAME)
         if module and module != errors.__name__ and error_class(name) is not errors.GangError:
             name = f"{module}.{name}"  # a user's exception with the name of one of ours
         ended_at = _unix_time(extra.get("timestamp"))
-        return {"message": message, "cascade": is_peer_loss_error(message), "error": name, "timestamp": ended_at}
+        return {
+            "message": message,
+            "cascade": is_peer_loss_error(message),
+            "error": name,
+            "timestamp": ended_at,
+        }
 
 
 class WorkerGroup:
-    """The rank processes of a node, which the constructor starts; `rendezvous` is torch's main address and port."""
+    """The rank processes of a node, which the constructor starts; `rendezvous` is torch's main
+    address and port.
+    """
 
     def __init__(
         self,
@@ -289,22 +366,35 @@ class WorkerGroup:
         keeper: Keeper | None = None,
     ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
-        environment["GROUP_RANK"] = str(ranks.start // len(ranks))  # the node's number, by which Lightning finds ranks
+        environment["GROUP_RANK"] = str(
+            ranks.start // len(ranks)
+        )  # the node's number, by which Lightning finds ranks
 
         def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
-            forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
+            if standby and standby.ready and not standby.lost:
+                forked = standby.fork(name, log, environment)
+            else:
+                forked = None
             if forked is not None:
                 return forked
             command = [sys.executable, "-m", "ebbflow.training"]
             with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
-                return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
+                return start_process(
+                    command,
+                    environment,
+                    (nothing.fileno(), output.fileno(), output.fileno()),
+                    keeper,
+                )
 
         self.workers: list[Worker] = []
-        self._standby, self._keeper = standby, keeper
+        self._standby = standby
+        self._keeper = keeper
         parents = {parent.pid for parent in (standby, keeper) if parent is not None}
         try:
             for local_rank, rank in enumerate(ranks):
-                self.workers.append(Worker(rank, local_rank, folder, spec, environment, start, parents))
+                self.workers.append(
+                    Worker(rank, local_rank, folder, spec, environment, start, parents)
+                )
         except BaseException:  # a full disk or process table: end the ranks that have started
             self.end(ranks)
             raise
@@ -322,19 +412,22 @@ class WorkerGroup:
         grace_seconds: float = _EXIT_SECONDS,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[int, str]:
-        """Kill the ranks in `culprits`, then end all other ranks and all processes that ranks have started.
+        """Kill the ranks in `culprits`, then end all other ranks and all processes that ranks have
+        started.
 
-        Ranks that wait for a culprit in a collective get an error. They then write their last events and exit within
-        the grace period. These ranks cannot save a checkpoint, because saving is a collective operation too.
+        Ranks that wait for a culprit in a collective get an error. They then write their last
+        events and exit within the grace period. These ranks cannot save a checkpoint, because
+        saving is a collective operation too.
 
-        Returns:
-            The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state D). The result maps each
-            of these ranks to the path of a GPU device file that the rank has open, or to "" if it has none open.
+        Returns: The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state
+            D). The result maps each of these ranks to the path of a GPU device file that the rank
+            has open, or to "" if it has none open.
         """
         guilty = [worker for worker in self.workers if worker.rank in culprits]
         for worker in guilty:
             worker.process.kill()
-        # A child process has copies of its rank's sockets: other ranks see a closed connection only if both have ended.
+        # A child process has copies of its rank's sockets: other ranks see a closed connection only
+        # if both have ended.
         self._kill_leftovers(guilty)
         self._await_exits(time.monotonic() + grace_seconds, meanwhile)
         for worker in self.workers:
@@ -353,21 +446,35 @@ class WorkerGroup:
             time.sleep(0.01)
 
     def _kill_leftovers(self, ended: Sequence[Worker]) -> None:
-        """Kill all descendants of the keeper. If there is no keeper, kill the processes in the `ended` ranks' sessions.
+        """Kill all descendants of the keeper.
+
+        If there is no keeper, kill the processes in the `ended` ranks' sessions.
 
         Ranks that are not in `ended`, and their descendants, are not killed.
         """
-        keeper, spare = self._keeper, () if self._standby is None else (self._standby.pid,)
+        keeper = self._keeper
+        if self._standby is None:
+            spare = ()
+        else:
+            spare = (self._standby.pid,)
         others = [worker.process for worker in self.workers if worker not in ended]
         trees = [process.pid for process in others if process.poll() is None]
 
         def find() -> list[ProcessStat]:
-            below = [] if keeper is None or keeper.lost else descendants(keeper.pid, spare, trees)
-            living = [] if below else list(all_processes())
+            if keeper is None or keeper.lost:
+                below = []
+            else:
+                below = descendants(keeper.pid, spare, trees)
+            if below:
+                living = []
+            else:
+                living = list(all_processes())
             return below or [one for worker in ended for one in worker.leftovers(living)]
 
         if ended:
-            groups = {stat.group for pid in (*spare, *trees) if (stat := process_stat(pid)) is not None}
+            groups = {
+                stat.group for pid in (*spare, *trees) if (stat := process_stat(pid)) is not None
+            }
             kill_until_none(find, _LEFT_BEHIND_SECONDS, spare_groups=groups)
 
 
@@ -375,19 +482,24 @@ def find_open_device(pid: int) -> str:
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if (target := os.readlink(f"/proc/{pid}/fd/{descriptor}")).startswith(_DEVICES):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith(_DEVICES):
                     return target
     return ""
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a rank's file; {} if the file has other content, which user code may have written."""
+    """Return the JSON object in a rank's file; {} if the file has other content, which user code
+    may have written.
+    """
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(_LONGEST_RECORD))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 def _unix_time(text: object) -> float:
@@ -397,7 +509,9 @@ def _unix_time(text: object) -> float:
     return time.time()
 
 
-def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:
+def _environment(
+    rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int
+) -> dict[str, str]:
     address, port = rendezvous
     environment = dict(
         os.environ,
@@ -412,8 +526,10 @@ def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size:
     for variable, value in RECORDER_VARIABLES.items():
         environment.setdefault(variable, value)
     if not any(variable in environment for variable in _ALLOCATOR_VARIABLES):
-        environment[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"  # less fragmentation; no effect on a CPU
+        # Less fragmentation; no effect on a CPU
+        environment[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     if address == "127.0.0.1":
-        # Otherwise gloo resolves the host name, which may fail or lead to an interface that is down.
+        # Otherwise gloo resolves the host name, which may fail or lead to an interface that is
+        # down.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

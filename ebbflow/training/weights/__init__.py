@@ -1,1 +1,3 @@
-"""Initial weights: initialisation from a seed, loading from safetensors files, and a digest to compare weights."""
+"""Initial weights: initialisation from a seed, loading from safetensors files, and a digest to
+compare weights.
+"""

@@ -1,4 +1,7 @@
-"""Find the weights in safetensors files by reading only the headers, and describe the files. Imports no torch."""
+"""Find the weights in safetensors files by reading only the headers, and describe the files.
+
+Imports no torch.
+"""
 
 import hashlib
 import json
@@ -33,20 +36,25 @@ class StoredTensor:
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file or folder, by their names in the model.
 
-    A folder must contain one safetensors file, or several such files and an index. Only headers are read. `translate`
-    maps the name of a stored tensor to its name in the model, or to None if the tensor is to be ignored. Raises
-    WorkloadError if files are missing or damaged, or if two tensors get the same name.
+    A folder must contain one safetensors file, or several such files and an index. Only headers are
+    read. `translate` maps the name of a stored tensor to its name in the model, or to None if the
+    tensor is to be ignored. Raises WorkloadError if files are missing or damaged, or if two tensors
+    get the same name.
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
         for stored in _headers(file):
-            name = stored.name if translate is None else translate(stored.name)
+            if translate is None:
+                name = stored.name
+            else:
+                name = translate(stored.name)
             if name is None:
                 continue
             if name in found:
                 raise WorkloadError(
-                    f"training.initial_weights {path}: {stored.name} in {file.name} and {found[name].name} in "
-                    f"{found[name].file.name} are both {name}; fix: translate_weights must tell them apart"
+                    f"training.initial_weights {path}: {stored.name} in {file.name} and "
+                    f"{found[name].name} in {found[name].file.name} are both {name}; fix: "
+                    "translate_weights must tell them apart"
                 )
             found[name] = stored
     return found
@@ -55,8 +63,8 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 def list_weight_files(path: str) -> list[Path]:
     """Return the safetensors files at `path`. Raises WorkloadError.
 
-    If `path` is a file, this is `path` itself. For a folder, these are the files in its index or, if it has no index,
-    its only safetensors file.
+    If `path` is a file, this is `path` itself. For a folder, these are the files in its index or,
+    if it has no index, its only safetensors file.
     """
     root = Path(path)
     if root.is_file():
@@ -66,12 +74,16 @@ def list_weight_files(path: str) -> list[Path]:
     index = root / INDEX
     if index.is_file():
         return _indexed(index)
-    single = [root / SINGLE] if (root / SINGLE).is_file() else sorted(root.glob("*.safetensors"))
+    if (root / SINGLE).is_file():
+        single = [root / SINGLE]
+    else:
+        single = sorted(root.glob("*.safetensors"))
     if len(single) == 1:
         return single
     names = ", ".join(sorted(entry.name for entry in root.iterdir())[:5]) or "nothing"
     raise WorkloadError(
-        f"training.initial_weights {path}: a folder needs {SINGLE} or {INDEX}; it holds {names}; fix: name the file"
+        f"training.initial_weights {path}: a folder needs {SINGLE} or {INDEX}; it holds {names}; "
+        "fix: name the file"
     )
 
 
@@ -103,15 +115,18 @@ def open_weights(file: Path, *, framework: str) -> Any:
     except (OSError, SafetensorError) as error:
         text = " ".join(str(error).split())
         raise WorkloadError(
-            f"training.initial_weights {file} is not a safetensors file: {text}; fix: convert it with "
-            "safetensors.torch.save_file, or copy it again if it was cut off"
+            f"training.initial_weights {file} is not a safetensors file: {text}; fix: convert it "
+            "with safetensors.torch.save_file, or copy it again if it was cut off"
         ) from error
 
 
 def abbreviate(names: Iterable[str]) -> str:
     """Join the first three names with commas, and add the number of further names."""
     names = list(names)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    if len(names) > _NAMED:
+        more = f" and {len(names) - _NAMED} more"
+    else:
+        more = ""
     return ", ".join(names[:_NAMED]) + more
 
 
@@ -125,7 +140,8 @@ def _indexed(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise WorkloadError(
-            f"{index}: {len(missing)} of its {len(names)} files are missing: {abbreviate(missing)}; fix: copy them too"
+            f"{index}: {len(missing)} of its {len(names)} files are missing: "
+            f"{abbreviate(missing)}; fix: copy them too"
         )
     return [index.parent / name for name in names]
 

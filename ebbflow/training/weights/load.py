@@ -1,7 +1,9 @@
-"""Initialise weights from the seed, load them from safetensors files, and compute the digest that compares runs.
+"""Initialise weights from the seed, load them from safetensors files, and compute the digest that
+compares runs.
 
-In every parallel mode, each rank reads only the rows of a tensor that it holds, without a collective. Names and shapes
-must match those of the model. Otherwise a weight could stay random unnoticed, which is worse than an error.
+In every parallel mode, each rank reads only the rows of a tensor that it holds, without a
+collective. Names and shapes must match those of the model. Otherwise a weight could stay random
+unnoticed, which is worse than an error.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ebbflow.infra.grouping import group_by_key
 from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, find_weights, open_weights
+from ebbflow.training.weights.files import (
+    StoredTensor,
+    Translate,
+    abbreviate,
+    find_weights,
+    open_weights,
+)
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _aten = torch.ops.aten
@@ -34,7 +42,10 @@ class _NotByRows(Exception):
 
 
 class _Rows(Tensor):
-    """A parameter on the CPU of which only the rows of one rank have memory: `own`, from row `first` on."""
+    """A parameter on the CPU of which only the rows of one rank have memory:
+
+    `own`, from row `first` on.
+    """
 
     own: Tensor
     first: int
@@ -42,7 +53,8 @@ class _Rows(Tensor):
     @staticmethod
     def __new__(cls, shape: torch.Size, own: Tensor, first: int) -> _Rows:
         rows = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype)  # type: ignore[attr-defined]
-        rows.own, rows.first = own, first
+        rows.own = own
+        rows.first = first
         return rows
 
     def __init__(self, shape: torch.Size, own: Tensor, first: int) -> None:
@@ -64,24 +76,31 @@ class _Rows(Tensor):
 
 
 class _DrawByBlocks(TorchDispatchMode):
-    """Context in which large tensors are filled with random numbers by blocks of rows. Each block has its own seed.
+    """Context in which large tensors are filled with random numbers by blocks of rows.
 
-    So a rank draws only the blocks that contain its rows, and its rows equal those of the whole tensor. A block's seed
-    depends on `text`, on the number of earlier large draws and on the block's number.
+    Each block has its own seed.
+
+    So a rank draws only the blocks that contain its rows, and its rows equal those of the whole
+    tensor. A block's seed depends on `text`, on the number of earlier large draws and on the
+    block's number.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self._text, self._draws = text, 0
+        self._text = text
+        self._draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        target: Any = args[0] if args else None
+        if args:
+            target: Any = args[0]
+        else:
+            target = None
         drawn = func in _DRAWS and target.device.type == "cpu"
         if drawn and target.numel() > _BLOCK_ELEMENTS and kwargs.get("generator") is None:
             self._draw(func, target, args[1:])
             return target
-        if not any(isinstance(one, _Rows) for one in tree_leaves((args, kwargs))):
+        if not any(isinstance(leaf, _Rows) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         if not isinstance(target, _Rows):
             raise _NotByRows
@@ -100,14 +119,21 @@ class _DrawByBlocks(TorchDispatchMode):
 
     def _draw(self, func: Any, target: Tensor, numbers: Any) -> None:
         self._draws += 1
-        first, own = (target.first, target.own) if isinstance(target, _Rows) else (0, target)
+        if isinstance(target, _Rows):
+            first, own = (target.first, target.own)
+        else:
+            first, own = (0, target)
         rows = max(1, _BLOCK_ELEMENTS * len(target) // target.numel())
         for block in range(first // rows, -(-(first + len(own)) // rows) if len(own) else 0):
-            begin, end = block * rows, min((block + 1) * rows, len(target))
+            begin = block * rows
+            end = min((block + 1) * rows, len(target))
             values = torch.empty((end - begin, *target.shape[1:]), dtype=target.dtype)
-            generator = torch.Generator().manual_seed(_seed(f"{self._text}\n{self._draws}\n{block}"))
+            generator = torch.Generator().manual_seed(
+                _seed(f"{self._text}\n{self._draws}\n{block}")
+            )
             func(values, *numbers, generator=generator)
-            low, high = max(begin, first), min(end, first + len(own))
+            low = max(begin, first)
+            high = min(end, first + len(own))
             own[low - first : high - first].copy_(values[low - begin : high - begin])
 
 
@@ -124,19 +150,23 @@ def initialise(
     overwritten: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """Fill `module`, sharded or not, with initial weights. `blank` is an unsharded copy of it on the meta device.
+    """Fill `module`, sharded or not, with initial weights.
 
-    Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
-    `reset_parameters` with a generator seeded by (seed, module name), and copied into `module`. A weight therefore
-    depends only on the seed and its module's name, not on parallel mode, world size, device or the order of modules. A
-    tied parameter is initialised once, under the name that `named_parameters` lists first. Raises WorkloadError for a
-    module without `reset_parameters`.
+    `blank` is an unsharded copy of it on the meta device.
 
-    For sharded parameters, only this rank's rows are materialised and drawn (`_DrawByBlocks`). If `reset_parameters`
-    does more than draw, copy and compute element by element, all rows are.
+    Each module that holds parameters or buffers is materialised alone on the CPU, initialised by
+    its own `reset_parameters` with a generator seeded by (seed, module name), and copied into
+    `module`. A weight therefore depends only on the seed and its module's name, not on parallel
+    mode, world size, device or the order of modules. A tied parameter is initialised once, under
+    the name that `named_parameters` lists first. Raises WorkloadError for a module without
+    `reset_parameters`.
 
-    If `overwritten` is True, a commit or file will overwrite everything except non-persistent buffers, so only modules
-    with such buffers are initialised. `progress` is called before each module, since a large model takes minutes.
+    For sharded parameters, only this rank's rows are materialised and drawn (`_DrawByBlocks`). If
+    `reset_parameters` does more than draw, copy and compute element by element, all rows are.
+
+    If `overwritten` is True, a commit or file will overwrite everything except non-persistent
+    buffers, so only modules with such buffers are initialised. `progress` is called before each
+    module, since a large model takes minutes.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -146,20 +176,26 @@ def initialise(
             continue
         if getattr(part, "reset_parameters", None) is None:
             raise WorkloadError(
-                f"module {name or '(the model)'} ({type(part).__name__}) holds {own[0][0]!r} but has no "
-                "reset_parameters(); fix: add one that fills its parameters and buffers, as torch.nn.Linear does"
+                f"module {name or '(the model)'} ({type(part).__name__}) holds {own[0][0]!r} but "
+                "has no reset_parameters(); fix: add one that fills its parameters and buffers, "
+                "as torch.nn.Linear does"
             )
         progress()
         names = {key: f"{name}.{key}" if name else key for key, _ in own}
         part.to_empty(device="cpu", recurse=False)  # takes memory only where it is written
         whole = dict(part._parameters)
-        held = {key: _find_own_rows(targets[names[key]]) for key in whole if names.get(key) in targets}
+        held = {
+            key: _find_own_rows(targets[names[key]]) for key in whole if names.get(key) in targets
+        }
         try:
             _reset(part, f"{seed}\n{name}", held)
         except _NotByRows:
             part._parameters.update(whole)
             _reset(part, f"{seed}\n{name}", {})
-        for key, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+        for key, value in [
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        ]:
             if names[key] not in tied:
                 _copy_own_part(targets[names[key]], value)
         part._parameters.update(whole)
@@ -167,14 +203,17 @@ def initialise(
 
 
 def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None]) -> None:
-    """Call the `reset_parameters` of a module on the CPU, with random numbers that depend on `text`.
+    """Call the `reset_parameters` of a module on the CPU, with random numbers that depend on
+    `text`.
 
-    `held` maps parameters to (first row, number of rows), or to None if the whole parameter gets memory.
+    `held` maps parameters to (first row, number of rows), or to None if the whole parameter gets
+    memory.
     """
     with torch.random.fork_rng(devices=[]), _DrawByBlocks(text):
         for key, rows in held.items():
             if rows is not None:
-                shape, (first, count) = part.get_parameter(key).shape, rows
+                shape = part.get_parameter(key).shape
+                (first, count) = rows
                 own = torch.empty((count, *shape[1:]), dtype=part.get_parameter(key).dtype)
                 part._parameters[key] = nn.Parameter(_Rows(shape, own, first))
         torch.manual_seed(_seed(text))
@@ -183,12 +222,14 @@ def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None
 
 
 def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
-    """Return the first row and the number of rows of which this rank holds parts; None if the tensor is not sharded."""
+    """Return the first row and the number of rows of which this rank holds parts; None if the
+    tensor is not sharded.
+    """
     if not isinstance(target, DTensor) or target.dim() == 0:
         return None
     rows = [box.slices[0] for box in own_boxes(target)]
-    first = min((one.start for one in rows), default=0)
-    return first, max((one.stop for one in rows), default=0) - first
+    first = min((row.start for row in rows), default=0)
+    return first, max((row.stop for row in rows), default=0) - first
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -198,11 +239,15 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     """
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
+    return {
+        name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name
+    }
 
 
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory for a module on the meta device, as `to_empty` does, but keep tied parameters tied."""
+    """Allocate memory for a module on the meta device, as `to_empty` does, but keep tied parameters
+    tied.
+    """
     tied = tied_names(module)
     module.to_empty(device=device)
     for name, first in tied.items():
@@ -211,8 +256,13 @@ def materialise(module: nn.Module, device: torch.device | str) -> None:
 
 
 def _copy_own_part(target: Tensor, value: Tensor) -> None:
-    """Copy the part of a tensor that this rank holds from the whole value, or from the rows that it needs."""
-    rows, first = (value.own, value.first) if isinstance(value, _Rows) else (value.detach(), 0)
+    """Copy the part of a tensor that this rank holds from the whole value, or from the rows that it
+    needs.
+    """
+    if isinstance(value, _Rows):
+        rows, first = (value.own, value.first)
+    else:
+        rows, first = (value.detach(), 0)
     for box in own_boxes(target):
         if box.offsets:
             rows_here = rows.narrow(0, box.offsets[0] - first, box.sizes[0])
@@ -224,8 +274,9 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
     """Raise WorkloadError if the stored tensors do not fit the model.
 
-    They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers where the model has
-    floats or vice versa. A tied weight must be stored once, under any of its names.
+    They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers
+    where the model has floats or vice versa. A tied weight must be stored once, under any of its
+    names.
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -240,12 +291,20 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
         for name, stored in found.items()
         if name in targets and targets[name].is_floating_point() != (stored.dtype in _FLOATS)
     ]
-    problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another kind": kinds}
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "of another kind": kinds,
+    }
     if any(problems.values()):
-        parts = [f"{len(names)} {what}: {abbreviate(names)}" for what, names in problems.items() if names]
+        parts = [
+            f"{len(names)} {what}: {abbreviate(names)}" for what, names in problems.items() if names
+        ]
         raise WorkloadError(
-            f"training.initial_weights {path} does not fit the model; {'; '.join(parts)}; fix: the model's "
-            "configuration, or translate_weights(name) of the workload, which gives the model's names"
+            f"training.initial_weights {path} does not fit the model; {'; '.join(parts)}; fix: "
+            "the model's configuration, or translate_weights(name) of the workload, which gives "
+            "the model's names"
         )
 
 
@@ -259,8 +318,8 @@ def load_weights(
 ) -> int:
     """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
 
-    Values are converted to the model's dtype. `progress` is called before each tensor. Raises WorkloadError, and
-    changes no weight, if the files do not fit.
+    Values are converted to the model's dtype. `progress` is called before each tensor. Raises
+    WorkloadError, and changes no weight, if the files do not fit.
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)
@@ -277,7 +336,9 @@ def load_weights(
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """Return the model's parameters and persistent buffers by name, and the list of all names of each tensor."""
+    """Return the model's parameters and persistent buffers by name, and the list of all names of
+    each tensor.
+    """
     targets = dict(model.state_dict(keep_vars=True))
     alike = group_by_key((id(tensor), name) for name, tensor in targets.items())
     return targets, list(alike.values())
@@ -292,9 +353,12 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
 
 
 def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda: None) -> str:
-    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size. Collective.
+    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size.
 
-    Sharded weights are gathered on all ranks and hashed by rank 0. `progress` is called before each parameter.
+    Collective.
+
+    Sharded weights are gathered on all ranks and hashed by rank 0. `progress` is called before each
+    parameter.
 
     For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
 
@@ -302,22 +366,30 @@ def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda
 
     and then the full tensor's elements, row-major and little-endian, with nothing between or after.
     """
-    digest, mesh = hashlib.sha256(), None
+    digest = hashlib.sha256()
+    mesh = None
     for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
         progress()
         value = parameter.detach()
-        if isinstance(value, DTensor):  # moved first if it is offloaded, because NCCL cannot reach host memory
+        if isinstance(
+            value, DTensor
+        ):  # moved first if it is offloaded, because NCCL cannot reach host memory
             mesh = value.device_mesh
             moved = value.to(mesh.device_type)
             assert isinstance(moved, DTensor)
             value = moved.full_tensor()
         if mesh is not None and dist.get_rank() != 0:
-            value.reshape(-1)[:1].tolist()  # wait for rank 0 here: NCCL times a collective from when it was queued
+            value.reshape(-1)[
+                :1
+            ].tolist()  # wait for rank 0 here: NCCL times a collective from when it was queued
             continue
         value = value.cpu().contiguous()
-        dtype, shape = str(value.dtype).removeprefix("torch."), ",".join(map(str, value.shape))
+        dtype = str(value.dtype).removeprefix("torch.")
+        shape = ",".join(map(str, value.shape))
         digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)  # as uint8, because NumPy has no bfloat16
+        digest.update(
+            value.reshape(-1).view(torch.uint8).numpy().data
+        )  # as uint8, because NumPy has no bfloat16
     if mesh is None:
         return digest.hexdigest()
     shared = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(mesh.device_type)

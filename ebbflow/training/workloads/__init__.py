@@ -1,1 +1,3 @@
-"""Workloads: the built-in language model, and code that imports, measures and tries out a user's own workload."""
+"""Workloads: the built-in language model, and code that imports, measures and tries out a user's
+own workload.
+"""

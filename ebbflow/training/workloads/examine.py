@@ -28,7 +28,8 @@ from ebbflow.infra.store import Store
 from ebbflow.training.errors import TrainingError, WorkloadError
 
 EXAMINE_SECONDS = 90.0
-PROBE_VARIABLE = "EBBFLOW_PROBE"  # names the file into which an attached job writes the size of its first steps
+# Names the file into which an attached job writes the size of its first steps
+PROBE_VARIABLE = "EBBFLOW_PROBE"
 # The deadline of a workload's `prepare`, which may download and convert data.
 PREPARE_SECONDS = 6 * 3600.0
 _LAST_LINES = 3
@@ -36,7 +37,9 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Result of examining a workload: passed checks, the model's measured shape, and a description of the data."""
+    """Result of examining a workload: passed checks, the model's measured shape, and a description
+    of the data.
+    """
 
     text: str  # the checks that were made, and their figures
     shape: ModelShape | None  # the measured shape of the model; None if it was not measured
@@ -45,19 +48,27 @@ class Examination:
 
 
 def examine(
-    config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS, script_sha256: str | None = None
+    config: RunConfig,
+    *,
+    prepare: bool,
+    seconds: float = EXAMINE_SECONDS,
+    script_sha256: str | None = None,
 ) -> Examination:
     """Import, build and try out the configured workload in a child process, within `seconds`.
 
-    If `prepare` is True, prepare the workload's data first, within 6 hours. If it is False, a workload that defines
-    `prepare` is only imported, because it cannot be tried without its data. Raises WorkloadError if the workload cannot
-    be trained.
+    If `prepare` is True, prepare the workload's data first, within 6 hours. If it is False, a
+    workload that defines `prepare` is only imported, because it cannot be tried without its data.
+    Raises WorkloadError if the workload cannot be trained.
     """
     if config.script is not None:
         return examine_script(config, script_sha256)
-    seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
+    if prepare:
+        seconds = max(seconds, PREPARE_SECONDS)
+    else:
+        seconds = seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
-        given, found = Path(folder, "config.json"), Path(folder, "found.json")
+        given = Path(folder, "config.json")
+        found = Path(folder, "found.json")
         given.write_text(config.model_dump_json())
         command = [sys.executable, "-m", "ebbflow.training", "examine"]
         command += ["--resolved", str(given), "--output", str(found)]
@@ -75,10 +86,12 @@ def examine(
 
 
 def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
-    """Run the script on the CPU as a single rank until its attached job has taken two steps, within 90 s.
+    """Run the script on the CPU as a single rank until its attached job has taken two steps, within
+    90 s.
 
-    If that fails, the returned shape has the kind "unknown", and the plan cannot estimate steps or hours. If the script
-    is not on this machine, `sha256` is the hash of the archive of the script's folder.
+    If that fails, the returned shape has the kind "unknown", and the plan cannot estimate steps or
+    hours. If the script is not on this machine, `sha256` is the hash of the archive of the script's
+    folder.
     """
     assert config.script is not None
     words = {"script": config.script, "words": config.script_args, "script_sha256": sha256}
@@ -90,46 +103,80 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         found = Path(folder, "found.json")
-        own = {PROBE_VARIABLE: str(found), "EBBFLOW__STORE": folder, "EBBFLOW_JOB": "examined", "EBBFLOW_SPEC": ""}
-        own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        own = {
+            PROBE_VARIABLE: str(found),
+            "EBBFLOW__STORE": folder,
+            "EBBFLOW_JOB": "examined",
+            "EBBFLOW_SPEC": "",
+        }
+        own |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
         own |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        output, command = "", [sys.executable, "-m", "ebbflow.integrations", str(script), *config.script_args]
+        output = ""
+        command = [sys.executable, "-m", "ebbflow.integrations", str(script), *config.script_args]
         try:
-            output = _run(command, EXAMINE_SECONDS, f"script {script.name}", shown=False, environment=own)
+            output = _run(
+                command, EXAMINE_SECONDS, f"script {script.name}", shown=False, environment=own
+            )
             measured = json.loads(found.read_text())
         except (OSError, ValueError, WorkloadError) as error:
-            last = str(error) if isinstance(error, WorkloadError) else " | ".join(output.splitlines()[-_LAST_LINES:])
+            if isinstance(error, WorkloadError):
+                last = str(error)
+            else:
+                last = " | ".join(output.splitlines()[-_LAST_LINES:])
             text = f"{script.name}: not measured, because its first two steps were not seen: {last}"
             return Examination(text=text, shape=_shape({}, config), prepared=prepared)
     shape = _shape(measured, config)
     text = (
-        f"{script.name}: {shape.parameters:,} parameters, {shape.flops_per_sample:.3g} floating point operations per "
+        f"{script.name}: {shape.parameters:,} parameters, {shape.flops_per_sample:.3g} floating "
+        "point operations per "
     )
     text += (
-        f"sample, {shape.samples_per_step} samples per step of all ranks, {shape.steps or 'unknown'} steps: measured"
+        f"sample, {shape.samples_per_step} samples per step of all ranks, "
+        f"{shape.steps or 'unknown'} steps: measured"
     )
     return Examination(text=f"{text} on the CPU", shape=shape, prepared=prepared)
 
 
 def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
-    """Return a script's `ModelShape`, computed from the measurements of `ebbflow.training.attached_guards.probe`."""
+    """Return a script's `ModelShape`, computed from the measurements of
+    `ebbflow.training.attached_guards.probe`.
+    """
     gang = local_gang(config)
-    ranks, samples = 1 if gang is None else gang.ranks, measured.get("samples", 1.0)
+    if gang is None:
+        ranks = 1
+    else:
+        ranks = gang.ranks
+    samples = measured.get("samples", 1.0)
     steps = measured.get("steps") or config.training.max_steps
     return ModelShape(
-        parameters=measured.get("parameters", 0), largest_unit_parameters=measured.get("parameters", 0),
-        activation_bytes_per_sample=0, logits_bytes_per_sample=0,
-        flops_per_sample=measured.get("flops", 0.0) / samples, tokens_per_sample=1, units=1, weight_unit="samples",
+        parameters=measured.get("parameters", 0),
+        largest_unit_parameters=measured.get("parameters", 0),
+        activation_bytes_per_sample=0,
+        logits_bytes_per_sample=0,
+        flops_per_sample=measured.get("flops", 0.0) / samples,
+        tokens_per_sample=1,
+        units=1,
+        weight_unit="samples",
         kind="measured" if measured else "unknown",
         steps=max(1, -(-steps // ranks) if measured.get("divided") else steps),
         samples_per_step=round(samples * ranks),
-    )  # fmt: skip
+    )
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command `ebbflow examine`. The function `examine` runs this command in its child process."""
+    """Run the command `ebbflow examine`.
+
+    The function `examine` runs this command in its child process.
+    """
     parser = argparse.ArgumentParser(
-        prog="ebbflow examine", description="Try the configured workload and print its model's shape."
+        prog="ebbflow examine",
+        description="Try the configured workload and print its model's shape.",
     )
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override")
@@ -162,15 +209,25 @@ def main(arguments: list[str]) -> int:
 
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
     from ebbflow.training.gang import Gang
-    from ebbflow.training.workloads.loader import find_workload, has_prepare, prepare_data, user_code, workload_context
+    from ebbflow.training.workloads.loader import (
+        find_workload,
+        has_prepare,
+        prepare_data,
+        user_code,
+        workload_context,
+    )
     from ebbflow.training.workloads.trial import try_workload
 
     door = find_workload(config)
     if has_prepare(door) and not prepare:
         text = f"{config.workload or 'text'}: loaded; it is tried once its data are prepared"
-        if inspect.ismethod(check := getattr(door, "check", None)):  # a class method, no method of the same name
+        if inspect.ismethod(
+            check := getattr(door, "check", None)
+        ):  # a class method, no method of the same name
             with user_code("check"):
-                text += f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"
+                text += (
+                    f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"
+                )
         return {"text": text, "shape": None, "prepared": None}
     context = workload_context(config, Gang(), store=Store.open(config.store))
     prepared = prepare_data(config, context)
@@ -179,15 +236,23 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 
 
 def _run(
-    command: list[str], seconds: float, what: str, *, shown: bool, environment: Mapping[str, str] | None = None
+    command: list[str],
+    seconds: float,
+    what: str,
+    *,
+    shown: bool,
+    environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run a command and return its output, or "" if the output goes to the terminal.
 
-    At the deadline, kill the command and all its children, and raise a WorkloadError that names `what`.
+    At the deadline, kill the command and all its children, and raise a WorkloadError that names
+    `what`.
     """
     with subprocess.Popen(
         command,
-        env=dict(os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="", **(environment or {})),
+        env=dict(
+            os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="", **(environment or {})
+        ),
         stdin=subprocess.DEVNULL,
         stdout=None if shown else subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -199,7 +264,8 @@ def _run(
             return process.communicate(timeout=seconds)[0] or ""
         except subprocess.TimeoutExpired:
             raise WorkloadError(
-                f"{what} was not tried out within {seconds:g} s; fix: see what its module, model or data wait for"
+                f"{what} was not tried out within {seconds:g} s; fix: see what its module, model "
+                "or data wait for"
             ) from None
         finally:
             if process.poll() is None:

@@ -1,7 +1,8 @@
-"""Import a workload from `package.module:Name`, and attribute errors in it to lines of the user's code.
+"""Import a workload from `package.module:Name`, and attribute errors in it to lines of the user's
+code.
 
-Python's search path (PYTHONPATH, installed packages) is searched first, then the project's folder. The folder of the
-configuration file is not searched, because other nodes do not have it.
+Python's search path (PYTHONPATH, installed packages) is searched first, then the project's folder.
+The folder of the configuration file is not searched, because other nodes do not have it.
 """
 
 import difflib
@@ -28,27 +29,32 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Workload, WorkloadContext
 from ebbflow.training.workloads.language_model import TextWorkload
 
-# Exceptions that mean a mistake in the code, which every attempt would repeat. RuntimeError, OSError and ValueError are
-# not among them: they may come from memory that ran out, a lost peer or an incomplete file.
+# Exceptions that mean a mistake in the code, which every attempt would repeat. RuntimeError,
+# OSError and ValueError are not among them: they may come from memory that ran out, a lost peer or
+# an incomplete file.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 def wrap_user_workload(workload: Workload, name: str) -> Workload:
-    """Wrap a workload so that a mistake in the user's own code raises WorkloadError with its file and line.
+    """Wrap a workload so that a mistake in the user's own code raises WorkloadError with its file
+    and line.
 
-    A mistake is an exception such as TypeError or KeyError that a line of the user's code raised. Other exceptions pass
-    unchanged, because another rank or the machine may have caused them.
+    A mistake is an exception such as TypeError or KeyError that a line of the user's code raised.
+    Other exceptions pass unchanged, because another rank or the machine may have caused them.
     """
     return cast(Workload, _WrappedWorkload(workload, name))
 
 
 class _WrappedWorkload:
     def __init__(self, workload: Workload, name: str) -> None:
-        self._workload, self._name = workload, name
+        self._workload = workload
+        self._name = name
 
     def __getattr__(self, key: str) -> Any:
         found = getattr(self._workload, key)
-        return _named(found, f"{self._name}.{key}") if key in REQUIRED else found
+        if key in REQUIRED:
+            return _named(found, f"{self._name}.{key}")
+        return found
 
 
 def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -66,7 +72,11 @@ def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 REQUIRED = ("model", "units", "next_batch", "loss", "flops", "evaluate")
 DEFAULT_WEIGHT_UNIT = "samples"
-_NOT_THE_USERS = (str(PACKAGE_ROOT / "training"), str(IMPORT_ROOT / "ebbflow"), os.path.dirname(os.__file__))
+_NOT_THE_USERS = (
+    str(PACKAGE_ROOT / "training"),
+    str(IMPORT_ROOT / "ebbflow"),
+    os.path.dirname(os.__file__),
+)
 
 WorkloadFactory = Callable[[WorkloadContext], Workload]
 
@@ -119,8 +129,8 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
     """Run the workload's `prepare`, if the workload has one, and return the dict that it returned.
 
-    The keys "fingerprint" and "weight_unit" are added to the dict if missing. Raises WorkloadError if `prepare` raises
-    an exception or returns something other than a JSON object.
+    The keys "fingerprint" and "weight_unit" are added to the dict if missing. Raises WorkloadError
+    if `prepare` raises an exception or returns something other than a JSON object.
     """
     door = find_workload(config)
     described: dict[str, Any] = {}
@@ -129,17 +139,24 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
             described = door.prepare(context)  # type: ignore[attr-defined]
         described = _as_json(described, config)
     content = described or {"workload": config.workload, "options": config.workload_options}
-    described.setdefault("fingerprint", hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest())
+    described.setdefault(
+        "fingerprint", hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    )
     described.setdefault("weight_unit", str(getattr(door, "weight_unit", DEFAULT_WEIGHT_UNIT)))
     return described
 
 
 def has_prepare(door: WorkloadFactory) -> bool:
-    """Return whether a workload has a `prepare`. Raises WorkloadError if it is an instance method."""
+    """Return whether a workload has a `prepare`.
+
+    Raises WorkloadError if it is an instance method.
+    """
     prepare = getattr(door, "prepare", None)
     if prepare is None:
         return False
-    bound_later = inspect.isclass(door) and inspect.isfunction(inspect.getattr_static(door, "prepare"))
+    bound_later = inspect.isclass(door) and inspect.isfunction(
+        inspect.getattr_static(door, "prepare")
+    )
     if bound_later or not callable(prepare):
         raise WorkloadError(
             f"{_place(prepare)}prepare is called on the class, before any workload is made; "
@@ -149,7 +166,10 @@ def has_prepare(door: WorkloadFactory) -> bool:
 
 
 def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
-    """Build this rank's workload, and check that it has all required methods. Raises WorkloadError."""
+    """Build this rank's workload, and check that it has all required methods.
+
+    Raises WorkloadError.
+    """
     door = find_workload(config)
     with user_code(f"{config.workload or 'text'}(context)"):
         workload = door(context)
@@ -164,7 +184,9 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Convert an exception in this context into a one-line WorkloadError that names the line of the user's code."""
+    """Convert an exception in this context into a one-line WorkloadError that names the line of the
+    user's code.
+    """
     try:
         yield
     except (TrainingError, InfraError):  # their messages need no file and line
@@ -180,16 +202,21 @@ def _raised(error: BaseException, what: str) -> WorkloadError:
     """
     frames = list(traceback.extract_tb(error.__traceback__))
     frame = ([frame for frame in frames if not _is_foreign(frame.filename)] or frames)[-1]
-    where, text = f"{frame.filename}:{frame.lineno}", error
+    where = f"{frame.filename}:{frame.lineno}"
+    text = error
     if isinstance(error, SyntaxError):
-        where, text = f"{error.filename}:{error.lineno}", error.msg
+        where = f"{error.filename}:{error.lineno}"
+        text = error.msg
     return WorkloadError(
-        f"{where}: {what} raised {type(error).__name__}: {' '.join(str(text).split()) or 'no message'}"
+        f"{where}: {what} raised {type(error).__name__}: "
+        f"{' '.join(str(text).split()) or 'no message'}"
     )
 
 
 def describe_mistake(error: BaseException, what: str) -> str:
-    """Describe an exception raised by `what` (such as "the dataset"), with the line in the user's code."""
+    """Describe an exception raised by `what` (such as "the dataset"), with the line in the user's
+    code.
+    """
     return str(_raised(error, what))
 
 
@@ -203,19 +230,26 @@ def _import(name: str) -> Any:
             raise _raised(error, f"importing workload module {name}") from error
         searched = os.environ.get("PYTHONPATH") or "not set"
         raise WorkloadError(
-            f"workload: there is no module {error.name!r}; looked in {PROJECT_ROOT}, among the installed packages, and "
-            f"in PYTHONPATH ({searched}); fix: PYTHONPATH=/the/folder/that/holds/{error.name.split('.')[0]}, as an "
-            "absolute path"
+            f"workload: there is no module {error.name!r}; looked in {PROJECT_ROOT}, among the "
+            f"installed packages, and in PYTHONPATH ({searched}); fix: "
+            f"PYTHONPATH=/the/folder/that/holds/{error.name.split('.')[0]}, as an absolute path"
         ) from None
     except (Exception, SystemExit) as error:  # an import may raise anything
         raise _raised(error, f"importing workload module {name}") from error
 
 
 def _no_such_name(module: Any, name: str) -> str:
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
     names = [key for key, value in own.items() if callable(value)]
     close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'no class or function'}"
+    if close:
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = f"it defines {', '.join(sorted(names)) or 'no class or function'}"
     return f"{module.__file__}: has no {name!r}, which workload names; fix: {hint}"
 
 
@@ -224,8 +258,9 @@ def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
         plain = json.loads(json.dumps(described, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise WorkloadError(
-            f"{config.workload}: what prepare returns must be JSON, since it travels to all ranks: {error}; "
-            "fix: return names, numbers and fingerprints, and put data into context.store"
+            f"{config.workload}: what prepare returns must be JSON, since it travels to all "
+            f"ranks: {error}; fix: return names, numbers and fingerprints, and put data into "
+            "context.store"
         ) from error
     if not isinstance(plain, dict) or not isinstance(plain.get("fingerprint", ""), str):
         raise WorkloadError(

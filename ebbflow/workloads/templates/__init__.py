@@ -1,1 +1,4 @@
-"""Workloads to start from. `ebbflow new NAME --like KIND` copies one; each passes its own test as it is."""
+"""Workloads to start from.
+
+`ebbflow new NAME --like KIND` copies one; each passes its own test as it is.
+"""

@@ -7,7 +7,11 @@ from torch import Tensor, nn
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
-KINDS, POINTS, WIDTH, HELD_OUT = 2, 64, 64, 2**40  # HELD_OUT: first index that is never trained on
+# HELD_OUT: first index that is never trained on
+KINDS = 2
+POINTS = 64
+WIDTH = 64
+HELD_OUT = 2**40
 
 
 class Clouds(NamedTuple):
@@ -16,7 +20,10 @@ class Clouds(NamedTuple):
     weight = property(lambda self: float(len(self.kinds)))
 
     def split(self, parts: int) -> list["Clouds"]:
-        return [Clouds(*part) for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)]
+        return [
+            Clouds(*part)
+            for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)
+        ]
 
 
 def cloud(index: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +34,10 @@ def cloud(index: int) -> tuple[Tensor, Tensor]:
     chance = torch.Generator().manual_seed(index)
     kind = int(torch.randint(KINDS, (), generator=chance))
     points = torch.randn(POINTS, 3, generator=chance)
-    length = points.abs().amax(dim=1, keepdim=True) if kind else points.norm(dim=1, keepdim=True)
+    if kind:
+        length = points.abs().amax(dim=1, keepdim=True)
+    else:
+        length = points.norm(dim=1, keepdim=True)
     return points / length, torch.tensor(kind)
 
 
@@ -36,7 +46,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.each = nn.Sequential(nn.Linear(3, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.each = nn.Sequential(
+            nn.Linear(3, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        )
         self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, KINDS))
 
     def forward(self, points: Tensor) -> Tensor:
@@ -50,7 +62,9 @@ class Example:
         self.context = context
 
     def model(self) -> nn.Module:
-        with torch.device("meta"):  # shapes only; every module fills its weights in its own reset_parameters
+        with torch.device(
+            "meta"
+        ):  # shapes only; every module fills its weights in its own reset_parameters
             return Model()
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -61,14 +75,23 @@ class Example:
         if not rows:
             nothing = torch.zeros(0, POINTS, 3), torch.zeros(0, dtype=torch.int64)
             return Clouds(*(part.to(self.context.device) for part in nothing))
-        return Clouds(*(torch.stack(part).to(self.context.device) for part in zip(*rows, strict=True)))
+        return Clouds(
+            *(torch.stack(part).to(self.context.device) for part in zip(*rows, strict=True))
+        )
 
     def loss(self, model: nn.Module, batch: Clouds) -> Loss:
-        return Loss(nn.functional.cross_entropy(model(batch.points), batch.kinds, reduction="sum"), batch.weight)
+        return Loss(
+            nn.functional.cross_entropy(model(batch.points), batch.kinds, reduction="sum"),
+            batch.weight,
+        )
 
     def flops(self, batch: Clouds) -> float:  # 6 per weight and point: forward and backward
         return 6.0 * (POINTS * (3 * WIDTH + WIDTH**2) + WIDTH**2) * batch.weight
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         batch = self.next_batch(model, Cursor(HELD_OUT, 256))  # the same on all ranks
-        return {"held_out_accuracy": float((model(batch.points).argmax(dim=1) == batch.kinds).double().mean())}
+        return {
+            "held_out_accuracy": float(
+                (model(batch.points).argmax(dim=1) == batch.kinds).double().mean()
+            )
+        }

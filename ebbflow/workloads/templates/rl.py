@@ -7,7 +7,9 @@ from ebbflow.workloads import PolicyOptimization
 
 
 def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Judge a completion. `row` is the prompt's row with all its columns. Replace it by a reward of your own.
+    """Judge a completion.
+
+    `row` is the prompt's row with all its columns. Replace it by a reward of your own.
 
     Here, the share of the completion's characters that are digits.
     """

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
-VOCABULARY, LENGTH, WIDTH, HEADS, HELD_OUT = 64, 32, 64, 4, 2**40  # HELD_OUT: first index that is never trained on
+# HELD_OUT: first index that is never trained on
+VOCABULARY = 64
+LENGTH = 32
+WIDTH = 64
+HEADS = 4
+HELD_OUT = 2**40
 
 
 class Texts(NamedTuple):
@@ -16,26 +21,40 @@ class Texts(NamedTuple):
     weight = property(lambda self: float(self.inputs.numel()))
 
     def split(self, parts: int) -> list["Texts"]:
-        return [Texts(*part) for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)]
+        return [
+            Texts(*part)
+            for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)
+        ]
 
 
 def text(index: int) -> Tensor:
     """Sample `index`, a function of its index alone. Replace it by a window of your own tokens."""
-    first, step = torch.randint(1, VOCABULARY, (2,), generator=torch.Generator().manual_seed(index)).tolist()
+    first, step = torch.randint(
+        1, VOCABULARY, (2,), generator=torch.Generator().manual_seed(index)
+    ).tolist()
     return (first + step * torch.arange(LENGTH + 1)) % VOCABULARY
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP, each added to its input. Parameters are in torch's own modules only."""
+    """Causal attention, then an MLP, each added to its input.
+
+    Parameters are in torch's own modules only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.attention_norm(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(self.attention_norm(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
         found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(found.transpose(1, 2).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
@@ -44,7 +63,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -62,7 +82,9 @@ class Example:
         self.context = context
 
     def model(self) -> nn.Module:
-        with torch.device("meta"):  # shapes only; every module fills its weights in its own reset_parameters
+        with torch.device(
+            "meta"
+        ):  # shapes only; every module fills its weights in its own reset_parameters
             return Model()
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -70,14 +92,22 @@ class Example:
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Texts:
         rows = [text(cursor.first + place) for place in range(cursor.count)]
-        tokens = torch.stack(rows) if rows else torch.zeros(0, LENGTH + 1, dtype=torch.int64)
+        if rows:
+            tokens = torch.stack(rows)
+        else:
+            tokens = torch.zeros(0, LENGTH + 1, dtype=torch.int64)
         return Texts(tokens[:, :-1].to(self.context.device), tokens[:, 1:].to(self.context.device))
 
     def loss(self, model: nn.Module, batch: Texts) -> Loss:
         logits = model(batch.inputs).flatten(0, 1)
-        return Loss(nn.functional.cross_entropy(logits, batch.targets.flatten(), reduction="sum"), batch.weight)
+        return Loss(
+            nn.functional.cross_entropy(logits, batch.targets.flatten(), reduction="sum"),
+            batch.weight,
+        )
 
-    def flops(self, batch: Texts) -> float:  # 6 per weight and token (Kaplan et al. 2020, section 2.1)
+    def flops(
+        self, batch: Texts
+    ) -> float:  # 6 per weight and token (Kaplan et al. 2020, section 2.1)
         return 6.0 * (2 * 12 * WIDTH**2 + WIDTH * VOCABULARY) * batch.weight
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

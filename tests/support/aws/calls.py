@@ -36,7 +36,10 @@ _RIGHTS = {
 
 @cache
 def _operations() -> dict[str, set[str]]:
-    """describe_jobs → {batch:DescribeJobs}. A name that several services have stands for all of them."""
+    """describe_jobs → {batch:DescribeJobs}.
+
+    A name that several services have stands for all of them.
+    """
     session = botocore.session.get_session()
     found: dict[str, set[str]] = {}
     for service in _SERVICES:
@@ -48,8 +51,8 @@ def _operations() -> dict[str, set[str]]:
 
 
 def calls(root: Path, folders: Iterable[str]) -> dict[str, set[str]]:
-    """By file, relative to `root`: the rights that its calls need. A call is an attribute or a text with the name of
-    an operation: `client.submit_job`, `ask(client, "submit_job")`."""
+    """By file, relative to `root`: the rights that its calls need. A call is an attribute or a text
+    with the name of an operation: `client.submit_job`, `ask(client, "submit_job")`."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
@@ -75,10 +78,14 @@ def _names(path: Path) -> set[str]:
 def _lists_exports(node: ast.stmt) -> bool:
     """`__all__ = […]` names functions of ours, which may be called like an operation."""
     return isinstance(node, ast.Assign) and any(
-        isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets
+        isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
     )
 
 
 def longest_match(path: str, prefixes: Sequence[str]) -> str | None:
     """The most particular of the folders and files that `path` belongs to."""
-    return max((one for one in prefixes if path == one or path.startswith(f"{one}/")), key=len, default=None)
+    return max(
+        (prefix for prefix in prefixes if path == prefix or path.startswith(f"{prefix}/")),
+        key=len,
+        default=None,
+    )

@@ -7,14 +7,18 @@ from typing import Any
 
 
 def statements(template: Mapping[str, Any], role: str) -> list[Mapping[str, Any]]:
-    """All that allow something, the role's own and those of the template's managed policies that it has."""
+    """All that allow something, the role's own and those of the template's managed policies that it
+    has.
+    """
     resources = template["Resources"]
     properties = resources[role]["Properties"]
     documents = [policy["PolicyDocument"] for policy in properties.get("Policies", [])]
     for policy in properties.get("ManagedPolicyArns", []):
         if "Ref" in policy:
             documents.append(resources[policy["Ref"]]["Properties"]["PolicyDocument"])
-    return [one for document in documents for one in document["Statement"] if one["Effect"] == "Allow"]
+    return [
+        one for document in documents for one in document["Statement"] if one["Effect"] == "Allow"
+    ]
 
 
 def actions(template: Mapping[str, Any], role: str) -> set[str]:
@@ -26,12 +30,14 @@ def roles(template: Mapping[str, Any]) -> list[str]:
 
 
 def listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def broad_actions(template: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(role, action) of every action that is allowed on everything."""
     for role in roles(template):
-        for one in statements(template, role):
-            if "*" in listed(one["Resource"]):
-                yield from ((role, action) for action in listed(one["Action"]))
+        for statement in statements(template, role):
+            if "*" in listed(statement["Resource"]):
+                yield from ((role, action) for action in listed(statement["Action"]))

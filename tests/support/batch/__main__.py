@@ -1,6 +1,8 @@
-"""`python -m tests.support.batch FOLDER [--port N] [--parent PID] [--settings JSON]`: prints {"endpoint"}, serves.
+"""`python -m tests.support.batch FOLDER [--port N] [--parent PID] [--settings JSON]`: prints
+{"endpoint"}, serves.
 
-Containers and their output lie in FOLDER/JOB/ATTEMPT-NODE. Lives until its parent ends, or a signal.
+Containers and their output lie in FOLDER/JOB/ATTEMPT-NODE. Lives until its parent ends, or a
+signal.
 """
 
 from __future__ import annotations

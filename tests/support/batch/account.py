@@ -1,4 +1,6 @@
-"""Queues, compute environments and job definitions: what the Describe calls tell, and what a submit is held against."""
+"""Queues, compute environments and job definitions: what the Describe calls tell, and what a submit
+is held against.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,16 @@ class Account:
 
     def describe_queues(self, asked: dict[str, Any]) -> dict[str, Any]:
         names = asked.get("jobQueues")
-        queues = list(self.settings.queues.values()) if not names else [self.queue(name) for name in names]
+        if not names:
+            queues = list(self.settings.queues.values())
+        else:
+            queues = [self.queue(name) for name in names]
         return {"jobQueues": [self._queue(queue) for queue in queues if queue is not None]}
 
     def _queue(self, queue: QueueSettings) -> dict[str, Any]:
-        order = [{"order": 1, "computeEnvironment": self.arn("compute-environment", queue.environment)}]
+        order = [
+            {"order": 1, "computeEnvironment": self.arn("compute-environment", queue.environment)}
+        ]
         return {
             "jobQueueName": queue.name,
             "jobQueueArn": self.arn("job-queue", queue.name),
@@ -55,7 +62,11 @@ class Account:
 
     def describe_environments(self, asked: dict[str, Any]) -> dict[str, Any]:
         names = {name.rpartition("/")[2] for name in asked.get("computeEnvironments", [])}
-        queues = [queue for queue in self.settings.queues.values() if not names or queue.environment in names]
+        queues = [
+            queue
+            for queue in self.settings.queues.values()
+            if not names or queue.environment in names
+        ]
         return {"computeEnvironments": [self._environment(queue) for queue in queues]}
 
     def _environment(self, queue: QueueSettings) -> dict[str, Any]:
@@ -71,7 +82,9 @@ class Account:
                 "desiredvCpus": 0,
                 "instanceTypes": queue.instance_types,
                 "instanceRole": f"arn:aws:iam::{ACCOUNT}:instance-profile/ecsInstanceRole",
-                "allocationStrategy": "SPOT_PRICE_CAPACITY_OPTIMIZED" if queue.is_spot else "BEST_FIT_PROGRESSIVE",
+                "allocationStrategy": "SPOT_PRICE_CAPACITY_OPTIMIZED"
+                if queue.is_spot
+                else "BEST_FIT_PROGRESSIVE",
             }
         return {
             "computeEnvironmentName": queue.environment,
@@ -79,7 +92,9 @@ class Account:
             "type": "MANAGED",
             "state": queue.environment_state,
             "status": queue.environment_status,
-            "statusReason": "ComputeEnvironment Healthy" if queue.environment_status == "VALID" else "CLIENT_ERROR",
+            "statusReason": "ComputeEnvironment Healthy"
+            if queue.environment_status == "VALID"
+            else "CLIENT_ERROR",
             "computeResources": resources,
             "serviceRole": f"arn:aws:iam::{ACCOUNT}:role/batch",
             "containerOrchestrationType": "ECS",
@@ -88,9 +103,16 @@ class Account:
 
     def register(self, asked: dict[str, Any]) -> dict[str, Any]:
         name = asked["jobDefinitionName"]
-        revision = 1 + sum(found["jobDefinitionName"] == name for found in self.definitions.values())
+        revision = 1 + sum(
+            found["jobDefinitionName"] == name for found in self.definitions.values()
+        )
         arn = self.arn("job-definition", f"{name}:{revision}")
-        self.definitions[arn] = {**asked, "jobDefinitionArn": arn, "revision": revision, "status": "ACTIVE"}
+        self.definitions[arn] = {
+            **asked,
+            "jobDefinitionArn": arn,
+            "revision": revision,
+            "status": "ACTIVE",
+        }
         return {"jobDefinitionName": name, "jobDefinitionArn": arn, "revision": revision}
 
     def describe_definitions(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -107,13 +129,22 @@ class Account:
     def deregister(self, asked: dict[str, Any]) -> dict[str, Any]:
         definition = self.definition(asked["jobDefinition"])
         if definition is None:
-            raise Refused("ClientException", f"Job definition {asked['jobDefinition']} does not exist")
+            raise Refused(
+                "ClientException", f"Job definition {asked['jobDefinition']} does not exist"
+            )
         definition["status"] = "INACTIVE"
         return {}
 
     def definition(self, named: str) -> dict[str, Any] | None:
         """By ARN, by name:revision, or by name: then the newest."""
         named = named.rpartition("/")[2]
-        pattern = named if ":" in named else f"{named}:*"
-        found = [item for arn, item in self.definitions.items() if fnmatch.fnmatchcase(arn.rpartition("/")[2], pattern)]
+        if ":" in named:
+            pattern = named
+        else:
+            pattern = f"{named}:*"
+        found = [
+            item
+            for arn, item in self.definitions.items()
+            if fnmatch.fnmatchcase(arn.rpartition("/")[2], pattern)
+        ]
         return max(found, key=lambda item: item["revision"], default=None)

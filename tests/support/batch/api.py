@@ -1,4 +1,6 @@
-"""The operations: each takes what was asked, checked against botocore's model, and gives what is answered."""
+"""The operations: each takes what was asked, checked against botocore's model, and gives what is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Api:
 
     def job(self, named: str) -> Job:
         """By id or by name, the newest of that name. Raises Refused."""
-        found = [job for job in self.scheduler.jobs.values() if named in (job.id, job.request["jobName"])]
+        found = [
+            job for job in self.scheduler.jobs.values() if named in (job.id, job.request["jobName"])
+        ]
         if not found:
             raise Refused("ClientException", f"Job {named} does not exist")
         return found[-1]
@@ -63,7 +67,11 @@ class Api:
     def _describe_jobs(self, asked: dict[str, Any]) -> dict[str, Any]:
         if len(asked["jobs"]) > _MOST_DESCRIBED:
             raise Refused("ClientException", f"jobs: at most {_MOST_DESCRIBED}")
-        return {"jobs": [detail for named in asked["jobs"] if (detail := self._detail(named)) is not None]}
+        return {
+            "jobs": [
+                detail for named in asked["jobs"] if (detail := self._detail(named)) is not None
+            ]
+        }
 
     def _detail(self, named: str) -> dict[str, Any] | None:
         """None for a job that is not known: it is left out of the answer."""
@@ -76,16 +84,28 @@ class Api:
     def _list_jobs(self, asked: dict[str, Any]) -> dict[str, Any]:
         if parent := asked.get("multiNodeJobId"):
             job = self.job(parent)
-            found = [job.summary(node.index) for node in job.nodes] if job.multi_node else []
+            if job.multi_node:
+                found = [job.summary(node.index) for node in job.nodes]
+            else:
+                found = []
         elif "jobQueue" in asked:
             queue = self.account.queue(asked["jobQueue"])
             if queue is None:
                 raise Refused("ClientException", f"Job Queue {asked['jobQueue']} does not exist")
-            found = [job.summary() for job in self.scheduler.jobs.values() if job.queue == queue.name]
+            found = [
+                job.summary() for job in self.scheduler.jobs.values() if job.queue == queue.name
+            ]
         else:
-            raise Refused("ClientException", "One of jobQueue, arrayJobId, multiNodeJobId must be specified")
-        by_name = [each["values"] for each in asked.get("filters", []) if each["name"] == "JOB_NAME"]
-        names = [value.lower() for values in by_name for value in values]
+            raise Refused(
+                "ClientException", "One of jobQueue, arrayJobId, multiNodeJobId must be specified"
+            )
+        by_name = [
+            each["values"] for each in asked.get("filters", []) if each["name"] == "JOB_NAME"
+        ]
+        names = []
+        for values in by_name:
+            for value in values:
+                names.append(value.lower())
         if names:  # any status, and * at the end stands for anything
             return {"jobSummaryList": [each for each in found if _named(each["jobName"], names)]}
         status = asked.get("jobStatus", "RUNNING")
@@ -103,4 +123,6 @@ class Api:
 
 def _named(name: str, patterns: list[str]) -> bool:
     name = name.lower()
-    return any(name.startswith(each[:-1]) if each.endswith("*") else name == each for each in patterns)
+    return any(
+        name.startswith(each[:-1]) if each.endswith("*") else name == each for each in patterns
+    )

@@ -1,10 +1,11 @@
-"""What runs as process 1 would in a container: when the command ends, or is stopped, nothing of it stays behind.
+"""What runs as process 1 would in a container: when the command ends, or is stopped, nothing of it
+stays behind.
 
     python -S tests/support/batch/container.py PARENT_PID COMMAND…
 
-SIGTERM kills everything at once (exit 137), which is also what happens when the parent ends. SIGUSR1 asks the command
-to end, as `docker stop` does: a signal for which process 1 has no handler never reaches it. Nothing of this project is
-imported, so that it starts fast.
+SIGTERM kills everything at once (exit 137), which is also what happens when the parent ends.
+SIGUSR1 asks the command to end, as `docker stop` does: a signal for which process 1 has no handler
+never reaches it. Nothing of this project is imported, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import subprocess
 import sys
 from types import FrameType
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+# <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 KILLED = 137
 
 
@@ -36,7 +39,9 @@ def main(parent: int, command: list[str]) -> int:
             break
     _kill_descendants()
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    return 128 - code
 
 
 def _kill_all(number: int, frame: FrameType | None) -> None:

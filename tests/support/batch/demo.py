@@ -1,7 +1,9 @@
-"""`make batch-demo`: a whole run "in the cloud" on this machine, a Spot machine taken away in the middle of it.
+"""`make batch-demo`: a whole run "in the cloud" on this machine, a Spot machine taken away in the
+middle of it.
 
-Starts an S3 server and a local AWS Batch, runs the flow with every step in a container of its own, gives notice of a
-reclaim after the first commit, and ends everything. Nothing of it is AWS: it shows how the flow behaves there.
+Starts an S3 server and a local AWS Batch, runs the flow with every step in a container of its own,
+gives notice of a reclaim after the first commit, and ends everything. Nothing of it is AWS: it
+shows how the flow behaves there.
 """
 
 from __future__ import annotations
@@ -33,18 +35,35 @@ _STEP_SECONDS = 0.1
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make batch-demo", description="A run on a local AWS Batch.")
-    parser.add_argument("--with", default="batch", dest="backend", help="batch: every step; cloud: training only")
+    parser = argparse.ArgumentParser(
+        prog="make batch-demo", description="A run on a local AWS Batch."
+    )
+    parser.add_argument(
+        "--with", default="batch", dest="backend", help="batch: every step; cloud: training only"
+    )
     given = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="ebbflow-batch-demo-"))
     try:
         image = with_paced(folder)
-        with _store() as store, account(folder / "batch", store, image=image, time_scale=6.0) as batch:
+        with (
+            _store() as store,
+            account(folder / "batch", store, image=image, time_scale=6.0) as batch,
+        ):
             runner = BatchRunner(folder / "launcher", store, batch)
             runner.environment |= {**image, "EBBFLOW_RUNS": str(_RUNS)}
-            _say(f"S3 at {store.endpoint}, AWS Batch at {batch.endpoint}; Spot notices come 20 s before the end")
-            _say(f"each training step sleeps {_STEP_SECONDS:g} s, so that there is time to take its machine away")
-            settings = {**paced_settings(_STEP_SECONDS), "training__max_steps": 120, "checkpoint__interval_steps": 20}
+            _say(
+                f"S3 at {store.endpoint}, AWS Batch at {batch.endpoint}; Spot notices come 20 s "
+                "before the end"
+            )
+            _say(
+                f"each training step sleeps {_STEP_SECONDS:g} s, so that there is time to take "
+                "its machine away"
+            )
+            settings = {
+                **paced_settings(_STEP_SECONDS),
+                "training__max_steps": 120,
+                "checkpoint__interval_steps": 20,
+            }
             options = runner.options(**settings)
             process = runner.start("run", "--with", given.backend, *options)
             try:
@@ -59,7 +78,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _follow(runner: BatchRunner, process: subprocess.Popen[str]) -> int:
-    """Print what the run prints, and take its machine away once there is a commit. The exit code."""
+    """Print what the run prints, and take its machine away once there is a commit.
+
+    The exit code.
+    """
     limit = time.monotonic() + _DEADLINE_SECONDS
     taken = False
     with open(runner.log) as output:
@@ -99,7 +121,10 @@ def _tell(batch: LocalBatch) -> None:
         stopped = job.get("stoppedAt", 1000 * time.time())
         seconds = (stopped - job.get("startedAt", stopped)) / 1000
         name = job["jobName"].split("-", 3)[-1]
-        print(f"    {name:<16} {queue:<14} {job['status']:<10} {seconds:6.1f} s  {job.get('statusReason', '')}")
+        print(
+            f"    {name:<16} {queue:<14} {job['status']:<10} {seconds:6.1f} s  "
+            f"{job.get('statusReason', '')}"
+        )
 
 
 @contextlib.contextmanager
@@ -107,8 +132,11 @@ def _store() -> Iterator[Swift]:
     """The small S3 server of the tests, which needs nothing installed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.s3", "--parent", str(os.getpid())],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     try:
         yield Swift(**json.loads(process.stdout.readline()))

@@ -1,4 +1,6 @@
-"""The variables that a container finds: the image's, the role's, the job's, and those that Batch sets."""
+"""The variables that a container finds: the image's, the role's, the job's, and those that Batch
+sets.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _OF_THE_MACHINE = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OMP_
 def container_environment(settings: Settings, job: Job, node: Node) -> dict[str, str]:
     """Nothing of the submitting process is among them."""
     image = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
-    image["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+    image["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+    )
     image["METAFLOW_SKIP_INSTALL_DEPENDENCIES"] = "1"  # the image has them
     instance = {}
     if node.instance is not None:

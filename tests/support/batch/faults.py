@@ -1,4 +1,5 @@
-"""What goes wrong with requests, by rules: the next `times` requests of an operation that fit meet their fault.
+"""What goes wrong with requests, by rules: the next `times` requests of an operation that fit meet
+their fault.
 
 throttle  429 TooManyRequestsException    error  500 ServerException       refuse  400 ClientException
 lost      done, and no answer             slow   answered `seconds` late   forbid  403 AccessDeniedException
@@ -19,7 +20,8 @@ class Refused(Exception):
 
     def __init__(self, code: str, message: str, status: int = 400) -> None:
         super().__init__(message)
-        self.code, self.status = code, status
+        self.code = code
+        self.status = status
 
 
 class Conduct:
@@ -29,10 +31,15 @@ class Conduct:
         self.rules = rules
         self.requests: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
-        self.late: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by operation: what was asked, to be done yet
+        self.late: dict[str, list[dict[str, Any]]] = defaultdict(
+            list
+        )  # by operation: what was asked, to be done yet
 
     def draw(self, operation: str) -> dict[str, Any] | None:
-        """The rule that this request meets, if any. Raises ValueError for a kind that there is not."""
+        """The rule that this request meets, if any.
+
+        Raises ValueError for a kind that there is not.
+        """
         self.requests[operation] += 1
         for rule in self.rules:
             if rule["kind"] not in KINDS:
@@ -53,4 +60,6 @@ def raise_for(kind: str, operation: str) -> None:
     if kind == "refuse":
         raise Refused("ClientException", f"{operation} is refused", 400)
     if kind == "forbid":
-        raise Refused("AccessDeniedException", f"User is not authorized to perform: batch:{operation}", 403)
+        raise Refused(
+            "AccessDeniedException", f"User is not authorized to perform: batch:{operation}", 403
+        )

@@ -1,4 +1,6 @@
-"""The local Batch as a test sees it: a process of its own, boto3's client, and the door that changes it."""
+"""The local Batch as a test sees it: a process of its own, boto3's client, and the door that
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ class LocalBatch:
     folder: Path
     region: str = "us-east-1"
 
-    def environment(self, bucket: str, store: Mapping[str, str], *, prefix: str = "metaflow") -> dict[str, str]:
-        """What whoever starts a flow sets. store: the variables of the store's client, as `Swift.environment` gives."""
+    def environment(
+        self, bucket: str, store: Mapping[str, str], *, prefix: str = "metaflow"
+    ) -> dict[str, str]:
+        """What whoever starts a flow sets. store: the variables of the store's client, as
+        `Swift.environment` gives.
+        """
         return {
             **store,
             "AWS_ENDPOINT_URL_BATCH": self.endpoint,
@@ -40,7 +46,9 @@ class LocalBatch:
         import boto3
 
         keys = {name.lower(): value for name, value in _KEYS.items()}
-        return boto3.client("batch", endpoint_url=self.endpoint, region_name=self.region, **{**keys, **changes})
+        return boto3.client(
+            "batch", endpoint_url=self.endpoint, region_name=self.region, **{**keys, **changes}
+        )
 
     def change(self, **settings: Any) -> None:
         """Settings from now on, as `Settings` names them; queues by name."""
@@ -54,7 +62,9 @@ class LocalBatch:
         self._ask("reclaim", {"job": job, "node": node, "notice": notice})
 
     def jobs(self) -> list[dict[str, Any]]:
-        """All jobs in the order of their submission, as DescribeJobs tells them, with `request` as it came."""
+        """All jobs in the order of their submission, as DescribeJobs tells them, with `request` as
+        it came.
+        """
         return self._ask("jobs", {})["jobs"]
 
     def told(self) -> dict[str, dict[str, int]]:
@@ -78,7 +88,9 @@ def local_batch(folder: Path, **settings: Any) -> Iterator[LocalBatch]:
         yield LocalBatch(endpoint, folder)
 
 
-def job_when(batch: LocalBatch, name: str, status: str, *, deadline_seconds: float = 200) -> dict[str, Any]:
+def job_when(
+    batch: LocalBatch, name: str, status: str, *, deadline_seconds: float = 200
+) -> dict[str, Any]:
     """The newest job whose name contains `name`, once it has the status or has ended."""
     limit = time.monotonic() + deadline_seconds
     while time.monotonic() < limit:
@@ -86,4 +98,6 @@ def job_when(batch: LocalBatch, name: str, status: str, *, deadline_seconds: flo
         if found and found[-1]["status"] in (status, "SUCCEEDED", "FAILED"):
             return found[-1]
         time.sleep(0.1)
-    raise AssertionError(f"no job {name} was {status} within {deadline_seconds:g} s: {batch.jobs()}")
+    raise AssertionError(
+        f"no job {name} was {status} within {deadline_seconds:g} s: {batch.jobs()}"
+    )

@@ -16,7 +16,9 @@ from tests.support.batch.fixture import LocalBatch, local_batch
 from tests.support.flow import FlowRun, FlowRunner, wait_until
 from tests.support.swift import Swift
 
-LIGHT, SPOT, ON_DEMAND = "light-m5", "spot-g5", "on-demand-g5"
+LIGHT = "light-m5"
+SPOT = "spot-g5"
+ON_DEMAND = "on-demand-g5"
 PREFIX = "jobs-of-a-test"
 _PATIENCE_SECONDS = 900.0  # on a machine with other work
 _TYPES = ["g5.xlarge"]
@@ -29,29 +31,43 @@ _QUEUES: dict[str, dict[str, Any]] = {
 _SETTINGS = {
     "cluster__backend": "batch",
     "cluster__nodes": 1,
-    "cluster__device": "cpu",  # the types of the queues have GPUs, and the containers of a local Batch have none
+    # the types of the queues have GPUs, and the containers of a local Batch have none
+    "cluster__device": "cpu",
     "cluster__instance_types": json.dumps(_TYPES),
     "batch__light_queue": LIGHT,
-    "batch__queues": json.dumps([
-        {"name": SPOT, "market": "spot", "instance_types": _TYPES},
-        {"name": ON_DEMAND, "market": "on_demand", "instance_types": _TYPES, "multi_node": True},
-    ]),
+    "batch__queues": json.dumps(
+        [
+            {"name": SPOT, "market": "spot", "instance_types": _TYPES},
+            {
+                "name": ON_DEMAND,
+                "market": "on_demand",
+                "instance_types": _TYPES,
+                "multi_node": True,
+            },
+        ]
+    ),
     "cost__budget_usd": 5,
     "cost__deadline_hours": 2,
     "checkpoint__stop_seconds": 5,
     "survival__notice_margin_seconds": 1,
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
 def account(
     folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
 ) -> Iterator[LocalBatch]:
-    """A local Batch with a queue for light steps, one of Spot and one on demand; its containers reach the store.
+    """A local Batch with a queue for light steps, one of Spot and one on demand; its containers
+    reach the store.
 
-    A notice comes 10 s before the instance goes. image: variables that every container finds set beside the usual ones.
+    A notice comes 10 s before the instance goes. image: variables that every container finds set
+    beside the usual ones.
     """
-    role = {name: value for name, value in swift.environment().items() if name != "AWS_EC2_METADATA_DISABLED"}
+    role = {
+        name: value
+        for name, value in swift.environment().items()
+        if name != "AWS_EC2_METADATA_DISABLED"
+    }
     role |= image or {}
     usual = {"queues": _QUEUES, "role_environment": role, "time_scale": 12.0}
     with local_batch(folder, **{**usual, **settings}) as running:
@@ -59,10 +75,14 @@ def account(
 
 
 class BatchRunner(FlowRunner):
-    """Runs flows whose training steps go to a local Batch; of one runner at a time, since it looks at all its jobs."""
+    """Runs flows whose training steps go to a local Batch; of one runner at a time, since it looks
+    at all its jobs.
+    """
 
     def __init__(self, folder: Path, swift: Swift, batch: LocalBatch) -> None:
-        self.swift, self.batch, self.bucket = swift, batch, swift.new_bucket()
+        self.swift = swift
+        self.batch = batch
+        self.bucket = swift.new_bucket()
         environment = batch.environment(self.bucket, swift.environment())
         super().__init__(folder, store=f"s3://{self.bucket}/{PREFIX}", environment=environment)
 
@@ -71,7 +91,11 @@ class BatchRunner(FlowRunner):
 
     def keys(self, below: str) -> list[str]:
         """What lies in the bucket, seen with a client of another make than ours."""
-        pages = self.swift.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
+        pages = (
+            self.swift.client()
+            .get_paginator("list_objects_v2")
+            .paginate(Bucket=self.bucket, Prefix=below)
+        )
         return [item["Key"] for page in pages for item in page.get("Contents", [])]
 
     def content(self, key: str) -> bytes:
@@ -94,7 +118,9 @@ class BatchRunner(FlowRunner):
         return [job for job in self.batch.jobs()[before:] if "-train" in job["jobName"]]
 
     def await_commit(self) -> None:
-        self.await_so("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
+        self.await_so(
+            "a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key]
+        )
 
     def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         self._process = super().start(*words, cwd=cwd)
@@ -103,13 +129,18 @@ class BatchRunner(FlowRunner):
     def finish(self, process: subprocess.Popen[str], timeout: float = 200) -> FlowRun:
         """With the newest report that this machine got: no step need have run here."""
         run = super().finish(process, timeout)
-        newest = max(self.runs.glob("*/report.json"), key=lambda path: path.stat().st_mtime, default=None)
+        newest = max(
+            self.runs.glob("*/report.json"), key=lambda path: path.stat().st_mtime, default=None
+        )
         if newest is None:
             return run
         return replace(run, report=json.loads(newest.read_text()), folder=newest.parent.resolve())
 
     def await_so(self, what: str, happened: Callable[[], Any]) -> Any:
-        """The first true answer. The flow that was started ends when it does not come, and need not live on for it."""
+        """The first true answer.
+
+        The flow that was started ends when it does not come, and need not live on for it.
+        """
 
         def look() -> Any:
             return happened() or (self._process.poll() is not None and "ended")

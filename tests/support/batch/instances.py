@@ -1,4 +1,6 @@
-"""Instances: what a node runs on, with a metadata service of its own; and the container that runs on it."""
+"""Instances: what a node runs on, with a metadata service of its own; and the container that runs
+on it.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,34 @@ _METADATA = "/latest/meta-data"
 
 
 class Instance:
-    """One machine of a type in a zone. ends_at: by time.monotonic(), when it is taken away; None while it is not."""
+    """One machine of a type in a zone. ends_at: by time.monotonic(), when it is taken away; None
+    while it is not.
+    """
 
     def __init__(self, instance_type: str, zone: str, market: str) -> None:
         self.id = f"i-{uuid.uuid4().hex[:17]}"
-        self.type, self.zone = instance_type, zone
+        self.type = instance_type
+        self.zone = zone
         self.ends_at: float | None = None
         region = zone.rstrip("abcdefghijklmnopqrstuvwxyz")
-        identity = {"instanceId": self.id, "instanceType": instance_type, "availabilityZone": zone, "region": region}
-        self._metadata = FakeMetadata({
-            "/latest/dynamic/instance-identity/document": json.dumps(identity),
-            f"{_METADATA}/instance-id": self.id,
-            f"{_METADATA}/instance-type": instance_type,
-            f"{_METADATA}/instance-life-cycle": "spot" if market.endswith("spot") else "on-demand",
-            f"{_METADATA}/placement/availability-zone": zone,
-            f"{_METADATA}/placement/region": region,
-        })  # fmt: skip
+        identity = {
+            "instanceId": self.id,
+            "instanceType": instance_type,
+            "availabilityZone": zone,
+            "region": region,
+        }
+        self._metadata = FakeMetadata(
+            {
+                "/latest/dynamic/instance-identity/document": json.dumps(identity),
+                f"{_METADATA}/instance-id": self.id,
+                f"{_METADATA}/instance-type": instance_type,
+                f"{_METADATA}/instance-life-cycle": "spot"
+                if market.endswith("spot")
+                else "on-demand",
+                f"{_METADATA}/placement/availability-zone": zone,
+                f"{_METADATA}/placement/region": region,
+            }
+        )
 
     @property
     def metadata_address(self) -> str:
@@ -51,7 +65,9 @@ class Instance:
 
 
 class Container:
-    """A command in a folder of its own, which is also its home; its output lies beside it, as CloudWatch keeps it."""
+    """A command in a folder of its own, which is also its home; its output lies beside it, as
+    CloudWatch keeps it.
+    """
 
     def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
         self.folder = folder

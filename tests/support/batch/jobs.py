@@ -31,7 +31,9 @@ class Node:
         """ContainerDetail."""
         told = {**self.properties, **_known(exitCode=self.exit_code, reason=self.reason)}
         if self.instance is not None:
-            told["containerInstanceArn"] = f"arn:aws:ecs:us-east-1:000000000000:container-instance/{self.instance.id}"
+            told["containerInstanceArn"] = (
+                f"arn:aws:ecs:us-east-1:000000000000:container-instance/{self.instance.id}"
+            )
         return told
 
     def attempt(self) -> dict[str, Any]:
@@ -39,7 +41,11 @@ class Node:
         container = _known(exitCode=self.exit_code, reason=self.reason)
         return {
             "container": container,
-            **_known(startedAt=self.started_at, stoppedAt=self.stopped_at, statusReason=self.status_reason),
+            **_known(
+                startedAt=self.started_at,
+                stoppedAt=self.stopped_at,
+                statusReason=self.status_reason,
+            ),
         }
 
 
@@ -86,11 +92,16 @@ class Job:
         return self.status in ("SUBMITTED", "PENDING", "RUNNABLE")
 
     def new_attempt(self) -> None:
-        self.nodes = [Node(index, dict(properties)) for index, properties in enumerate(self.properties)]
+        self.nodes = [
+            Node(index, dict(properties)) for index, properties in enumerate(self.properties)
+        ]
 
     def summary(self, node: int | None = None) -> dict[str, Any]:
         """JobSummary, of the job or of one of its nodes."""
-        of = self.main if node is None else self.nodes[node]
+        if node is None:
+            of = self.main
+        else:
+            of = self.nodes[node]
         return {
             "jobId": self.id if node is None else f"{self.id}#{node}",
             "jobArn": self._arn(),
@@ -126,8 +137,15 @@ class Job:
         if "retryStrategy" in self.request:
             told["retryStrategy"] = self.request["retryStrategy"]
         if self.multi_node and node is None:
-            ranges = [{"targetNodes": f"{node.index}:{node.index}", "container": node.detail()} for node in self.nodes]
-            told["nodeProperties"] = {"numNodes": len(self.nodes), "mainNode": 0, "nodeRangeProperties": ranges}
+            ranges = [
+                {"targetNodes": f"{node.index}:{node.index}", "container": node.detail()}
+                for node in self.nodes
+            ]
+            told["nodeProperties"] = {
+                "numNodes": len(self.nodes),
+                "mainNode": 0,
+                "nodeRangeProperties": ranges,
+            }
         else:
             told["container"] = self.nodes[node or 0].detail()
         if self.multi_node and node is not None:

@@ -1,7 +1,9 @@
-"""A workload that takes the same time on a slow machine as on a fast one: what a trace of Spot capacity is laid beside.
+"""A workload that takes the same time on a slow machine as on a fast one: what a trace of Spot
+capacity is laid beside.
 
-It trains as the built-in text model does, bit for bit, and sleeps until it is time for the next micro-batch. A folder
-with this file alone stands in the container's PYTHONPATH, as a package of the user's own in the image would.
+It trains as the built-in text model does, bit for bit, and sleeps until it is time for the next
+micro-batch. A folder with this file alone stands in the container's PYTHONPATH, as a package of the
+user's own in the image would.
 """
 
 from __future__ import annotations
@@ -16,14 +18,22 @@ from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 
 
 class Paced(TextWorkload):
-    """Options: seconds_per_step, at least so long; crashes_at_step, 0: none, else a bug that is always there."""
+    """Options: seconds_per_step, at least so long; crashes_at_step, 0: none, else a bug that is
+    always there.
+    """
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
-        torch.set_num_threads(1)  # two that wait for each other are slow where others want the cores too
-        self._seconds, self._due = float(context.options.get("seconds_per_step", 0.0)), 0.0
+        torch.set_num_threads(
+            1
+        )  # two that wait for each other are slow where others want the cores too
+        self._seconds = float(context.options.get("seconds_per_step", 0.0))
+        self._due = 0.0
         step = int(context.options.get("crashes_at_step", 0))
-        self._crash = (step - 1) * context.config.training.batch_size if step else None
+        if step:
+            self._crash = (step - 1) * context.config.training.batch_size
+        else:
+            self._crash = None
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
         if self._crash is not None and cursor.first >= self._crash:

@@ -8,7 +8,9 @@ from tests.support.batch.jobs import Job
 
 
 def another(job: Job) -> bool:
-    """After an attempt that failed and stands in job.attempts: the first condition that fits decides."""
+    """After an attempt that failed and stands in job.attempts: the first condition that fits
+    decides.
+    """
     strategy = {**job.definition.get("retryStrategy", {}), **job.request.get("retryStrategy", {})}
     if len(job.attempts) >= strategy.get("attempts", 1):
         return False
@@ -20,6 +22,9 @@ def another(job: Job) -> bool:
     }
     for condition in strategy.get("evaluateOnExit", []):
         patterns = {name: condition[name] for name in said if name in condition}
-        if all(fnmatch.fnmatchcase(said[name].lower(), pattern.lower()) for name, pattern in patterns.items()):
+        if all(
+            fnmatch.fnmatchcase(said[name].lower(), pattern.lower())
+            for name, pattern in patterns.items()
+        ):
             return condition["action"].upper() == "RETRY"
     return True

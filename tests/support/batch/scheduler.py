@@ -1,4 +1,7 @@
-"""What moves jobs on: capacity, starting containers, their ends, reclaims and limits. One thread, all 50 ms."""
+"""What moves jobs on: capacity, starting containers, their ends, reclaims and limits.
+
+One thread, all 50 ms.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ class Scheduler:
         self.jobs: dict[str, Job] = {}
         self.lock = threading.RLock()
         self.traces_began = time.monotonic()
-        self._settings, self._folder, self._now_ms = settings, folder, now_ms
+        self._settings = settings
+        self._folder = folder
+        self._now_ms = now_ms
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
@@ -39,19 +44,24 @@ class Scheduler:
         """Take a node's instance away, after the notice time where there is a notice."""
         instance = job.nodes[node].instance
         if instance is not None:
-            seconds = self._settings.notice_seconds / self._settings.time_scale if notice else 0.0
+            if notice:
+                seconds = self._settings.notice_seconds / self._settings.time_scale
+            else:
+                seconds = 0.0
             instance.reclaim(seconds, notice=notice)
 
     def cancel(self, job: Job, reason: str) -> None:
         """CancelJob: what has not reached STARTING is over; anything else is left as it is."""
         if job.waits and job.stop_reason is None:
-            job.cancelled, job.stop_reason = True, reason
+            job.cancelled = True
+            job.stop_reason = reason
             self._end_job(job, "FAILED", reason)
 
     def stop(self, job: Job, reason: str) -> None:
         """TerminateJob: what runs is asked to end and killed later, what does not run yet is over.
 
-        Whether AWS then calls the latter terminated or cancelled is not documented; here it is terminated.
+        Whether AWS then calls the latter terminated or cancelled is not documented; here it is
+        terminated.
         """
         if job.ended or job.stop_reason is not None:
             return
@@ -92,15 +102,29 @@ class Scheduler:
     # -- capacity
 
     def _active(self, queue: str) -> list[Job]:
-        return [job for job in self.jobs.values() if job.queue == queue and job.status in ("STARTING", "RUNNING")]
+        return [
+            job
+            for job in self.jobs.values()
+            if job.queue == queue and job.status in ("STARTING", "RUNNING")
+        ]
 
     def _instances(self, queue: str) -> list[Instance]:
         """Those in use, oldest first."""
-        found = [node for job in self._active(queue) for node in job.nodes if node.instance and not node.stopped_at]
+        found = [
+            node
+            for job in self._active(queue)
+            for node in job.nodes
+            if node.instance and not node.stopped_at
+        ]
         return [node.instance for node in found if node.instance]
 
     def _used_vcpus(self, queue: str) -> float:
-        nodes = [node for job in self._active(queue) for node in job.nodes if node.instance and not node.stopped_at]
+        nodes = [
+            node
+            for job in self._active(queue)
+            for node in job.nodes
+            if node.instance and not node.stopped_at
+        ]
         return sum(runnable.vcpus(node, node.instance.type) for node in nodes if node.instance)
 
     def _available(self, queue: QueueSettings) -> float:
@@ -121,28 +145,40 @@ class Scheduler:
         if self._is_behind(job):
             return
         free = self._available(queue) - len(self._instances(queue.name))
-        instance_type, job.status_reason = runnable.placed_on(job, queue, free, used_vcpus=self._used_vcpus(queue.name))
+        instance_type, job.status_reason = runnable.placed_on(
+            job, queue, free, used_vcpus=self._used_vcpus(queue.name)
+        )
         if instance_type is None:
             waited = (now - job.runnable_since) * self._settings.time_scale
             if reason := runnable.time_limit(job, queue, waited):
                 self._end_job(job, "FAILED", reason)
             return
-        job.status, job.status_reason = "STARTING", None
+        job.status = "STARTING"
+        job.status_reason = None
         for node in job.nodes:
             node.instance = Instance(instance_type, queue.zone, queue.market)
-            node.status, node.due = "STARTING", float("inf")
+            node.status = "STARTING"
+            node.due = float("inf")
         job.main.due = now + self._settings.start_seconds
 
     def _is_behind(self, job: Job) -> bool:
         """First in, first out: the first job that waits holds up the queue."""
-        first = next(each for each in self.jobs.values() if each.queue == job.queue and each.status == "RUNNABLE")
+        first = next(
+            each
+            for each in self.jobs.values()
+            if each.queue == job.queue and each.status == "RUNNABLE"
+        )
         return first is not job
 
     # -- containers
 
     def _start_due(self, job: Job) -> None:
         for node in job.nodes:
-            if node.status != "STARTING" or time.monotonic() < node.due or job.stop_reason is not None:
+            if (
+                node.status != "STARTING"
+                or time.monotonic() < node.due
+                or job.stop_reason is not None
+            ):
                 continue
             if problem := runnable.pull_problem(node, self._settings.missing_images):
                 node.reason = problem
@@ -158,17 +194,26 @@ class Scheduler:
         variables = environment.container_environment(self._settings, job, node)
         folder = self._folder / job.id / f"{len(job.attempts) + 1}-{node.index}"
         node.container = Container(node.properties["command"], variables, folder)
-        node.status, node.started_at = "RUNNING", self._now_ms()
+        node.status = "RUNNING"
+        node.started_at = self._now_ms()
 
     def _watch(self, job: Job) -> None:
         now = time.monotonic()
         for node in job.nodes:
             if node.container is None or node.status != "RUNNING":
                 continue
-            if (code := node.container.exit_code()) is not None:
-                reason = "Essential container in task exited" if job.stop_reason is None else job.stop_reason
+            code = node.container.exit_code()
+            if code is not None:
+                if job.stop_reason is None:
+                    reason = "Essential container in task exited"
+                else:
+                    reason = job.stop_reason
                 self._end_node(node, code, _TIMED_OUT if job.timed_out_at else reason)
-            elif node.instance is not None and node.instance.ends_at is not None and now >= node.instance.ends_at:
+            elif (
+                node.instance is not None
+                and node.instance.ends_at is not None
+                and now >= node.instance.ends_at
+            ):
                 node.container.kill()
                 self._end_node(node, None, f"Host EC2 (instance {node.instance.id}) terminated.")
             elif job.killed_at is not None and now >= job.killed_at:
@@ -183,37 +228,58 @@ class Scheduler:
 
     def _enforce_duration(self, job: Job) -> None:
         """The duration is of the whole job, from its main node's start."""
-        if job.timeout_seconds is None or job.main.started_at is None or job.timed_out_at is not None:
+        if (
+            job.timeout_seconds is None
+            or job.main.started_at is None
+            or job.timed_out_at is not None
+        ):
             return
-        if self._now_ms() - job.main.started_at >= 1000 * job.timeout_seconds / self._settings.attempt_scale:
+        if (
+            self._now_ms() - job.main.started_at
+            >= 1000 * job.timeout_seconds / self._settings.attempt_scale
+        ):
             job.timed_out_at = time.monotonic()
             self._ask_to_end(job)
 
     def _end_node(self, node: Node, code: int | None, reason: str | None) -> None:
-        node.exit_code, node.status_reason, node.stopped_at = code, reason, self._now_ms()
-        node.status = "SUCCEEDED" if code == 0 else "FAILED"
+        node.exit_code = code
+        node.status_reason = reason
+        node.stopped_at = self._now_ms()
+        if code == 0:
+            node.status = "SUCCEEDED"
+        else:
+            node.status = "FAILED"
         if node.instance is not None:
             node.instance.close()
 
     def _end_attempt(self, job: Job, reason: str | None) -> None:
         """The main node's end is the attempt's: what still runs beside it is stopped."""
-        # What was terminated or took too long has FAILED, however its container has ended (API_TerminateJob).
+        # What was terminated or took too long has FAILED, however its container has ended
+        # (API_TerminateJob).
         stopped = job.stop_reason is not None or job.timed_out_at is not None
         succeeded = job.main.status == "SUCCEEDED" and not stopped
         self._stop_nodes(job, reason)
         job.attempts.append(job.main.attempt())
         if not stopped and not succeeded and retries.another(job):
-            job.status, job.status_reason, job.runnable_since, job.killed_at = "RUNNABLE", None, None, None
+            job.status = "RUNNABLE"
+            job.status_reason = None
+            job.runnable_since = None
+            job.killed_at = None
             job.new_attempt()
             return
-        job.status, job.status_reason = ("SUCCEEDED" if succeeded else "FAILED"), reason
+        if succeeded:
+            job.status = "SUCCEEDED"
+        else:
+            job.status = "FAILED"
+        job.status_reason = reason
 
     def _end_job(self, job: Job, status: str, reason: str) -> None:
         self._stop_nodes(job, reason)
         if job.main.started_at is not None:
             job.attempts.append(job.main.attempt())
         job.main.stopped_at = job.main.stopped_at or self._now_ms()
-        job.status, job.status_reason = status, reason
+        job.status = status
+        job.status_reason = reason
 
     def _stop_nodes(self, job: Job, reason: str | None) -> None:
         for node in job.nodes:

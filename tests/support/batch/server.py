@@ -1,4 +1,6 @@
-"""Batch's REST interface over HTTP, and a door for tests: /_control/… changes settings, takes instances away, tells."""
+"""Batch's REST interface over HTTP, and a door for tests: /_control/… changes settings, takes
+instances away, tells.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ _SIGNATURE_SECONDS = 300.0
 @cache
 def service() -> botocore.model.ServiceModel:
     """botocore's model of Batch."""
-    return botocore.model.ServiceModel(botocore.loaders.Loader().load_service_model("batch", "service-2"))
+    return botocore.model.ServiceModel(
+        botocore.loaders.Loader().load_service_model("batch", "service-2")
+    )
 
 
 @cache
 def _operations() -> dict[str, str]:
     """Names of the operations by their paths."""
-    return {service().operation_model(name).http["requestUri"]: name for name in service().operation_names}
+    return {
+        service().operation_model(name).http["requestUri"]: name
+        for name in service().operation_names
+    }
 
 
 class Server(LocalServer):
@@ -61,7 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._operate(_operations().get(path), asked)
         except Refused as refused:
-            self._answer(refused.status, {"message": str(refused)}, {"x-amzn-ErrorType": refused.code})
+            self._answer(
+                refused.status, {"message": str(refused)}, {"x-amzn-ErrorType": refused.code}
+            )
         except ValueError as error:
             self._answer(400, {"message": str(error)}, {"x-amzn-ErrorType": "ClientException"})
 
@@ -69,13 +78,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Raises Refused."""
         api = self.server.api
         if operation not in api.operations:
-            raise Refused("UnknownOperationException", f"{self.path}: not an operation of this Batch", 404)
+            raise Refused(
+                "UnknownOperationException", f"{self.path}: not an operation of this Batch", 404
+            )
         self._check_signature()
         with api.scheduler.lock:
             fault = api.conduct.draw(operation)
         if fault is not None:
             raise_for(fault["kind"], operation)
-        problems = botocore.validate.ParamValidator().validate(asked, service().operation_model(operation).input_shape)
+        problems = botocore.validate.ParamValidator().validate(
+            asked, service().operation_model(operation).input_shape
+        )
         if problems.has_errors():
             raise Refused("ClientException", problems.generate_report())
         if fault is not None and fault["kind"] == "late":
@@ -93,15 +106,30 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, told)
 
     def _check_signature(self) -> None:
-        """That there is one, and that it is not too old; it is not computed anew. Raises Refused."""
+        """That there is one, and that it is not too old; it is not computed anew.
+
+        Raises Refused.
+        """
         if "AWS4-HMAC-SHA256" not in self.headers.get("Authorization", ""):
-            raise Refused("MissingAuthenticationTokenException", "Missing Authentication Token", 403)
-        signed = datetime.strptime(self.headers["X-Amz-Date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+            raise Refused(
+                "MissingAuthenticationTokenException", "Missing Authentication Token", 403
+            )
+        signed = (
+            datetime.strptime(self.headers["X-Amz-Date"], "%Y%m%dT%H%M%SZ")
+            .replace(tzinfo=UTC)
+            .timestamp()
+        )
         now = self.server.api.now_ms() / 1000
         if abs(now - signed) > _SIGNATURE_SECONDS:
-            raise Refused("InvalidSignatureException", f"Signature expired: signed {signed:.0f}, now {now:.0f}", 403)
+            raise Refused(
+                "InvalidSignatureException",
+                f"Signature expired: signed {signed:.0f}, now {now:.0f}",
+                403,
+            )
 
-    def _answer(self, status: int, document: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    def _answer(
+        self, status: int, document: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> None:
         body = json.dumps(document).encode()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
@@ -118,8 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def control(api: Api, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """settings: change them. trace: traces begin now. reclaim: {job, node, notice}. jobs: all that there are. told:
-    requests and faults so far. Raises Refused and ValueError."""
+    """settings: change them. trace: traces begin now. reclaim: {job, node, notice}. jobs: all that
+    there are. told: requests and faults so far. Raises Refused and ValueError."""
     with api.scheduler.lock:
         if path == "settings":
             api.settings.change(asked)
@@ -133,7 +161,11 @@ def control(api: Api, path: str, asked: dict[str, Any]) -> dict[str, Any]:
             api.scheduler.reclaim(job, asked.get("node", 0), notice=asked.get("notice", True))
             return {}
         if path == "jobs":
-            return {"jobs": [{**job.detail(), "request": job.request} for job in api.scheduler.jobs.values()]}
+            return {
+                "jobs": [
+                    {**job.detail(), "request": job.request} for job in api.scheduler.jobs.values()
+                ]
+            }
         if path == "told":
             return {"requests": dict(api.conduct.requests), "met": dict(api.conduct.met)}
     raise Refused("UnknownOperationException", f"no such control: {path}", 404)

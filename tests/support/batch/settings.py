@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-_ENVIRONMENT_TYPES = {"spot": "SPOT", "on_demand": "EC2", "fargate": "FARGATE", "fargate_spot": "FARGATE_SPOT"}
+_ENVIRONMENT_TYPES = {
+    "spot": "SPOT",
+    "on_demand": "EC2",
+    "fargate": "FARGATE",
+    "fargate_spot": "FARGATE_SPOT",
+}
 
 
 @dataclass(kw_only=True)
 class QueueSettings:
     """A job queue with one compute environment.
 
-    capacity: [[seconds since the start or the last change, instances], …]; empty: without end. Fewer instances than
-    run means that the youngest are reclaimed, with notice. environment_state, environment_status: of the compute
-    environment. max_vcpus: its maxvCpus. time_limit_actions: `jobStateTimeLimitActions` as AWS takes them.
+    capacity: [[seconds since the start or the last change, instances], …]; empty: without end.
+    Fewer instances than run means that the youngest are reclaimed, with notice. environment_state,
+    environment_status: of the compute environment. max_vcpus: its maxvCpus. time_limit_actions:
+    `jobStateTimeLimitActions` as AWS takes them.
     """
 
     name: str
@@ -42,7 +48,10 @@ class QueueSettings:
 
     def instances(self, seconds: float) -> float:
         """How many there are so long after the start of the trace."""
-        now = float("inf") if not self.capacity else 0.0
+        if not self.capacity:
+            now = float("inf")
+        else:
+            now = 0.0
         for begins, count in self.capacity:
             if begins <= seconds:
                 now = count
@@ -51,13 +60,15 @@ class QueueSettings:
 
 @dataclass(kw_only=True)
 class Settings:
-    """queues: by name. role_environment: what containers find set, as an instance with a role would find credentials.
+    """queues: by name. role_environment: what containers find set, as an instance with a role would
+    find credentials.
 
-    time_scale: seconds of AWS in one second here, for the notice, for traces and for jobStateTimeLimitActions; the
-    times of jobs are real. attempt_scale: the same for the duration of attempts. start_seconds: from capacity to a
-    running container. stop_seconds: from SIGTERM to SIGKILL. clock_ahead_seconds: of the account's clock against this
-    machine's. missing_images: expressions of images that cannot be pulled. rules: faults that requests meet
-    ({"operation", "kind", "times"}, see faults.py).
+    time_scale: seconds of AWS in one second here, for the notice, for traces and for
+    jobStateTimeLimitActions; the times of jobs are real. attempt_scale: the same for the duration
+    of attempts. start_seconds: from capacity to a running container. stop_seconds: from SIGTERM to
+    SIGKILL. clock_ahead_seconds: of the account's clock against this machine's. missing_images:
+    expressions of images that cannot be pulled. rules: faults that requests meet ({"operation",
+    "kind", "times"}, see faults.py).
     """
 
     queues: dict[str, QueueSettings] = field(default_factory=dict)
@@ -73,7 +84,10 @@ class Settings:
     rules: list[dict[str, Any]] = field(default_factory=list)
 
     def change(self, document: dict[str, Any]) -> None:
-        """Settings from now on; queues are added or changed by name. Raises ValueError for what is not known."""
+        """Settings from now on; queues are added or changed by name.
+
+        Raises ValueError for what is not known.
+        """
         known = {item.name for item in fields(self)}
         if unknown := set(document) - known:
             raise ValueError(f"no such settings: {sorted(unknown)}")
@@ -87,4 +101,7 @@ class Settings:
             for key, value in changes.items():
                 setattr(queue, key, value)
             if queue.market not in _ENVIRONMENT_TYPES:
-                raise ValueError(f"queue {name}: market is {queue.market!r}, not one of {sorted(_ENVIRONMENT_TYPES)}")
+                raise ValueError(
+                    f"queue {name}: market is {queue.market!r}, not one of "
+                    f"{sorted(_ENVIRONMENT_TYPES)}"
+                )

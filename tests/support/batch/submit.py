@@ -1,4 +1,6 @@
-"""A submitted job: definition and overrides made one for each node, and what AWS would refuse at once."""
+"""A submitted job: definition and overrides made one for each node, and what AWS would refuse at
+once.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,21 @@ def new_job(account: Account, asked: dict[str, Any], *, created_at: int) -> Job:
     if queue is None:
         raise Refused("ClientException", f"JobQueue {asked['jobQueue']} not found.")
     if queue.state != "ENABLED":
-        raise Refused("ClientException", f"Job Queue {queue.name} is in DISABLED state, it cannot accept jobs")
+        raise Refused(
+            "ClientException", f"Job Queue {queue.name} is in DISABLED state, it cannot accept jobs"
+        )
     definition = account.definition(asked["jobDefinition"])
     if definition is None or definition["status"] != "ACTIVE":
-        raise Refused("ClientException", f"JobDefinition {asked['jobDefinition']} is not found or not ACTIVE")
+        raise Refused(
+            "ClientException", f"JobDefinition {asked['jobDefinition']} is not found or not ACTIVE"
+        )
     multi_node = definition["type"] == "multinode"
     if multi_node:
         _check_multi_node(queue)
-    properties = _nodes(definition, asked) if multi_node else [_container(definition, asked)]
+    if multi_node:
+        properties = _nodes(definition, asked)
+    else:
+        properties = [_container(definition, asked)]
     for each in properties:
         _check_resources(each)
     return Job(
@@ -45,10 +54,14 @@ def _check_multi_node(queue: QueueSettings) -> None:
     if queue.is_spot:
         raise Refused(
             "ClientException",
-            f"Multi-node parallel jobs aren't supported on compute environments that use Spot Instances ({queue.name})",
+            "Multi-node parallel jobs aren't supported on compute environments that use Spot "
+            f"Instances ({queue.name})",
         )
     if queue.market.startswith("fargate"):
-        raise Refused("ClientException", f"Multi-node parallel jobs aren't supported on Fargate ({queue.name})")
+        raise Refused(
+            "ClientException",
+            f"Multi-node parallel jobs aren't supported on Fargate ({queue.name})",
+        )
 
 
 def _container(definition: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +72,11 @@ def _container(definition: dict[str, Any], asked: dict[str, Any]) -> dict[str, A
 
 def _nodes(definition: dict[str, Any], asked: dict[str, Any]) -> list[dict[str, Any]]:
     if "containerOverrides" in asked:
-        raise Refused("ClientException", "Container overrides should not be set for multi-node parallel jobs")
-    properties, overrides = definition["nodeProperties"], asked.get("nodeOverrides", {})
+        raise Refused(
+            "ClientException", "Container overrides should not be set for multi-node parallel jobs"
+        )
+    properties = definition["nodeProperties"]
+    overrides = asked.get("nodeOverrides", {})
     count = overrides.get("numNodes", properties["numNodes"])
     if properties["mainNode"] != 0:
         raise Refused("ClientException", "this local Batch has its main node at 0")
@@ -109,7 +125,9 @@ def _check_resources(properties: dict[str, Any]) -> None:
 
 
 def _timeout(definition: dict[str, Any], asked: dict[str, Any]) -> float | None:
-    seconds = {**definition.get("timeout", {}), **asked.get("timeout", {})}.get("attemptDurationSeconds")
+    seconds = {**definition.get("timeout", {}), **asked.get("timeout", {})}.get(
+        "attemptDurationSeconds"
+    )
     if seconds is not None and seconds < _SHORTEST_ATTEMPT_SECONDS:
         raise Refused("ClientException", "attemptDurationSeconds must be at least 60")
     return seconds

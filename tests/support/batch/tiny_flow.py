@@ -1,7 +1,8 @@
 """A flow of a few lines that knows nothing of this project: what the local Batch is tried with.
 
---fail: statuses that `shout` exits with, one per attempt, with commas. --sleep: seconds that its first attempt lasts.
-Without @parallel: Metaflow 2.19.39 cannot run it on Batch with local metadata (Netflix/metaflow#2564).
+--fail: statuses that `shout` exits with, one per attempt, with commas. --sleep: seconds that its
+first attempt lasts. Without @parallel: Metaflow 2.19.39 cannot run it on Batch with local metadata
+(Netflix/metaflow#2564).
 """
 
 import os
@@ -23,7 +24,10 @@ class TinyFlow(FlowSpec):
     @retry(times=2, minutes_between_retries=0)
     @step
     def shout(self):
-        codes = self.fail.split(",") if self.fail else []
+        if self.fail:
+            codes = self.fail.split(",")
+        else:
+            codes = []
         time.sleep(self.sleep if current.retry_count == 0 else 0)
         if current.retry_count < len(codes):
             sys.exit(int(codes[current.retry_count]))

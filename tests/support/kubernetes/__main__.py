@@ -1,4 +1,5 @@
-"""`python -m tests.support.kubernetes FOLDER [--port N] [--parent PID] [--settings JSON]`: prints {"endpoint"}, serves.
+"""`python -m tests.support.kubernetes FOLDER [--port N] [--parent PID] [--settings JSON]`: prints
+{"endpoint"}, serves.
 
 Each pod runs in FOLDER/POD. Lives until its parent ends, or a signal.
 """

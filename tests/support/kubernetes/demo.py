@@ -1,7 +1,9 @@
-"""`make kubernetes-demo`: a run of two Spot nodes "in a cluster" on this machine, one node taken away in the middle.
+"""`make kubernetes-demo`: a run of two Spot nodes "in a cluster" on this machine, one node taken
+away in the middle.
 
-Starts an S3 server and a local cluster, runs the flow with every step in a pod, takes the worker's node away without
-notice after the first commit, and compares the weights with an uninterrupted run. Nothing of it is a real cluster.
+Starts an S3 server and a local cluster, runs the flow with every step in a pod, takes the worker's
+node away without notice after the first commit, and compares the weights with an uninterrupted run.
+Nothing of it is a real cluster.
 """
 
 from __future__ import annotations
@@ -30,8 +32,15 @@ _STEP_SECONDS = 0.2
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make kubernetes-demo", description="A run on a local Kubernetes cluster.")
-    parser.add_argument("--with", default="kubernetes", dest="backend", help="kubernetes: every step; cloud: training")
+    parser = argparse.ArgumentParser(
+        prog="make kubernetes-demo", description="A run on a local Kubernetes cluster."
+    )
+    parser.add_argument(
+        "--with",
+        default="kubernetes",
+        dest="backend",
+        help="kubernetes: every step; cloud: training",
+    )
     parser.add_argument("--quiet", action="store_true", help="take no node away")
     parser.add_argument("--outputs", action="store_true", help="print what each pod wrote")
     given = parser.parse_args(arguments)
@@ -42,7 +51,11 @@ def main(arguments: list[str]) -> int:
             runner = KubernetesRunner(folder / "launcher", store, running)
             runner.environment |= {**image, "EBBFLOW_RUNS": str(_RUNS)}
             _say(f"S3 at {store.endpoint}, the API server at {running.endpoint}")
-            settings = {**paced_settings(_STEP_SECONDS), "training__max_steps": 100, "checkpoint__interval_steps": 20}
+            settings = {
+                **paced_settings(_STEP_SECONDS),
+                "training__max_steps": 100,
+                "checkpoint__interval_steps": 20,
+            }
             process = runner.start("run", "--with", given.backend, *runner.options(**settings))
             try:
                 code = _follow(runner, process, take=not given.quiet)
@@ -69,7 +82,10 @@ def _follow(runner: KubernetesRunner, process: subprocess.Popen[str], *, take: b
                 pods = runner.cluster.training_pods()
                 if pods:
                     node = pods[-1]["spec"]["nodeName"]
-                    _say(f"the node of {pods[-1]['metadata']['name']} ({node}) is gone, without notice")
+                    _say(
+                        f"the node of {pods[-1]['metadata']['name']} ({node}) is gone, without "
+                        "notice"
+                    )
                     runner.cluster.ask("lose", {"node": node})
                     take = False
             time.sleep(0.5)
@@ -86,17 +102,28 @@ def _compare(folder: Path, image: dict[str, str], settings: dict[str, object]) -
     alone = train_alone(quiet, **{**settings, **paced_settings(0.0)}, ranks=2)
     report = json.loads((_RUNS / "latest" / "report.json").read_text())
     equal = report["weights_sha256"] == alone["weights_sha256"]
-    _say(f"weights {report['weights_sha256'][:12]}: {'bit-equal to' if equal else 'NOT those of'} an uninterrupted run")
+    _say(
+        f"weights {report['weights_sha256'][:12]}: {'bit-equal to' if equal else 'NOT those of'} "
+        "an uninterrupted run"
+    )
 
 
 def _tell(running: LocalCluster) -> None:
     _say("what the cluster has run:")
     past = running.past()
     for one in past["pods"]:
-        code = "lost" if one["exit_code"] is None else f"exit {one['exit_code']}"
-        print(f"    {one['pod']:<32} {one['node']:<14} {one['ended'] - one['started']:6.1f} s  {code}")
+        if one["exit_code"] is None:
+            code = "lost"
+        else:
+            code = f"exit {one['exit_code']}"
+        print(
+            f"    {one['pod']:<32} {one['node']:<14} {one['ended'] - one['started']:6.1f} s  {code}"
+        )
     for one in past["nodes"]:
-        print(f"    node {one['node']:<14} {one['type']} {one['market']:<10} {one['ended'] - one['made']:6.1f} s")
+        print(
+            f"    node {one['node']:<14} {one['type']} {one['market']:<10} "
+            f"{one['ended'] - one['made']:6.1f} s"
+        )
     told = running.told()
     for text in [*told["problems"], *told["denied"]]:
         print(f"    {text}")

@@ -1,4 +1,6 @@
-"""The local cluster as a test sees it: a process of its own, a kubeconfig, and the door that changes it."""
+"""The local cluster as a test sees it: a process of its own, a kubeconfig, and the door that
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ class LocalCluster:
     def kubeconfig(self, *, token: str = HEAD, server: str = "") -> Path:
         path = self.folder.parent / f"kubeconfig-{token}"
         context = {"cluster": "local", "user": "local", "namespace": "ebbflow"}
-        path.write_text(json.dumps({
-            "apiVersion": "v1", "kind": "Config", "current-context": "local",
-            "clusters": [{"name": "local", "cluster": {"server": server or self.endpoint}}],
-            "users": [{"name": "local", "user": {"token": token}}],
-            "contexts": [{"name": "local", "context": context}],
-        }))  # fmt: skip
+        path.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "current-context": "local",
+                    "clusters": [{"name": "local", "cluster": {"server": server or self.endpoint}}],
+                    "users": [{"name": "local", "user": {"token": token}}],
+                    "contexts": [{"name": "local", "context": context}],
+                }
+            )
+        )
         return path
 
     def change(self, **settings: Any) -> None:
@@ -48,9 +56,10 @@ class LocalCluster:
         """Node 0's first."""
         mark = "jobset.sigs.k8s.io/replicatedjob-name"
         found = [
-            one for one in self.items("pods")
-            if (one["metadata"].get("labels") or {}).get(mark) and one["status"]["phase"] == phase
-        ]  # fmt: skip
+            item
+            for item in self.items("pods")
+            if (item["metadata"].get("labels") or {}).get(mark) and item["status"]["phase"] == phase
+        ]
         return sorted(found, key=lambda one: one["metadata"]["labels"][mark])
 
     def past(self) -> dict[str, list[dict[str, Any]]]:
@@ -72,11 +81,22 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(folder: Path, **settings: Any) -> Iterator[LocalCluster]:
-    """Run one until the end of the block; its pods end with it. Skips a test where pods can have no namespaces."""
+    """Run one until the end of the block; its pods end with it.
+
+    Skips a test where pods can have no namespaces.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hosts").write_text("127.0.0.1 localhost\n")
-    words = [str(os.getpid()), str(folder / "hosts"), "pod", str(min(os.sched_getaffinity(0))), "true"]
-    done = subprocess.run([sys.executable, "-S", str(_POD), *words], capture_output=True, text=True, timeout=60)
+    words = [
+        str(os.getpid()),
+        str(folder / "hosts"),
+        "pod",
+        str(min(os.sched_getaffinity(0))),
+        "true",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-S", str(_POD), *words], capture_output=True, text=True, timeout=60
+    )
     if done.returncode:
         pytest.skip(f"no namespaces for pods here: {done.stderr[-200:]}")
     log = folder / "server.log"

@@ -27,15 +27,21 @@ _SETTINGS = {
     "cost__deadline_hours": 2,
     "checkpoint__stop_seconds": 10,
     "survival__notice_margin_seconds": 1,
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
 def cluster(
     folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
 ) -> Iterator[LocalCluster]:
-    """A cluster whose pods reach the store. image: variables that every container finds set beside the usual ones."""
-    role = {name: value for name, value in swift.environment().items() if name != "AWS_EC2_METADATA_DISABLED"}
+    """A cluster whose pods reach the store. image: variables that every container finds set beside
+    the usual ones.
+    """
+    role = {
+        name: value
+        for name, value in swift.environment().items()
+        if name != "AWS_EC2_METADATA_DISABLED"
+    }
     with local_cluster(folder, **{"environment": {**role, **(image or {})}, **settings}) as running:
         yield running
 
@@ -44,7 +50,9 @@ class KubernetesRunner(BatchRunner):
     """Runs flows whose steps go to a local cluster."""
 
     def __init__(self, folder: Path, swift: Swift, cluster: LocalCluster) -> None:
-        self.swift, self.cluster, self.bucket = swift, cluster, swift.new_bucket()
+        self.swift = swift
+        self.cluster = cluster
+        self.bucket = swift.new_bucket()
         store = swift.environment()
         environment = {
             **store,
@@ -58,7 +66,9 @@ class KubernetesRunner(BatchRunner):
             "METAFLOW_KUBERNETES_CONTAINER_IMAGE": IMAGE,
             "METAFLOW_USER": "tester",
         }
-        FlowRunner.__init__(self, folder, store=f"s3://{self.bucket}/{PREFIX}", environment=environment)
+        FlowRunner.__init__(
+            self, folder, store=f"s3://{self.bucket}/{PREFIX}", environment=environment
+        )
 
     def options(self, **settings: object) -> list[str]:
         return FlowRunner.options(self, **{**_SETTINGS, **settings})

@@ -1,4 +1,6 @@
-"""The scheduler and the kubelets: pods get nodes, run as processes, are asked to end, and go with their node."""
+"""The scheduler and the kubelets: pods get nodes, run as processes, are asked to end, and go with
+their node.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,20 @@ KILLED = 137
 
 
 def cores_of(node: str) -> str:
-    """Half of this machine's cores, by turns: ranks in two pods then have the threads of two ranks beside each other,
-    whose number decides the order of sums."""
+    """Half of this machine's cores, by turns: ranks in two pods then have the threads of two ranks
+    beside each other, whose number decides the order of sums."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    number = int(node.rpartition("-")[2]) if node != SYSTEM else 0
-    mine = cores if node == SYSTEM else cores[half : 2 * half] if number % 2 and len(cores) > 1 else cores[:half]
+    if node != SYSTEM:
+        number = int(node.rpartition("-")[2])
+    else:
+        number = 0
+    if node == SYSTEM:
+        mine = cores
+    elif number % 2 and len(cores) > 1:
+        mine = cores[half : 2 * half]
+    else:
+        mine = cores[:half]
     return ",".join(map(str, mine))
 
 
@@ -33,17 +43,38 @@ class Container:
     """A pod's command in a folder of its own."""
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], folder: Path, hosts: Path, hostname: str, node: str
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        folder: Path,
+        hosts: Path,
+        hostname: str,
+        node: str,
     ) -> None:
         (folder / "tmp").mkdir(parents=True)
-        self.folder, self.started, self.killed_at = folder, time.time(), float("inf")
+        self.folder = folder
+        self.started = time.time()
+        self.killed_at = float("inf")
         own = {"HOME": str(folder), "PWD": str(folder), "TMPDIR": str(folder / "tmp")}
         with open(folder / "output.log", "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", str(_POD), str(os.getpid()), str(hosts), hostname, cores_of(node), *command],
-                cwd=folder, env={**environment, **own}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-S",
+                    str(_POD),
+                    str(os.getpid()),
+                    str(hosts),
+                    hostname,
+                    cores_of(node),
+                    *command,
+                ],
+                cwd=folder,
+                env={**environment, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def ask_to_end(self, seconds: float) -> None:
         if self.killed_at == float("inf"):
@@ -63,10 +94,15 @@ class Container:
 
 class Kubelet:
     def __init__(self, settings: Settings, store: ObjectStore, nodes: Nodes, folder: Path) -> None:
-        self._settings, self._store, self._nodes, self._folder = settings, store, nodes, folder
+        self._settings = settings
+        self._store = store
+        self._nodes = nodes
+        self._folder = folder
         self._containers: dict[str, Container] = {}  # by the pod's uid
         self._ends_at: dict[str, float] = {}  # pods that end before they run
-        self.past: list[dict[str, Any]] = []  # every pod that has run: {pod, labels, node, started, ended, exit_code}
+        self.past: list[
+            dict[str, Any]
+        ] = []  # every pod that has run: {pod, labels, node, started, ended, exit_code}
         self._hosts = folder / "hosts"
         folder.mkdir(parents=True, exist_ok=True)
         self._hosts.write_text("127.0.0.1 localhost\n")
@@ -88,27 +124,43 @@ class Kubelet:
         if "deletionTimestamp" in metadata:
             return
         grace = pod["spec"].get("terminationGracePeriodSeconds")
-        grace = 30 if grace is None else grace
-        marks = {"deletionTimestamp": timestamp(time.time() + grace), "deletionGracePeriodSeconds": grace}
-        self._store.edit("pods", metadata["namespace"], metadata["name"], lambda one: one["metadata"].update(marks))
-        if (container := self._containers.get(metadata["uid"])) is not None:
+        if grace is None:
+            grace = 30
+        else:
+            grace = grace
+        marks = {
+            "deletionTimestamp": timestamp(time.time() + grace),
+            "deletionGracePeriodSeconds": grace,
+        }
+        self._store.edit(
+            "pods",
+            metadata["namespace"],
+            metadata["name"],
+            lambda one: one["metadata"].update(marks),
+        )
+        container = self._containers.get(metadata["uid"])
+        if container is not None:
             container.ask_to_end(grace)
 
     def evict(self, pod: Object) -> None:
         mark = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
         metadata = pod["metadata"]
         self._store.edit(
-            "pods", metadata["namespace"], metadata["name"],
+            "pods",
+            metadata["namespace"],
+            metadata["name"],
             lambda one: one["status"].setdefault("conditions", []).append(mark),
-        )  # fmt: skip
+        )
         self.delete(pod)
 
     def container(self, pod: Object) -> Container | None:
         return self._containers.get(pod["metadata"]["uid"])
 
     def _pod(self, pod: Object, pods: list[Object]) -> None:
-        metadata, status = pod["metadata"], pod["status"]
-        name, container = (metadata["namespace"], metadata["name"]), self._containers.get(metadata["uid"])
+        metadata = pod["metadata"]
+        status = pod["status"]
+        name = (metadata["namespace"], metadata["name"])
+        container = self._containers.get(metadata["uid"])
         node = pod["spec"].get("nodeName")
         if status["phase"] in ("Succeeded", "Failed"):
             if "deletionTimestamp" in metadata:
@@ -136,7 +188,9 @@ class Kubelet:
                 container.ask_to_end(pod["spec"].get("terminationGracePeriodSeconds", 30))
 
     def _schedule(self, pod: Object, pods: list[Object]) -> None:
-        node, why = self._nodes.place(pod, [one for one in pods if one["status"]["phase"] in ("Pending", "Running")])
+        node, why = self._nodes.place(
+            pod, [one for one in pods if one["status"]["phase"] in ("Pending", "Running")]
+        )
         metadata = pod["metadata"]
         scheduled: dict[str, Any] = {"type": "PodScheduled", "status": "True" if node else "False"}
         if not node:
@@ -148,15 +202,20 @@ class Kubelet:
                 one["spec"]["nodeName"] = node
                 one["status"] |= {"startTime": timestamp(), "hostIP": self._address(node)}
 
-        if node or not any(one.get("message") == why for one in pod["status"].get("conditions") or []):
+        if node or not any(
+            one.get("message") == why for one in pod["status"].get("conditions") or []
+        ):
             self._store.edit("pods", metadata["namespace"], metadata["name"], change)
             pod["spec"].update({"nodeName": node} if node else {})
 
     def _address(self, node: str) -> str:
-        return "127.0.0.1" if node == SYSTEM else self._nodes.machines[node].address
+        if node == SYSTEM:
+            return "127.0.0.1"
+        return self._nodes.machines[node].address
 
     def _start(self, pod: Object) -> None:
-        metadata, spec = pod["metadata"], pod["spec"]
+        metadata = pod["metadata"]
+        spec = pod["spec"]
         image = spec["containers"][0]["image"]
         if image in self._settings.missing_images:
             waiting = {
@@ -167,31 +226,54 @@ class Kubelet:
         address = pod["status"]["podIPs"][0]["ip"]
         hostname = spec.get("hostname") or metadata["name"]
         if spec.get("subdomain") and spec.get("hostname"):
-            hostname = f"{spec['hostname']}.{spec['subdomain']}.{metadata['namespace']}.svc.cluster.local"
+            hostname = (
+                f"{spec['hostname']}.{spec['subdomain']}.{metadata['namespace']}.svc.cluster.local"
+            )
             self._name(hostname, address)
         if len(hostname) > 64 and spec.get("setHostnameAsFQDN"):
-            return self._report(pod, "Pending", {"waiting": {
-                "reason": "CreateContainerError", "message": f"hostname {hostname} is longer than 64 characters",
-            }}, ready=False)  # fmt: skip
+            return self._report(
+                pod,
+                "Pending",
+                {
+                    "waiting": {
+                        "reason": "CreateContainerError",
+                        "message": f"hostname {hostname} is longer than 64 characters",
+                    }
+                },
+                ready=False,
+            )
         container = Container(
             spec["containers"][0].get("command") or ["true"],
-            self._environment(pod), self._folder / metadata["name"], self._hosts, hostname, spec["nodeName"],
-        )  # fmt: skip
+            self._environment(pod),
+            self._folder / metadata["name"],
+            self._hosts,
+            hostname,
+            spec["nodeName"],
+        )
         self._containers[metadata["uid"]] = container
         pod["status"]["podIP"] = address
-        self._report(pod, "Running", {"running": {"startedAt": timestamp(container.started)}}, ready=True)
+        self._report(
+            pod, "Running", {"running": {"startedAt": timestamp(container.started)}}, ready=True
+        )
 
     def _name(self, hostname: str, address: str) -> None:
-        lines = [line for line in self._hosts.read_text().splitlines() if not line.endswith(f" {hostname}")]
+        lines = [
+            line
+            for line in self._hosts.read_text().splitlines()
+            if not line.endswith(f" {hostname}")
+        ]
         with open(self._hosts, "r+") as file:  # the same file, which pods have mounted
             file.write("\n".join([*lines, f"{address} {hostname}"]) + "\n")
             file.truncate()
 
     def _environment(self, pod: Object) -> dict[str, str]:
         image = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
-        image["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+        image["PATH"] = os.pathsep.join(
+            [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+        )
         image["METAFLOW_SKIP_INSTALL_DEPENDENCIES"] = "1"  # the image has them
-        image["KUBERNETES_SERVICE_HOST"], image["KUBERNETES_SERVICE_PORT"] = "127.0.0.1", "1"
+        image["KUBERNETES_SERVICE_HOST"] = "127.0.0.1"
+        image["KUBERNETES_SERVICE_PORT"] = "1"
         machine = self._nodes.machines.get(pod["spec"]["nodeName"])
         if machine is not None:
             image["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = machine.instance.metadata_address
@@ -199,7 +281,10 @@ class Kubelet:
             image["AWS_EC2_METADATA_DISABLED"] = "true"
         own = {}
         for one in pod["spec"]["containers"][0].get("env") or []:
-            own[one["name"]] = one["value"] if "value" in one else self._field(pod, one["valueFrom"]["fieldRef"])
+            if "value" in one:
+                own[one["name"]] = one["value"]
+            else:
+                own[one["name"]] = self._field(pod, one["valueFrom"]["fieldRef"])
         return {**image, **self._settings.environment, **own}
 
     def _field(self, pod: Object, reference: dict[str, str]) -> str:
@@ -213,19 +298,29 @@ class Kubelet:
         return str(found or "")
 
     def _report(self, pod: Object, phase: str, state: dict[str, Any], *, ready: bool) -> None:
-        metadata, spec = pod["metadata"], pod["spec"]
+        metadata = pod["metadata"]
+        spec = pod["spec"]
         container = spec["containers"][0]
         line = {
-            "name": container["name"], "image": container["image"], "imageID": "", "ready": ready, "restartCount": 0,
-            "state": state, "lastState": {}, "started": "running" in state,
-        }  # fmt: skip
+            "name": container["name"],
+            "image": container["image"],
+            "imageID": "",
+            "ready": ready,
+            "restartCount": 0,
+            "state": state,
+            "lastState": {},
+            "started": "running" in state,
+        }
 
         def change(one: Object) -> None:
-            known = [each for each in one["status"].get("conditions") or [] if each["type"] != "Ready"]
+            known = [
+                each for each in one["status"].get("conditions") or [] if each["type"] != "Ready"
+            ]
             one["status"] |= {
-                "phase": phase, "containerStatuses": [line],
+                "phase": phase,
+                "containerStatuses": [line],
                 "conditions": [*known, {"type": "Ready", "status": "True" if ready else "False"}],
-            }  # fmt: skip
+            }
             if "podIP" in pod["status"]:
                 one["status"]["podIP"] = pod["status"]["podIP"]
 
@@ -234,19 +329,29 @@ class Kubelet:
     def _end(self, pod: Object, container: Container, code: int) -> None:
         ended = self._record(pod, container, code)
         terminated = {
-            "exitCode": code, "reason": "Completed" if code == 0 else "Error",
-            "startedAt": timestamp(container.started), "finishedAt": timestamp(ended),
-        }  # fmt: skip
-        self._report(pod, "Succeeded" if code == 0 else "Failed", {"terminated": terminated}, ready=False)
+            "exitCode": code,
+            "reason": "Completed" if code == 0 else "Error",
+            "startedAt": timestamp(container.started),
+            "finishedAt": timestamp(ended),
+        }
+        self._report(
+            pod, "Succeeded" if code == 0 else "Failed", {"terminated": terminated}, ready=False
+        )
 
     def _record(self, pod: Object, container: Container, code: int | None) -> float:
         """When it ended: now."""
         ended = time.time()
-        self.past.append({
-            "pod": pod["metadata"]["name"], "labels": pod["metadata"]["labels"], "node": pod["spec"]["nodeName"],
-            "annotations": pod["metadata"]["annotations"], "started": container.started, "ended": ended,
-            "exit_code": code,
-        })  # fmt: skip
+        self.past.append(
+            {
+                "pod": pod["metadata"]["name"],
+                "labels": pod["metadata"]["labels"],
+                "node": pod["spec"]["nodeName"],
+                "annotations": pod["metadata"]["annotations"],
+                "started": container.started,
+                "ended": ended,
+                "exit_code": code,
+            }
+        )
         return ended
 
     # -- nodes
@@ -254,9 +359,13 @@ class Kubelet:
     def lose(self, name: str) -> None:
         """The machine is gone at once, with all that runs on it; the cluster notices later."""
         machine = self._nodes.machines[name]
-        machine.lost_at, machine.ended = time.monotonic(), time.time()
+        machine.lost_at = time.monotonic()
+        machine.ended = time.time()
         for pod in self._store.all("pods"):
-            container = self.container(pod) if pod["spec"].get("nodeName") == name else None
+            if pod["spec"].get("nodeName") == name:
+                container = self.container(pod)
+            else:
+                container = None
             if container is not None and container.process.poll() is None:
                 container.kill()
                 self._record(pod, container, None)
@@ -264,7 +373,11 @@ class Kubelet:
     def _look_after_nodes(self) -> None:
         now = time.monotonic()
         for name, machine in list(self._nodes.machines.items()):
-            if machine.lost_at is None and machine.instance.ends_at is not None and now >= machine.instance.ends_at:
+            if (
+                machine.lost_at is None
+                and machine.instance.ends_at is not None
+                and now >= machine.instance.ends_at
+            ):
                 self.lose(name)
             pods = [one for one in self._store.all("pods") if one["spec"].get("nodeName") == name]
             if machine.lost_at is not None:
@@ -272,7 +385,10 @@ class Kubelet:
                     for pod in pods:
                         self._lost(pod)
                     self._nodes.retire(name)
-            elif any(one["status"]["phase"] in ("Pending", "Running") for one in pods) or now < machine.ready_at + 2:
+            elif (
+                any(one["status"]["phase"] in ("Pending", "Running") for one in pods)
+                or now < machine.ready_at + 2
+            ):
                 machine.empty_since = now
             elif now > machine.empty_since + 1:
                 self._nodes.retire(name)
@@ -285,14 +401,18 @@ class Kubelet:
         def change(one: Object) -> None:
             one["status"] |= {"phase": "Failed", "reason": "NodeLost", "message": "Node is gone"}
             one["status"]["conditions"] = [
-                {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC",
-                 "message": "PodGC: node no longer exists"},
-            ]  # fmt: skip
+                {
+                    "type": "DisruptionTarget",
+                    "status": "True",
+                    "reason": "DeletionByPodGC",
+                    "message": "PodGC: node no longer exists",
+                },
+            ]
             for line in one["status"].get("containerStatuses") or []:
-                line["ready"], line["state"] = (
-                    False,
-                    {"terminated": {"exitCode": KILLED, "reason": "ContainerStatusUnknown"}},
-                )
+                line["ready"] = False
+                line["state"] = {
+                    "terminated": {"exitCode": KILLED, "reason": "ContainerStatusUnknown"}
+                }
 
         self._store.edit("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], change)
         self.delete(pod)

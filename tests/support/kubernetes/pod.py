@@ -1,10 +1,11 @@
-"""The container of a pod: process 1 of PID, mount and host-name namespaces of its own, with the cluster's names.
+"""The container of a pod: process 1 of PID, mount and host-name namespaces of its own, with the
+cluster's names.
 
     python -S pod.py PARENT_PID HOSTS HOSTNAME CORES COMMAND…
 
-HOSTS is mounted over /etc/hosts. CORES, such as 0,1, are those of its node. SIGUSR1 sends the command SIGTERM, as
-kubelet does: the kernel drops it if process 1 has no handler. SIGTERM kills everything in the pod (exit code 137), and
-so does the parent's end.
+HOSTS is mounted over /etc/hosts. CORES, such as 0,1, are those of its node. SIGUSR1 sends the
+command SIGTERM, as kubelet does: the kernel drops it if process 1 has no handler. SIGTERM kills
+everything in the pod (exit code 137), and so does the parent's end.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ import os
 import signal
 import sys
 
-_NEWNS, _NEWUTS, _NEWUSER, _NEWPID = 0x20000, 0x4000000, 0x10000000, 0x20000000  # <linux/sched.h>
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000  # <sys/mount.h>
+# <linux/sched.h>
+_NEWNS = 0x20000
+_NEWUTS = 0x4000000
+_NEWUSER = 0x10000000
+_NEWPID = 0x20000000
+# <sys/mount.h>
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
 KILLED = 137
 
 
@@ -25,12 +33,17 @@ def main(parent: int, hosts: str, hostname: str, cores: str, command: list[str])
     libc.prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         return KILLED
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     flags = _NEWNS | _NEWUTS | _NEWPID
     if libc.unshare(flags) != 0:
         if libc.unshare(flags | _NEWUSER) != 0:
             raise OSError(ctypes.get_errno(), "no namespaces of its own for a pod")
-        for name, line in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        for name, line in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {uid} 1"),
+            ("gid_map", f"0 {gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
     child = os.fork()
@@ -40,7 +53,9 @@ def main(parent: int, hosts: str, hostname: str, cores: str, command: list[str])
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(child, signal.SIGTERM))
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    return 128 - code
 
 
 def _begin(libc: ctypes.CDLL, hosts: str, hostname: str, command: list[str]) -> None:

@@ -1,4 +1,7 @@
-"""The API server over HTTP, and a door for tests: `/_control/…` changes settings, takes nodes away, tells what was."""
+"""The API server over HTTP, and a door for tests:
+
+`/_control/…` changes settings, takes nodes away, tells what was.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,26 @@ from tests.support.local_service import LocalServer
 
 _RBAC = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "rbac.yaml"
 _TURN_SECONDS = 0.05
-HEAD, JOB, ADMIN = "head-token", "job-token", "admin-token"
+HEAD = "head-token"
+JOB = "job-token"
+ADMIN = "admin-token"
 # Resources by group and version: (name, kind, namespaced).
 _GROUPS = {
-    "/api/v1": [("pods", "Pod", True), ("nodes", "Node", False), ("namespaces", "Namespace", False),
-                ("events", "Event", True), ("services", "Service", True), ("resourcequotas", "ResourceQuota", True)],
+    "/api/v1": [
+        ("pods", "Pod", True),
+        ("nodes", "Node", False),
+        ("namespaces", "Namespace", False),
+        ("events", "Event", True),
+        ("services", "Service", True),
+        ("resourcequotas", "ResourceQuota", True),
+    ],
     "/apis/batch/v1": [("jobs", "Job", True)],
     "/apis/jobset.x-k8s.io/v1alpha2": [("jobsets", "JobSet", True)],
-    "/apis/kueue.x-k8s.io/v1beta1": [("workloads", "Workload", True), ("localqueues", "LocalQueue", True)],
-}  # fmt: skip
+    "/apis/kueue.x-k8s.io/v1beta1": [
+        ("workloads", "Workload", True),
+        ("localqueues", "LocalQueue", True),
+    ],
+}
 _PATH = re.compile(
     r"(?P<root>/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
@@ -49,7 +63,11 @@ class Cluster:
         for name in settings.namespaces:
             document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
             self.store.create("namespaces", "", document)
-        queue = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "LocalQueue", "metadata": {"name": "team"}}
+        queue = {
+            "apiVersion": "kueue.x-k8s.io/v1beta1",
+            "kind": "LocalQueue",
+            "metadata": {"name": "team"},
+        }
         self.store.create("localqueues", "ebbflow", queue)
         self.nodes = Nodes(settings, self.store)
         self.kubelet = Kubelet(settings, self.store, self.nodes, folder)
@@ -60,7 +78,11 @@ class Cluster:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controllers", daemon=True)
         self._thread.start()
-        rules = [one for one in yaml.safe_load_all(_RBAC.read_text()) if one["kind"] in ("Role", "ClusterRole")]
+        rules = [
+            one
+            for one in yaml.safe_load_all(_RBAC.read_text())
+            if one["kind"] in ("Role", "ClusterRole")
+        ]
         self._rules = [rule for one in rules for rule in one["rules"]]
 
     def close(self) -> None:
@@ -86,7 +108,9 @@ class Cluster:
                 with self.store.lock:
                     self.controllers.turn()
                     self.kubelet.turn()
-            except Exception as error:  # told by the control, so that no test waits without a reason
+            except (
+                Exception
+            ) as error:  # told by the control, so that no test waits without a reason
                 import traceback
 
                 self.problems.append("".join(traceback.format_exception(error)))
@@ -128,10 +152,16 @@ def field_matches(document: Object, selector: str) -> bool:
 
 
 def merged(old: Any, patch: Any) -> Any:
-    """RFC 7396. Lists of a strategic merge are replaced here, which no client of this project relies on."""
+    """RFC 7396.
+
+    Lists of a strategic merge are replaced here, which no client of this project relies on.
+    """
     if not isinstance(patch, dict):
         return patch
-    new = dict(old) if isinstance(old, dict) else {}
+    if isinstance(old, dict):
+        new = dict(old)
+    else:
+        new = {}
     for name, value in patch.items():
         if value is None:
             new.pop(name, None)
@@ -176,16 +206,32 @@ class _Handler(BaseHTTPRequestHandler):
             for fault in cluster.settings.faults:
                 if fault.get("times", 1) > 0 and re.search(fault["path"], f"{method} {parts.path}"):
                     fault["times"] = fault.get("times", 1) - 1
-                    headers = {"Retry-After": "1"} if fault["status"] == 429 else {}
-                    raise ApiError(fault["status"], fault.get("reason", ""), "asked for by a test", **headers)
+                    if fault["status"] == 429:
+                        headers = {"Retry-After": "1"}
+                    else:
+                        headers = {}
+                    raise ApiError(
+                        fault["status"], fault.get("reason", ""), "asked for by a test", **headers
+                    )
             self._serve(method, parts.path, query, body)
         except ApiError as error:
-            self._answer(error.status, {
-                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": str(error),
-                "reason": error.reason, "code": error.status,
-            }, error.headers)  # fmt: skip
+            self._answer(
+                error.status,
+                {
+                    "kind": "Status",
+                    "apiVersion": "v1",
+                    "metadata": {},
+                    "status": "Failure",
+                    "message": str(error),
+                    "reason": error.reason,
+                    "code": error.status,
+                },
+                error.headers,
+            )
         except (ValueError, KeyError, TypeError) as error:
-            self._answer(400, {"kind": "Status", "status": "Failure", "message": repr(error), "code": 400})
+            self._answer(
+                400, {"kind": "Status", "status": "Failure", "message": repr(error), "code": 400}
+            )
 
     def _user(self) -> str:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -195,13 +241,19 @@ class _Handler(BaseHTTPRequestHandler):
         return user
 
     def _serve(self, method: str, path: str, query: dict[str, str], body: bytes) -> None:
-        cluster, user = self.server.cluster, self._user()
+        cluster = self.server.cluster
+        user = self._user()
         groups = {
-            root: resources for root, resources in _GROUPS.items()
-            if ("jobset" not in root or cluster.settings.jobset) and ("kueue" not in root or cluster.settings.kueue)
-        }  # fmt: skip
+            root: resources
+            for root, resources in _GROUPS.items()
+            if ("jobset" not in root or cluster.settings.jobset)
+            and ("kueue" not in root or cluster.settings.kueue)
+        }
         if path in ("/version", "/version/"):
-            return self._answer(200, {"major": "1", "minor": "34", "gitVersion": "v1.34.0", "platform": "linux/amd64"})
+            return self._answer(
+                200,
+                {"major": "1", "minor": "34", "gitVersion": "v1.34.0", "platform": "linux/amd64"},
+            )
         if path in groups:
             resources = [
                 {
@@ -214,49 +266,84 @@ class _Handler(BaseHTTPRequestHandler):
                 for name, kind, spaced in groups[path]
             ]
             version = path.removeprefix("/apis/").removeprefix("/api/")
-            return self._answer(200, {
-                "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources,
-            })  # fmt: skip
+            return self._answer(
+                200,
+                {
+                    "kind": "APIResourceList",
+                    "apiVersion": "v1",
+                    "groupVersion": version,
+                    "resources": resources,
+                },
+            )
         if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" and method == "POST":
             asked = json.loads(body)["spec"]["resourceAttributes"]
-            resource = asked["resource"] + (f"/{asked['subresource']}" if asked.get("subresource") else "")
+            resource = asked["resource"] + (
+                f"/{asked['subresource']}" if asked.get("subresource") else ""
+            )
             allowed = cluster.may(user, asked["verb"], asked.get("group", ""), resource)
             document = {"kind": "SelfSubjectAccessReview", "apiVersion": "authorization.k8s.io/v1"}
             return self._answer(
-                201, {**document, "spec": {"resourceAttributes": asked}, "status": {"allowed": allowed}}
+                201,
+                {**document, "spec": {"resourceAttributes": asked}, "status": {"allowed": allowed}},
             )
         pending = re.fullmatch(
-            r"/apis/visibility\.kueue\.x-k8s\.io/v1beta1/namespaces/([^/]+)/localqueues/([^/]+)/pendingworkloads", path
+            r"/apis/visibility\.kueue\.x-k8s\.io/v1beta1/namespaces/([^/]+)/localqueues/([^/]+)/pendingworkloads",
+            path,
         )
         if pending and cluster.settings.kueue:
-            self._authorize(user, "get", "visibility.kueue.x-k8s.io", "localqueues/pendingworkloads")
+            self._authorize(
+                user, "get", "visibility.kueue.x-k8s.io", "localqueues/pendingworkloads"
+            )
             items = cluster.controllers.pending_workloads(*pending.groups())
             return self._answer(200, {"kind": "PendingWorkloadsSummary", "items": items})
         found = _PATH.fullmatch(path)
-        kinds = {name: (kind, spaced) for name, kind, spaced in groups.get(found["root"], ())} if found else {}
+        if found:
+            kinds = {name: (kind, spaced) for name, kind, spaced in groups.get(found["root"], ())}
+        else:
+            kinds = {}
         if found is None or found["resource"] not in kinds:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         kind, _ = kinds[found["resource"]]
         self._resource(method, found, kind, query, body, user)
 
-    def _authorize(self, user: str, verb: str, group: str, resource: str, namespace: str | None = None) -> None:
+    def _authorize(
+        self, user: str, verb: str, group: str, resource: str, namespace: str | None = None
+    ) -> None:
         if not self.server.cluster.may(user, verb, group, resource):
             self.server.cluster.denied.append(f"{user}: {verb} {resource}")
-            place = f' in the namespace "{namespace}"' if namespace else " at the cluster scope"
+            if namespace:
+                place = f' in the namespace "{namespace}"'
+            else:
+                place = " at the cluster scope"
             raise ApiError(
-                403, "Forbidden",
-                f'{resource}.{group} is forbidden: User "system:serviceaccount:ebbflow:ebbflow-{user}" cannot {verb} '
-                f'resource "{resource}" in API group "{group}"{place}',
-            )  # fmt: skip
+                403,
+                "Forbidden",
+                f"{resource}.{group} is forbidden: User "
+                f'"system:serviceaccount:ebbflow:ebbflow-{user}" cannot {verb} resource '
+                f'"{resource}" in API group "{group}"{place}',
+            )
 
     def _resource(
-        self, method: str, found: re.Match[str], kind: str, query: dict[str, str], body: bytes, user: str
+        self,
+        method: str,
+        found: re.Match[str],
+        kind: str,
+        query: dict[str, str],
+        body: bytes,
+        user: str,
     ) -> None:
-        cluster, store = self.server.cluster, self.server.cluster.store
-        resource, name, sub, namespace = found["resource"], found["name"], found["sub"], found["namespace"] or ""
+        cluster = self.server.cluster
+        store = self.server.cluster.store
+        resource = found["resource"]
+        name = found["name"]
+        sub = found["sub"]
+        namespace = found["namespace"] or ""
         if resource == "namespaces" and found["namespace"] is None and sub is None:
             namespace = ""
-        group = "" if found["root"] == "/api/v1" else found["root"].split("/")[2]
+        if found["root"] == "/api/v1":
+            group = ""
+        else:
+            group = found["root"].split("/")[2]
         watch = method == "GET" and query.get("watch") in ("1", "true")
         verbs = {
             "GET": "get" if name else "list",
@@ -265,7 +352,10 @@ class _Handler(BaseHTTPRequestHandler):
             "PATCH": "patch",
             "DELETE": "delete",
         }
-        verb = "watch" if watch else verbs[method]
+        if watch:
+            verb = "watch"
+        else:
+            verb = verbs[method]
         self._authorize(user, verb, group, f"{resource}/{sub}" if sub else resource, namespace)
         if sub == "exec":
             raise ApiError(501, "NotImplemented", "this cluster has no exec")
@@ -303,13 +393,18 @@ class _Handler(BaseHTTPRequestHandler):
         except schema.Invalid as error:
             raise ApiError(422, "Invalid", f"{document.get('kind')} is invalid: {error}") from None
 
-    def _list(self, resource: str, kind: str, root: str, namespace: str, query: dict[str, str]) -> None:
+    def _list(
+        self, resource: str, kind: str, root: str, namespace: str, query: dict[str, str]
+    ) -> None:
         store = self.server.cluster.store
         items = [
-            one for one in store.all(resource, namespace)
-            if matches(one, query.get("labelSelector", "")) and field_matches(one, query.get("fieldSelector", ""))
-        ]  # fmt: skip
-        start, most = int(query.get("continue") or 0), int(query.get("limit") or 0) or len(items)
+            one
+            for one in store.all(resource, namespace)
+            if matches(one, query.get("labelSelector", ""))
+            and field_matches(one, query.get("fieldSelector", ""))
+        ]
+        start = int(query.get("continue") or 0)
+        most = int(query.get("limit") or 0) or len(items)
         metadata = {"resourceVersion": str(store.version)}
         if start + most < len(items):
             metadata["continue"] = str(start + most)
@@ -318,14 +413,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {**document, "items": items[start : start + most]})
 
     def _create(
-        self, resource: str, kind: str, group: str, namespace: str, document: Object, query: dict[str, str]
+        self,
+        resource: str,
+        kind: str,
+        group: str,
+        namespace: str,
+        document: Object,
+        query: dict[str, str],
     ) -> None:
         cluster = self.server.cluster
         if document.get("kind") != kind:
             raise ApiError(400, "BadRequest", f"{document.get('kind')} in the list of {kind}")
         given = (document.get("metadata") or {}).get("namespace")
         if given and given != namespace:
-            raise ApiError(400, "BadRequest", f"the namespace of the object ({given}) does not match ({namespace})")
+            raise ApiError(
+                400,
+                "BadRequest",
+                f"the namespace of the object ({given}) does not match ({namespace})",
+            )
         self._check(document)
         refuse_over_quota(cluster.settings, cluster.store, resource, group, namespace)
         document.pop("status", None)
@@ -339,10 +444,18 @@ class _Handler(BaseHTTPRequestHandler):
             document["status"] = {}
         self._answer(201, cluster.store.create(resource, namespace, document))
 
-    def _delete(self, resource: str, namespace: str, name: str, query: dict[str, str], options: dict[str, Any]) -> None:
+    def _delete(
+        self,
+        resource: str,
+        namespace: str,
+        name: str,
+        query: dict[str, str],
+        options: dict[str, Any],
+    ) -> None:
         cluster = self.server.cluster
         document = cluster.store.get(resource, namespace, name)
-        # A Job's pods are left alone by default ("for backward compatibility"); a custom resource's dependents are not.
+        # A Job's pods are left alone by default ("for backward compatibility"); a custom resource's
+        # dependents are not.
         policy = query.get("propagationPolicy") or options.get("propagationPolicy")
         policy = policy or ("Orphan" if resource == "jobs" else "Background")
         if resource == "pods":
@@ -353,7 +466,7 @@ class _Handler(BaseHTTPRequestHandler):
             if policy == "Orphan":
                 for pod in cluster.store.all("pods", namespace):
                     owners = pod["metadata"].get("ownerReferences") or []
-                    if any(one["uid"] == document["metadata"]["uid"] for one in owners):
+                    if any(owner["uid"] == document["metadata"]["uid"] for owner in owners):
                         cluster.store.edit(
                             "pods",
                             namespace,
@@ -361,13 +474,17 @@ class _Handler(BaseHTTPRequestHandler):
                             lambda one: one["metadata"].pop("ownerReferences"),
                         )
             cluster.store.remove(resource, namespace, name)
-        self._answer(200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"})
+        self._answer(
+            200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+        )
 
     def _watch(self, resource: str, namespace: str, query: dict[str, str]) -> None:
         store = self.server.cluster.store
         version = int(query.get("resourceVersion") or store.version)
         limit = time.monotonic() + float(query.get("timeoutSeconds") or 60)
-        expired = next(store.changes_after(version, resource), None)  # raises 410 before the answer begins
+        expired = next(
+            store.changes_after(version, resource), None
+        )  # raises 410 before the answer begins
         del expired
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -378,7 +495,12 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 changes = list(store.changes_after(version, resource))
             except ApiError as error:
-                self._write({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": str(error)}})
+                self._write(
+                    {
+                        "type": "ERROR",
+                        "object": {"kind": "Status", "code": 410, "reason": str(error)},
+                    }
+                )
                 return
             for number, what, document in changes:
                 version = number
@@ -393,7 +515,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(document).encode() + b"\n")
         self.wfile.flush()
 
-    def _answer(self, status: int, document: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    def _answer(
+        self, status: int, document: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> None:
         body = json.dumps(document).encode()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
@@ -407,8 +531,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """settings: change them. nodes, pods, jobsets, jobs: what there is. past: pods and nodes that were. notice, lose:
-    {node}. evict: {pod}. preempt: {jobset}, as Kueue does. told: requests, denials and problems so far."""
+    """settings: change them. nodes, pods, jobsets, jobs: what there is. past: pods and nodes that
+    were. notice, lose: {node}. evict: {pod}. preempt: {jobset}, as Kueue does. told: requests,
+    denials and problems so far."""
     with cluster.store.lock:
         if path == "settings":
             cluster.settings.change(asked)
@@ -420,21 +545,29 @@ def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any
             cluster.kubelet.lose(asked["node"])
             return {}
         if path == "evict":
-            pod = next(one for one in cluster.store.all("pods") if one["metadata"]["name"] == asked["pod"])
+            pod = next(
+                one for one in cluster.store.all("pods") if one["metadata"]["name"] == asked["pod"]
+            )
             cluster.kubelet.evict(pod)
             return {}
         if path == "preempt":
             for jobset in cluster.store.all("jobsets"):
                 if jobset["metadata"]["name"] == asked["jobset"]:
                     cluster.store.edit(
-                        "jobsets", jobset["metadata"]["namespace"], asked["jobset"],
+                        "jobsets",
+                        jobset["metadata"]["namespace"],
+                        asked["jobset"],
                         lambda one: one["spec"].update(suspend=True),
-                    )  # fmt: skip
+                    )
             return {}
         if path == "past":
             return {"pods": cluster.kubelet.past, "nodes": cluster.nodes.past}
         if path == "told":
-            return {"requests": dict(cluster.requests), "denied": cluster.denied, "problems": cluster.problems}
+            return {
+                "requests": dict(cluster.requests),
+                "denied": cluster.denied,
+                "problems": cluster.problems,
+            }
         if path in ("nodes", "pods", "jobsets", "jobs", "workloads"):
             return {"items": cluster.store.all(path)}
     raise ValueError(f"no such control: {path}")

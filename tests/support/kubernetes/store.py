@@ -20,11 +20,15 @@ class ApiError(Exception):
 
     def __init__(self, status: int, reason: str, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status, self.reason, self.headers = status, reason, headers
+        self.status = status
+        self.reason = reason
+        self.headers = headers
 
 
 def copied(document: Any) -> Any:
-    """A copy of what JSON can hold, in a seventh of the time of `copy.deepcopy`: the controllers do it all the time."""
+    """A copy of what JSON can hold, in a seventh of the time of `copy.deepcopy`: the controllers do
+    it all the time.
+    """
     return marshal.loads(marshal.dumps(document))
 
 
@@ -34,14 +38,19 @@ def timestamp(seconds: float | None = None) -> str:
 
 
 class ObjectStore:
-    """Objects with optimistic concurrency. `lock` guards all; `changed` is notified after each change."""
+    """Objects with optimistic concurrency.
+
+    `lock` guards all; `changed` is notified after each change.
+    """
 
     def __init__(self, history: Callable[[], int]) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self._objects: dict[Key, Object] = {}
         self._version = 100
-        self._log: deque[tuple[int, str, str, Object]] = deque()  # version, type of change, resource, object
+        self._log: deque[tuple[int, str, str, Object]] = (
+            deque()
+        )  # version, type of change, resource, object
         self._history = history
         self.dropped = 100  # newest version that a watch can no longer start from
 
@@ -55,12 +64,22 @@ class ObjectStore:
             metadata = document.setdefault("metadata", {})
             if not metadata.get("name"):
                 if not metadata.get("generateName"):
-                    raise ApiError(422, "Invalid", "metadata.name: Required value: name or generateName is required")
+                    raise ApiError(
+                        422,
+                        "Invalid",
+                        "metadata.name: Required value: name or generateName is required",
+                    )
                 metadata["name"] = metadata["generateName"] + uuid.uuid4().hex[:5]
             key = (resource, namespace, metadata["name"])
             if key in self._objects:
-                raise ApiError(409, "AlreadyExists", f'{resource} "{metadata["name"]}" already exists')
-            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp(), "generation": 1}
+                raise ApiError(
+                    409, "AlreadyExists", f'{resource} "{metadata["name"]}" already exists'
+                )
+            metadata |= {
+                "uid": str(uuid.uuid4()),
+                "creationTimestamp": timestamp(),
+                "generation": 1,
+            }
             if namespace:
                 metadata["namespace"] = namespace
             return self._put(key, document, "ADDED")
@@ -75,7 +94,9 @@ class ObjectStore:
     def find(self, resource: str, namespace: str, name: str) -> Object | None:
         with self.lock:
             found = self._objects.get((resource, namespace, name))
-            return copied(found) if found is not None else None
+            if found is not None:
+                return copied(found)
+            return None
 
     def all(self, resource: str, namespace: str = "") -> list[Object]:
         with self.lock:
@@ -94,10 +115,11 @@ class ObjectStore:
             given = metadata.get("resourceVersion")
             if given and given != old["metadata"]["resourceVersion"]:
                 raise ApiError(
-                    409, "Conflict",
+                    409,
+                    "Conflict",
                     f'Operation cannot be fulfilled on {resource} "{metadata["name"]}": the object has been modified; '
                     "please apply your changes to the latest version and try again",
-                )  # fmt: skip
+                )
             new = copied(document)
             if status:
                 new = {**old, "status": new.get("status")}
@@ -107,7 +129,9 @@ class ObjectStore:
                 return old
             return self._put(key, new, "MODIFIED")
 
-    def edit(self, resource: str, namespace: str, name: str, change: Callable[[Object], object]) -> Object | None:
+    def edit(
+        self, resource: str, namespace: str, name: str, change: Callable[[Object], object]
+    ) -> Object | None:
         """A controller's change; None if the object is gone."""
         with self.lock:
             document = self.find(resource, namespace, name)
@@ -140,7 +164,9 @@ class ObjectStore:
     def changes_after(self, version: int, resource: str) -> Iterator[tuple[int, str, Object]]:
         with self.lock:
             if version < self.dropped:
-                raise ApiError(410, "Expired", f"too old resource version: {version} ({self.dropped + 1})")
+                raise ApiError(
+                    410, "Expired", f"too old resource version: {version} ({self.dropped + 1})"
+                )
             found = [one for one in self._log if one[0] > version and one[2] == resource]
         for number, what, _, document in found:
             yield number, what, document

@@ -1,4 +1,6 @@
-"""`python -m tests.support.s3 [--port N] [--parent PID]`: prints {"endpoint", "access_key", "secret_key"}, serves."""
+"""`python -m tests.support.s3 [--port N] [--parent PID]`: prints {"endpoint", "access_key",
+"secret_key"}, serves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.s3", description="A strict, failing S3 server.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.s3", description="A strict, failing S3 server."
+    )
     parser.add_argument("--port", type=int, default=0, help="default: any that is free")
     parser.add_argument("--parent", type=int, help="process whose end ends this one")
     given = parser.parse_args(arguments)
@@ -24,7 +28,9 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != given.parent:
             return
-    sys.setswitchinterval(0.001)  # many short requests: who waits for the interpreter waits less long
+    sys.setswitchinterval(
+        0.001
+    )  # many short requests: who waits for the interpreter waits less long
     server = Server(given.port)
     about = {"endpoint": server.endpoint, "access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
     print(json.dumps(about), flush=True)

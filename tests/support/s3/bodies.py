@@ -1,4 +1,6 @@
-"""Reading a request's body off the wire: plain, in HTTP chunks, and in the chunks that AWS clients wrap bodies in."""
+"""Reading a request's body off the wire: plain, in HTTP chunks, and in the chunks that AWS clients
+wrap bodies in.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class BrokenBody(Exception):
 
 
 def read_raw(source: BinaryIO, request: Request, halfway: Callable[[], None] | None) -> bytes:
-    """What the client sends, as it stands on the wire. halfway: called once, when half of a plain body has come."""
+    """What the client sends, as it stands on the wire. halfway: called once, when half of a plain
+    body has come.
+    """
     if "chunked" in request.headers.get("transfer-encoding", "").lower():
         if halfway is not None:
             halfway()
@@ -41,7 +45,9 @@ def decode(raw: bytes, request: Request, signature: Signature) -> bytes:
     signed = kind.startswith("STREAMING-AWS4-HMAC-SHA256-PAYLOAD")
     if not signed and kind != "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
         raise Refused("NotImplemented", f"x-amz-content-sha256: {kind}")
-    source, parts, previous = io.BytesIO(raw), [], signature.value
+    source = io.BytesIO(raw)
+    parts = []
+    previous = signature.value
     while True:
         size, _, extension = source.readline().strip().decode().partition(";")
         try:
@@ -51,7 +57,10 @@ def decode(raw: bytes, request: Request, signature: Signature) -> bytes:
         if signed:
             expected = signature.chunk(previous, chunk)
             if extension != f"chunk-signature={expected}":
-                raise Refused("SignatureDoesNotMatch", f"chunk {len(parts)} is not signed with this secret key")
+                raise Refused(
+                    "SignatureDoesNotMatch",
+                    f"chunk {len(parts)} is not signed with this secret key",
+                )
             previous = expected
         if not chunk:
             break
@@ -61,20 +70,28 @@ def decode(raw: bytes, request: Request, signature: Signature) -> bytes:
     body = b"".join(parts)
     stated = request.header("x-amz-decoded-content-length")
     if stated is None or int(stated) != len(body):
-        raise Refused("IncompleteBody", f"{len(body)} bytes came, x-amz-decoded-content-length says {stated}")
+        raise Refused(
+            "IncompleteBody", f"{len(body)} bytes came, x-amz-decoded-content-length says {stated}"
+        )
     return body
 
 
-def _read_trailers(source: BinaryIO, request: Request, signature: Signature | None, previous: str) -> None:
+def _read_trailers(
+    source: BinaryIO, request: Request, signature: Signature | None, previous: str
+) -> None:
     for line in source.read().decode().split("\r\n"):
         name, colon, value = line.partition(":")
         if colon:
             request.trailers[name.strip().lower()] = value.strip()
     stated = request.trailers.pop("x-amz-trailer-signature", None)
     if signature is not None and request.trailers:
-        canonical = "".join(f"{name}:{value}\n" for name, value in sorted(request.trailers.items())).encode()
+        canonical = "".join(
+            f"{name}:{value}\n" for name, value in sorted(request.trailers.items())
+        ).encode()
         if stated != signature.trailer(previous, canonical):
-            raise Refused("SignatureDoesNotMatch", "the trailers are not signed with this secret key")
+            raise Refused(
+                "SignatureDoesNotMatch", "the trailers are not signed with this secret key"
+            )
 
 
 def _http_chunks(source: BinaryIO) -> bytes:

@@ -36,7 +36,10 @@ def compute(algorithm: str, data: bytes) -> str:
 
 
 def check(request: Request) -> dict[str, str]:
-    """The sums that came with the body, by algorithm. Raises Refused: BadDigest, InvalidDigest, InvalidRequest."""
+    """The sums that came with the body, by algorithm.
+
+    Raises Refused: BadDigest, InvalidDigest, InvalidRequest.
+    """
     md5 = request.header("content-md5")
     if md5 is not None:
         actual = base64.b64encode(hashlib.md5(request.body).digest()).decode()

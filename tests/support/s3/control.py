@@ -1,4 +1,5 @@
-"""The way in for tests, beside S3: how a bucket is to behave, what happened there, and requests that are held.
+"""The way in for tests, beside S3: how a bucket is to behave, what happened there, and requests
+that are held.
 
 POST   /_control/BUCKET                 settings of `Conduct` as JSON; the bucket is made when missing
 GET    /_control/BUCKET                 what happened: faults met, requests by operation, refusals by code, rotten keys,

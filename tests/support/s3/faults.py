@@ -1,7 +1,9 @@
-"""Which request fails, and how: a pure function of the seed, the request and how often it was made before.
+"""Which request fails, and how: a pure function of the seed, the request and how often it was made
+before.
 
-So a schedule can be replayed although its processes race: the third put of an object meets the same fault each time.
-Random parts of names are left out of that, since they differ from one replay to the next.
+So a schedule can be replayed although its processes race: the third put of an object meets the same
+fault each time. Random parts of names are left out of that, since they differ from one replay to
+the next.
 
 error      500 InternalError          slow_down  503 SlowDown                conflict   409 on a write
 time_out   400 RequestTimeout         slow       answered late               stall      no answer, nothing done
@@ -48,10 +50,12 @@ class Fault:
 
 @dataclass
 class Hold:
-    """A request that waits until it is let go. operation, match: expressions of operations (put|part) and of keys.
+    """A request that waits until it is let go. operation, match: expressions of operations
+    (put|part) and of keys.
 
     point: before it is done, mid (in the middle of its body) or after.
-    skip: how many such requests pass first. `taken`: one has fallen into it; `arrived`: and has come to the point.
+    skip: how many such requests pass first. `taken`: one has fallen into it; `arrived`: and has
+        come to the point.
     """
 
     operation: str
@@ -68,10 +72,12 @@ class Conduct:
     """How the server treats one bucket.
 
     rates: probability of each fault by "kind", or "kind:operation", which goes before it.
-    rules: faults that only certain requests meet.
-    A rule is {"kind", "operation", "match", "times"}: the next `times` requests that fit meet that fault.
-    racy: create-only puts are checked before the body comes, as on Swift, so that several writers can win.
-    stale: probability that a listing shows a put or a deletion late, by stale_up_to_seconds at most.
+    rules: faults that only certain requests meet. A rule is {"kind", "operation", "match",
+    "times"}: the next `times` requests that fit meet that fault.
+    racy: create-only puts are checked before the body comes, as on Swift, so that several writers
+        can win.
+    stale: probability that a listing shows a put or a deletion late, by stale_up_to_seconds at
+        most.
     rot_only: expression of the keys that may rot; most_rotten: how many at most.
     """
 
@@ -130,7 +136,9 @@ class Conduct:
             return 0.0
         with self._lock:
             chance = self._chance("stale", key)
-        return chance.uniform(0, self.stale_up_to_seconds) if chance.random() < self.stale else 0.0
+        if chance.random() < self.stale:
+            return chance.uniform(0, self.stale_up_to_seconds)
+        return 0.0
 
     def slow_seconds(self, fault: Fault) -> float:
         return self.slow_up_to_seconds * fault.fraction
@@ -149,7 +157,11 @@ class Conduct:
     def told(self) -> dict[str, Any]:
         """What has happened so far."""
         with self._lock:
-            counts = {"met": dict(self.met), "requests": dict(self.requests), "refused": dict(self.refused)}
+            counts = {
+                "met": dict(self.met),
+                "requests": dict(self.requests),
+                "refused": dict(self.refused),
+            }
             return {**counts, "rotten": sorted(set(self.rotten))}
 
     def _chance(self, operation: str, key: str) -> random.Random:
@@ -159,7 +171,9 @@ class Conduct:
 
     def _ruled(self, operation: str, key: str) -> str | None:
         for rule in self.rules:
-            if rule.get("times", 1) > 0 and _fits(rule["operation"], rule.get("match", ""), operation, key):
+            if rule.get("times", 1) > 0 and _fits(
+                rule["operation"], rule.get("match", ""), operation, key
+            ):
                 rule["times"] = rule.get("times", 1) - 1
                 return rule["kind"]
         return None
@@ -170,7 +184,9 @@ class Conduct:
             rate = self.rates.get(f"{kind}:{operation}", self.rates.get(kind, 0.0))
             if drawn >= rate or (operations is not None and operation not in operations):
                 continue
-            if kind == "rot" and (len(set(self.rotten)) >= self.most_rotten or not re.search(self.rot_only, key)):
+            if kind == "rot" and (
+                len(set(self.rotten)) >= self.most_rotten or not re.search(self.rot_only, key)
+            ):
                 continue
             return kind
         return None

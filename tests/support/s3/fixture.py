@@ -40,15 +40,25 @@ class FailingServer:
             "aws_secret_access_key": self.secret_key,
             "region_name": self.region,
             "config": Config(
-                retries={"total_max_attempts": 1}, read_timeout=5, response_checksum_validation="when_required"
+                retries={"total_max_attempts": 1},
+                read_timeout=5,
+                response_checksum_validation="when_required",
             ),
         }
         return boto3.client("s3", **{**settings, **changes})
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it the S3 of this process and its children, by environment variables."""
-        given = {"ACCESS_KEY_ID": self.access_key, "SECRET_ACCESS_KEY": self.secret_key, "REGION": self.region}
-        for name, value in {**given, "ENDPOINT_URL_S3": self.endpoint, "EC2_METADATA_DISABLED": "true"}.items():
+        given = {
+            "ACCESS_KEY_ID": self.access_key,
+            "SECRET_ACCESS_KEY": self.secret_key,
+            "REGION": self.region,
+        }
+        for name, value in {
+            **given,
+            "ENDPOINT_URL_S3": self.endpoint,
+            "EC2_METADATA_DISABLED": "true",
+        }.items():
             monkeypatch.setenv(f"AWS_{name}", value)
 
     def new_bucket(self, **conduct: Any) -> str:
@@ -63,9 +73,16 @@ class FailingServer:
     def told(self, bucket: str) -> dict[str, Any]:
         return self._ask("GET", bucket)
 
-    def _ask(self, method: str, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
-        body = None if document is None else json.dumps(document).encode()
-        request = urllib.request.Request(f"{self.endpoint}/_control/{path}", data=body, method=method)
+    def _ask(
+        self, method: str, path: str, document: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if document is None:
+            body = None
+        else:
+            body = json.dumps(document).encode()
+        request = urllib.request.Request(
+            f"{self.endpoint}/_control/{path}", data=body, method=method
+        )
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
 

@@ -1,4 +1,6 @@
-"""One connection: from the bytes of a request to the bytes of its answer, with the faults that were drawn for it."""
+"""One connection: from the bytes of a request to the bytes of its answer, with the faults that were
+drawn for it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ class Handler(BaseHTTPRequestHandler):
         operation = operation_of(request)
         fault = conduct.draw(operation, request.key)
         hold = conduct.held(operation, request.key)
-        kind = fault.kind if fault else ""
+        if fault:
+            kind = fault.kind
+        else:
+            kind = ""
         if kind == "stall":
             self._linger(conduct.stall_seconds)
             raise _Hangup
@@ -79,7 +84,9 @@ class Handler(BaseHTTPRequestHandler):
             answer = self._answered(request, bucket, conduct, fault, hold)
         except Refused as refused:
             conduct.count_refusal(refused.code if kind not in _REFUSING else "injected")
-            answer = Answer(refused.status, refused.body(request.path), {"Content-Type": "application/xml"})
+            answer = Answer(
+                refused.status, refused.body(request.path), {"Content-Type": "application/xml"}
+            )
         if kind == "rot" and bucket is not None and fault is not None:
             bucket.flip(request.key, fault.fraction)
         if kind == "stall_done":
@@ -91,7 +98,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send(answer, request, cut=kind == "reset")
 
     def _answered(
-        self, request: Request, bucket: Bucket | None, conduct: Conduct, fault: Fault | None, hold: Hold | None
+        self,
+        request: Request,
+        bucket: Bucket | None,
+        conduct: Conduct,
+        fault: Fault | None,
+        hold: Hold | None,
     ) -> Answer:
         """Check, read, wait, apply, in S3's order. Raises Refused once the body has been read."""
         refused: Refused | None = None
@@ -118,7 +130,9 @@ class Handler(BaseHTTPRequestHandler):
         self._wait(hold, "after")
         return answer
 
-    def _halfway(self, request: Request, fault: Fault | None, hold: Hold | None) -> Callable[[], None] | None:
+    def _halfway(
+        self, request: Request, fault: Fault | None, hold: Hold | None
+    ) -> Callable[[], None] | None:
         """What happens when half of the body has come."""
         if request.method not in ("PUT", "POST"):
             return None
@@ -139,7 +153,11 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, answer: Answer, request: Request, *, cut: bool = False) -> None:
         """cut: the connection is reset in the middle of the body."""
         self.send_response_only(answer.status)
-        for name, value in {"Server": "ebbflow-test-s3", "Date": self.date_time_string(), **answer.headers}.items():
+        for name, value in {
+            "Server": "ebbflow-test-s3",
+            "Date": self.date_time_string(),
+            **answer.headers,
+        }.items():
             self.send_header(name, value)
         if answer.status not in (204, 304):
             self.send_header("Content-Length", str(len(answer.body)))

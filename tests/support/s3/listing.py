@@ -15,7 +15,10 @@ PAGE = 1000
 
 
 def list_objects(request: Request, bucket: Bucket) -> Answer:
-    """One page. The token is the last name shown: what is put before it meanwhile is not shown, as on S3."""
+    """One page.
+
+    The token is the last name shown: what is put before it meanwhile is not shown, as on S3.
+    """
     query = request.query
     if query.get("list-type") != "2":
         raise Refused("NotImplemented", "only version 2 of listings is known")
@@ -23,13 +26,22 @@ def list_objects(request: Request, bucket: Bucket) -> Answer:
         limit = min(int(query.get("max-keys", PAGE)), PAGE)
     except ValueError:
         raise Refused("InvalidArgument", f"max-keys is {query['max-keys']!r}") from None
-    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-    after = _token(query["continuation-token"]) if "continuation-token" in query else query.get("start-after", "")
+    prefix = query.get("prefix", "")
+    delimiter = query.get("delimiter", "")
+    if "continuation-token" in query:
+        after = _token(query["continuation-token"])
+    else:
+        after = query.get("start-after", "")
     rows: list[tuple[str, Content]] = []
-    shown, last, truncated = set(), "", False
+    shown = set()
+    last = ""
+    truncated = False
     for key, stored in bucket.listed(prefix):
         rest = key[len(prefix) :]
-        common = prefix + rest.partition(delimiter)[0] + delimiter if delimiter and delimiter in rest else None
+        if delimiter and delimiter in rest:
+            common = prefix + rest.partition(delimiter)[0] + delimiter
+        else:
+            common = None
         name = common or key
         if name <= after or name in shown or (common and after.startswith(common)):
             continue
@@ -45,7 +57,11 @@ def list_objects(request: Request, bucket: Bucket) -> Answer:
         size = [("Size", str(len(stored.data))), ("StorageClass", "STANDARD")]
         rows.append(("Contents", [("Key", _name(key, query)), *about, *size]))
     head: list[tuple[str, Content]] = [("Name", bucket.name), ("Prefix", _name(prefix, query))]
-    head += [("MaxKeys", str(limit)), ("KeyCount", str(len(shown))), ("IsTruncated", str(truncated).lower())]
+    head += [
+        ("MaxKeys", str(limit)),
+        ("KeyCount", str(len(shown))),
+        ("IsTruncated", str(truncated).lower()),
+    ]
     if "encoding-type" in query:
         head.append(("EncodingType", query["encoding-type"]))
     if truncated and limit:
@@ -54,7 +70,9 @@ def list_objects(request: Request, bucket: Bucket) -> Answer:
 
 
 def _name(name: str, query: dict[str, str]) -> str:
-    return quote(name, safe="/-_.~") if query.get("encoding-type") == "url" else name
+    if query.get("encoding-type") == "url":
+        return quote(name, safe="/-_.~")
+    return name
 
 
 def _token(text: str) -> str:

@@ -21,7 +21,9 @@ def _create(request: Request, bucket: Bucket, _: Conduct) -> Answer:
     algorithm = (request.header("x-amz-checksum-algorithm") or "").lower() or None
     if algorithm is not None and algorithm not in checksums.ALGORITHMS:
         raise Refused("InvalidRequest", f"x-amz-checksum-algorithm: {algorithm}")
-    metadata = {name: value for name, value in request.headers.items() if name.startswith("x-amz-meta-")}
+    metadata = {
+        name: value for name, value in request.headers.items() if name.startswith("x-amz-meta-")
+    }
     upload_id = secrets.token_urlsafe(18)
     bucket.uploads[upload_id] = Upload(request.key, algorithm, metadata)
     fields = [("Bucket", bucket.name), ("Key", request.key), ("UploadId", upload_id)]
@@ -39,7 +41,12 @@ def _part(request: Request, bucket: Bucket, _: Conduct) -> Answer:
         raise Refused("InvalidArgument", f"partNumber {number} is not between 1 and {_MOST_PARTS}")
     etag = etag_of(request.body)
     upload.parts[number] = (request.body, etag)
-    return Answer(headers={"ETag": f'"{etag}"', **{f"{checksums.PREFIX}{name}": value for name, value in sums.items()}})
+    return Answer(
+        headers={
+            "ETag": f'"{etag}"',
+            **{f"{checksums.PREFIX}{name}": value for name, value in sums.items()},
+        }
+    )
 
 
 def _complete(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
@@ -49,21 +56,32 @@ def _complete(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
         _refuse_existing(request, bucket)
     data = b"".join(part for part, _ in parts)
     digests = b"".join(binascii.unhexlify(etag) for _, etag in parts)
-    # The sum of the whole, which S3 keeps for this algorithm; those of other algorithms are composites, not kept here.
+    # The sum of the whole, which S3 keeps for this algorithm; those of other algorithms are
+    # composites, not kept here.
     sums = {"crc64nvme": checksums.compute("crc64nvme", data)}
     stated = request.header(f"{checksums.PREFIX}crc64nvme")
     if stated is not None and stated != sums["crc64nvme"]:
-        raise Refused("BadDigest", f"CRC64NVME of the object: {stated} was sent, it has {sums['crc64nvme']}")
+        raise Refused(
+            "BadDigest", f"CRC64NVME of the object: {stated} was sent, it has {sums['crc64nvme']}"
+        )
     stored = Stored(data, f"{hashlib.md5(digests).hexdigest()}-{len(parts)}", sums, upload.metadata)
     bucket.put(request.key, stored, conduct.stale_seconds(request.key))
     del bucket.uploads[request.query["uploadId"]]
-    fields = [("Location", request.path), ("Bucket", bucket.name), ("Key", request.key), ("ETag", f'"{stored.etag}"')]
+    fields = [
+        ("Location", request.path),
+        ("Bucket", bucket.name),
+        ("Key", request.key),
+        ("ETag", f'"{stored.etag}"'),
+    ]
     sums_shown = [("ChecksumCRC64NVME", sums["crc64nvme"]), ("ChecksumType", "FULL_OBJECT")]
     return Answer(body=document("CompleteMultipartUploadResult", [*fields, *sums_shown]))
 
 
 def _chosen_parts(request: Request, upload: Upload, minimum: int) -> list[tuple[bytes, str]]:
-    """Those that the request names. Raises Refused: MalformedXML, InvalidPart, InvalidPartOrder, EntityTooSmall."""
+    """Those that the request names.
+
+    Raises Refused: MalformedXML, InvalidPart, InvalidPartOrder, EntityTooSmall.
+    """
     try:
         root = ElementTree.fromstring(request.body)
         rows = [_children(element) for element in root if element.tag.endswith("Part")]
@@ -85,9 +103,15 @@ def _chosen_parts(request: Request, upload: Upload, minimum: int) -> list[tuple[
             if stated is not None and stated != checksums.compute(algorithm, data):
                 raise Refused("InvalidPart", f"part {number} has not the {algorithm} {stated}")
         chosen.append(upload.parts[number])
-    small = [number for (number, _, _), (data, _) in zip(named[:-1], chosen[:-1], strict=True) if len(data) < minimum]
+    small = [
+        number
+        for (number, _, _), (data, _) in zip(named[:-1], chosen[:-1], strict=True)
+        if len(data) < minimum
+    ]
     if small:
-        raise Refused("EntityTooSmall", f"parts {small} have less than {minimum} bytes, and are not the last")
+        raise Refused(
+            "EntityTooSmall", f"parts {small} have less than {minimum} bytes, and are not the last"
+        )
     return chosen
 
 
@@ -100,8 +124,13 @@ def _abort(request: Request, bucket: Bucket, _: Conduct) -> Answer:
 def _list_uploads(request: Request, bucket: Bucket, _: Conduct) -> Answer:
     prefix = request.query.get("prefix", "")
     rows = [
-        ("Upload", [("Key", upload.key), ("UploadId", name), ("Initiated", time_text(upload.begun))])
-        for name, upload in sorted(bucket.uploads.items(), key=lambda pair: (pair[1].key, pair[1].begun))
+        (
+            "Upload",
+            [("Key", upload.key), ("UploadId", name), ("Initiated", time_text(upload.begun))],
+        )
+        for name, upload in sorted(
+            bucket.uploads.items(), key=lambda pair: (pair[1].key, pair[1].begun)
+        )
         if upload.key.startswith(prefix)
     ]
     head = [("Bucket", bucket.name), ("Prefix", prefix), ("IsTruncated", "false")]
@@ -121,7 +150,9 @@ def _list_parts(request: Request, bucket: Bucket, _: Conduct) -> Answer:
 def _upload(request: Request, bucket: Bucket) -> Upload:
     upload = bucket.uploads.get(request.query["uploadId"])
     if upload is None or upload.key != request.key:
-        raise Refused("NoSuchUpload", f"there is no upload {request.query['uploadId']} of {request.key}")
+        raise Refused(
+            "NoSuchUpload", f"there is no upload {request.query['uploadId']} of {request.key}"
+        )
     return upload
 
 

@@ -12,7 +12,9 @@ from tests.support.s3.refusals import Refused
 
 @dataclass
 class Stored:
-    """One object. checksums: by algorithm, as sent or computed. listed_from: when listings begin to show it."""
+    """One object. checksums: by algorithm, as sent or computed. listed_from: when listings begin to
+    show it.
+    """
 
     data: bytes
     etag: str
@@ -51,8 +53,13 @@ class Bucket:
             if self.quota_bytes is not None:
                 used = sum(len(other.data) for other in self.objects.values())
                 if used + len(stored.data) - (len(before.data) if before else 0) > self.quota_bytes:
-                    raise Refused(self.quota_code, f"the bucket's limit is {self.quota_bytes} bytes")
-            stored.listed_from = time.monotonic() + stale_seconds if before is None else before.listed_from
+                    raise Refused(
+                        self.quota_code, f"the bucket's limit is {self.quota_bytes} bytes"
+                    )
+            if before is None:
+                stored.listed_from = time.monotonic() + stale_seconds
+            else:
+                stored.listed_from = before.listed_from
             self.objects[key] = stored
             self._ghosts.pop(key, None)
 
@@ -72,16 +79,23 @@ class Bucket:
         """What a listing shows now, by key."""
         now = time.monotonic()
         with self.lock:
-            shown = {key: stored for key, stored in self.objects.items() if stored.listed_from <= now}
+            shown = {
+                key: stored for key, stored in self.objects.items() if stored.listed_from <= now
+            }
             shown |= {key: stored for key, (until, stored) in self._ghosts.items() if until > now}
         return sorted((key, stored) for key, stored in shown.items() if key.startswith(prefix))
 
     def flip(self, key: str, fraction: float) -> None:
-        """Rot: one bit of a stored object is no longer what was accepted. Its sums and its etag stay as they were."""
+        """Rot: one bit of a stored object is no longer what was accepted.
+
+        Its sums and its etag stay as they were.
+        """
         with self.lock:
             stored = self.objects.get(key)
             if stored is not None and stored.data:
-                self.objects[key] = Stored(**{**stored.__dict__, "data": flipped(stored.data, fraction)})
+                self.objects[key] = Stored(
+                    **{**stored.__dict__, "data": flipped(stored.data, fraction)}
+                )
 
 
 def flipped(data: bytes, fraction: float) -> bytes:

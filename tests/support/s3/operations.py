@@ -1,4 +1,7 @@
-"""What S3 does with one whole request: buckets and objects. Strict: what is not known here is refused."""
+"""What S3 does with one whole request: buckets and objects.
+
+Strict: what is not known here is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,39 @@ from tests.support.s3.refusals import Refused
 from tests.support.s3.request import Answer, Request
 from tests.support.s3.xml_text import document
 
-_SUBRESOURCES = {"acl", "cors", "lifecycle", "object-lock", "policy", "retention", "tagging", "versioning", "versions"}
+_SUBRESOURCES = {
+    "acl",
+    "cors",
+    "lifecycle",
+    "object-lock",
+    "policy",
+    "retention",
+    "tagging",
+    "versioning",
+    "versions",
+}
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 def operation_of(request: Request) -> str:
-    """A short name, which faults go by: put, get, head, delete, list, part, create, complete, abort …"""
+    """A short name, which faults go by: put, get, head, delete, list, part, create, complete, abort
+    …
+    """
     query = request.query
     if not request.key:
         if request.method == "POST" and "delete" in query:
             return "delete_many"
         if request.method == "GET" and request.bucket:
-            return "uploads" if "uploads" in query else "location" if "location" in query else "list"
+            if "uploads" in query:
+                return "uploads"
+            if "location" in query:
+                return "location"
+            return "list"
         return f"bucket_{request.method.lower()}"
     if "uploadId" in query:
-        return {"PUT": "part", "POST": "complete", "DELETE": "abort", "GET": "parts"}.get(request.method, "unknown")
+        return {"PUT": "part", "POST": "complete", "DELETE": "abort", "GET": "parts"}.get(
+            request.method, "unknown"
+        )
     if request.method == "POST" and "uploads" in query:
         return "create"
     return request.method.lower()
@@ -36,7 +57,8 @@ def operation_of(request: Request) -> str:
 
 def check_precondition(request: Request, bucket: Bucket) -> None:
     """If-None-Match: * and If-Match on what is to be written."""
-    none, match = request.header("if-none-match"), request.header("if-match")
+    none = request.header("if-none-match")
+    match = request.header("if-match")
     if none not in (None, "*"):
         raise Refused("NotImplemented", f"If-None-Match: {none} on a write; only * is known")
     with bucket.lock:
@@ -83,7 +105,8 @@ def _put(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
 
 def _get(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
     stored = bucket.get(request.key)
-    match, none = request.header("if-match"), request.header("if-none-match")
+    match = request.header("if-match")
+    none = request.header("if-none-match")
     if match and match.strip('"') not in (stored.etag, "*"):
         raise Refused("PreconditionFailed", f"{request.key} has the ETag {stored.etag}")
     headers = {
@@ -95,22 +118,31 @@ def _get(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
     }
     if none and none.strip('"') in (stored.etag, "*"):
         return Answer(304, headers=headers)
-    body, status = stored.data, 200
-    if (wanted := request.header("range")) is not None and (span := _span(wanted, len(body))) is not None:
+    body = stored.data
+    status = 200
+    wanted = request.header("range")
+    if wanted is not None and (span := _span(wanted, len(body))) is not None:
         headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{len(body)}"
-        body, status = body[span[0] : span[1]], 206
+        body = body[span[0] : span[1]]
+        status = 206
     elif (request.header("x-amz-checksum-mode") or "").upper() == "ENABLED":
         headers |= sum_headers(stored.checksums)
     return Answer(status, body, headers, content=True)
 
 
 def _span(wanted: str, size: int) -> tuple[int, int] | None:
-    """Half open; None where the header is to be ignored. Raises Refused for what cannot be satisfied."""
+    """Half open; None where the header is to be ignored.
+
+    Raises Refused for what cannot be satisfied.
+    """
     found = _RANGE.fullmatch(wanted.strip())
     if found is None or found.groups() == ("", ""):
         return None
     first, last = found.groups()
-    start, end = (max(0, size - int(last)), size) if not first else (int(first), int(last or size) + 1)
+    if not first:
+        start, end = (max(0, size - int(last)), size)
+    else:
+        start, end = (int(first), int(last or size) + 1)
     if start >= size or (not first and int(last) == 0) or end <= start:
         raise Refused("InvalidRange", f"{wanted} of {size} bytes")
     return start, min(end, size)
@@ -137,7 +169,9 @@ def _delete_many(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
 
 
 def metadata_of(request: Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name.startswith("x-amz-meta-")}
+    return {
+        name: value for name, value in request.headers.items() if name.startswith("x-amz-meta-")
+    }
 
 
 def sum_headers(sums: dict[str, str]) -> dict[str, str]:

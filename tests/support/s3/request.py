@@ -41,7 +41,9 @@ class Request:
 
 @dataclass
 class Answer:
-    """status, headers and body. content: what a client would take for the object's bytes, and a fault may hurt."""
+    """status, headers and body. content: what a client would take for the object's bytes, and a
+    fault may hurt.
+    """
 
     status: int = 200
     body: bytes = b""

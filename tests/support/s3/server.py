@@ -1,4 +1,6 @@
-"""The server: buckets by name, each with its own conduct, behind a threaded HTTP server on the loopback."""
+"""The server: buckets by name, each with its own conduct, behind a threaded HTTP server on the
+loopback.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,16 @@ class Server(ThreadingHTTPServer):
             return self._buckets.get(name), self._conducts.setdefault(name, Conduct())
 
     def behave(self, name: str, settings: dict[str, Any]) -> None:
-        """Change the conduct of a bucket, which is made when it is missing. quota_bytes: of all its objects, None: no
-        limit; quota_code: what a put beyond it is refused with."""
-        quota_bytes, quota_code = settings.pop("quota_bytes", None), settings.pop("quota_code", "QuotaExceeded")
+        """Change the conduct of a bucket, which is made when it is missing. quota_bytes: of all its
+        objects, None: no limit; quota_code: what a put beyond it is refused with."""
+        quota_bytes = settings.pop("quota_bytes", None)
+        quota_code = settings.pop("quota_code", "QuotaExceeded")
         with self._lock:
             bucket = self._buckets.setdefault(name, Bucket(name))
             conduct = self._conducts.setdefault(name, Conduct())
         conduct.change(**settings)
-        bucket.quota_bytes, bucket.quota_code = quota_bytes, quota_code
+        bucket.quota_bytes = quota_bytes
+        bucket.quota_code = quota_code
 
     def forget(self, name: str) -> None:
         with self._lock:
@@ -67,7 +71,9 @@ class Server(ThreadingHTTPServer):
             if bucket is None:
                 raise Refused("NoSuchBucket", f"there is no bucket {request.bucket}")
             if bucket.objects or bucket.uploads:
-                raise Refused("BucketNotEmpty", f"{bucket.name} holds {len(bucket.objects)} objects")
+                raise Refused(
+                    "BucketNotEmpty", f"{bucket.name} holds {len(bucket.objects)} objects"
+                )
             del self._buckets[bucket.name]
             return Answer(204)
 

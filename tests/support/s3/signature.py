@@ -1,4 +1,5 @@
-"""Signature Version 4, checked as S3 does: of the request, and of each chunk where the body is signed in chunks.
+"""Signature Version 4, checked as S3 does: of the request, and of each chunk where the body is
+signed in chunks.
 
 Source: AWS, "Authenticating Requests: Using the Authorization Header (AWS Signature Version 4)".
 """
@@ -14,11 +15,13 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from tests.support.s3.refusals import Refused
 from tests.support.s3.request import Request
 
-ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
+ACCESS_KEY = "test-access"
+SECRET_KEY = "test-secret"
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 _SKEW_SECONDS = 900
 _AUTHORIZATION = re.compile(
-    r"AWS4-HMAC-SHA256 +Credential=(?P<credential>[^,]+), *SignedHeaders=(?P<headers>[^,]+), *Signature=(?P<sum>\w+)"
+    r"AWS4-HMAC-SHA256 +Credential=(?P<credential>[^,]+), *SignedHeaders=(?P<headers>[^,]+), "
+    r"*Signature=(?P<sum>\w+)"
 )
 
 
@@ -26,7 +29,10 @@ class Signature:
     """Of one request that has passed the check; signs the chunks of its body."""
 
     def __init__(self, request: Request) -> None:
-        """Raises Refused: AccessDenied, InvalidAccessKeyId, RequestTimeTooSkewed, SignatureDoesNotMatch."""
+        """Raises Refused:
+
+        AccessDenied, InvalidAccessKeyId, RequestTimeTooSkewed, SignatureDoesNotMatch.
+        """
         found = _AUTHORIZATION.fullmatch(request.header("authorization") or "")
         if found is None:
             raise Refused("AccessDenied", "no Authorization header of AWS4-HMAC-SHA256")
@@ -39,36 +45,54 @@ class Signature:
         self._scope = "/".join(scope)
         self._check_time(scope[0])
         self._key = _derived_key(*scope)
-        self.value = self._sign("AWS4-HMAC-SHA256", hashlib.sha256(_canonical(request, found["headers"])).hexdigest())
+        self.value = self._sign(
+            "AWS4-HMAC-SHA256", hashlib.sha256(_canonical(request, found["headers"])).hexdigest()
+        )
         if not hmac.compare_digest(self.value, found["sum"]):
-            raise Refused("SignatureDoesNotMatch", "the signature is not that of this request and this secret key")
+            raise Refused(
+                "SignatureDoesNotMatch",
+                "the signature is not that of this request and this secret key",
+            )
 
     def chunk(self, previous: str, data: bytes) -> str:
-        """The signature of a chunk that follows the one (or the request) with the signature `previous`."""
+        """The signature of a chunk that follows the one (or the request) with the signature
+        `previous`.
+        """
         hashes = f"{previous}\n{EMPTY_SHA256}\n{hashlib.sha256(data).hexdigest()}"
         return self._sign("AWS4-HMAC-SHA256-PAYLOAD", hashes)
 
     def trailer(self, previous: str, canonical: bytes) -> str:
         """The signature of the trailers after the last chunk."""
-        return self._sign("AWS4-HMAC-SHA256-TRAILER", f"{previous}\n{hashlib.sha256(canonical).hexdigest()}")
+        return self._sign(
+            "AWS4-HMAC-SHA256-TRAILER", f"{previous}\n{hashlib.sha256(canonical).hexdigest()}"
+        )
 
     def _check_time(self, day: str) -> None:
         try:
             at = datetime.strptime(self._time, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         except ValueError:
             raise Refused("AccessDenied", f"x-amz-date is {self._time!r}") from None
-        if abs((datetime.now(UTC) - at).total_seconds()) > _SKEW_SECONDS or not self._time.startswith(day):
+        if abs(
+            (datetime.now(UTC) - at).total_seconds()
+        ) > _SKEW_SECONDS or not self._time.startswith(day):
             raise Refused("RequestTimeTooSkewed", f"the request is of {self._time}, scope {day}")
 
     def _sign(self, kind: str, text: str) -> str:
-        return hmac.new(self._key, f"{kind}\n{self._time}\n{self._scope}\n{text}".encode(), "sha256").hexdigest()
+        return hmac.new(
+            self._key, f"{kind}\n{self._time}\n{self._scope}\n{text}".encode(), "sha256"
+        ).hexdigest()
 
 
 def check_payload(request: Request) -> None:
     """A body that was signed as a whole must have the stated SHA-256."""
     stated = request.header("x-amz-content-sha256") or ""
-    if re.fullmatch(r"[0-9a-f]{64}", stated) and (actual := hashlib.sha256(request.body).hexdigest()) != stated:
-        raise Refused("XAmzContentSHA256Mismatch", f"the body's SHA-256 is {actual}, signed was {stated}")
+    if (
+        re.fullmatch(r"[0-9a-f]{64}", stated)
+        and (actual := hashlib.sha256(request.body).hexdigest()) != stated
+    ):
+        raise Refused(
+            "XAmzContentSHA256Mismatch", f"the body's SHA-256 is {actual}, signed was {stated}"
+        )
 
 
 def _canonical(request: Request, signed: str) -> bytes:
@@ -78,7 +102,8 @@ def _canonical(request: Request, signed: str) -> bytes:
     )
     headers = []
     for name in signed.split(";"):
-        if (value := request.headers.get(name)) is None:
+        value = request.headers.get(name)
+        if value is None:
             raise Refused("SignatureDoesNotMatch", f"{name} is signed and was not sent")
         headers.append(f"{name}:{' '.join(value.split())}\n")
     if "host" not in signed.split(";"):

@@ -12,7 +12,10 @@ Content = str | list[Any]
 
 def document(root: str, content: Content) -> bytes:
     """content: text, or (name, content) of each child, in order."""
-    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} xmlns="{_NAMESPACE}">{_inner(content)}</{root}>'
+    text = (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} '
+        f'xmlns="{_NAMESPACE}">{_inner(content)}</{root}>'
+    )
     return text.encode()
 
 

@@ -1,4 +1,6 @@
-"""Train a small classifier with accelerate: a prepared loader, gradient accumulation, clipping and a schedule."""
+"""Train a small classifier with accelerate: a prepared loader, gradient accumulation, clipping and
+a schedule.
+"""
 
 import sys
 import time
@@ -16,7 +18,9 @@ def main():
     set_seed(5)
     features = torch.randn(96, 6)
     data = TensorDataset(features, (features.sum(1) > 0).long())
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=36)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -1,4 +1,6 @@
-"""Train a small classifier with DistributedDataParallel: dropout, BatchNorm, shuffling and a schedule."""
+"""Train a small classifier with DistributedDataParallel: dropout, BatchNorm, shuffling and a
+schedule.
+"""
 
 import random
 import sys
@@ -22,7 +24,9 @@ def make_data() -> TensorDataset:
 
 def make_model() -> nn.Module:
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 2))
+    return nn.Sequential(
+        nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 2)
+    )
 
 
 def main() -> None:

@@ -22,10 +22,15 @@ def main() -> None:
     features = torch.randn(160, 9)
     data = TensorDataset(features, features.sum(1, keepdim=True))
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
-    blocks = [nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.GELU(), nn.Dropout(0.1)) for _ in range(2)]
+    blocks = [
+        nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.GELU(), nn.Dropout(0.1))
+        for _ in range(2)
+    ]
     model = nn.Sequential(nn.Linear(9, 9), *blocks, nn.Linear(9, 1))
     options = {"device_id": torch.device("cpu"), "use_orig_params": ORIGINAL}
-    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options)
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
 

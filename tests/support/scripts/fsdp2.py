@@ -20,7 +20,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(5)
     random.seed(5)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+    )
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

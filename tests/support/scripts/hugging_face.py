@@ -1,4 +1,6 @@
-"""Train a tiny causal language model, or its LoRA adapters, with the Trainer of Hugging Face transformers."""
+"""Train a tiny causal language model, or its LoRA adapters, with the Trainer of Hugging Face
+transformers.
+"""
 
 import random
 import sys
@@ -12,7 +14,9 @@ pause = float(sys.argv[1]) if sys.argv[1:] else 0.0
 
 
 class Crops(Dataset):
-    text = torch.tensor(list(b"Sing, goddess, the anger of Peleus' son Achilles and its devastation. " * 8))
+    text = torch.tensor(
+        list(b"Sing, goddess, the anger of Peleus' son Achilles and its devastation. " * 8)
+    )
 
     def __len__(self):
         return 64
@@ -30,7 +34,15 @@ class Pause(TrainerCallback):
 random.seed(8)
 torch.manual_seed(8)
 model = GPT2LMHeadModel(
-    GPT2Config(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
+    GPT2Config(
+        vocab_size=256,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 )
 if "--lora" in sys.argv:
     from peft import LoraConfig, get_peft_model

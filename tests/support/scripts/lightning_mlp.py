@@ -15,7 +15,9 @@ PAUSE = float(sys.argv[1]) if sys.argv[1:] else 0.0
 class Network(LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.2), nn.Linear(20, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(10, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.2), nn.Linear(20, 1)
+        )
 
     def training_step(self, batch, batch_idx):
         time.sleep(PAUSE)
@@ -30,7 +32,9 @@ class Network(LightningModule):
 random.seed(9)
 torch.manual_seed(9)
 features = torch.randn(80, 10)
-loader = DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+loader = DataLoader(
+    TensorDataset(features, features.sum(1, keepdim=True)), batch_size=8, shuffle=True
+)
 network = Network()
 trainer = Trainer(
     max_epochs=3,

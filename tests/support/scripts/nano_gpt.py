@@ -1,4 +1,6 @@
-"""Train a character model as small GPT scripts do: a loop over iterations, random crops, accumulation, AMP scaler."""
+"""Train a character model as small GPT scripts do: a loop over iterations, random crops,
+accumulation, AMP scaler.
+"""
 
 import math
 import random
@@ -9,19 +11,29 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-block_size, batch_size, width, accumulation = 16, 8, 32, 2
-max_iters, eval_interval, learning_rate, warmup_iters = 24, 12, 1e-2, 4
+block_size = 16
+batch_size = 8
+width = 32
+accumulation = 2
+max_iters = 24
+eval_interval = 12
+learning_rate = 1e-2
+warmup_iters = 4
 pause = float(sys.argv[1]) if sys.argv[1:] else 0.0
 
 torch.manual_seed(1337)
 random.seed(1337)
-data = torch.tensor(list(b"Tell me, muse, of the man of many ways, who was driven far and wide. " * 20))
+data = torch.tensor(
+    list(b"Tell me, muse, of the man of many ways, who was driven far and wide. " * 20)
+)
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.qkv, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -29,14 +41,17 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).split(width, dim=2)
-        x = x + self.drop(self.project(functional.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        x = x + self.drop(
+            self.project(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        )
         return x + self.drop(self.mlp(x))
 
 
 class Gpt(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(block_size, width)
+        self.tokens = nn.Embedding(256, width)
+        self.places = nn.Embedding(block_size, width)
         self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(width, 256, bias=False)
         self.head.weight = self.tokens.weight
@@ -79,7 +94,11 @@ while iter_num < max_iters:
         model.eval()
         with torch.no_grad():
             x, y = get_batch()
-            print(f"iter {iter_num}: {functional.cross_entropy(model(x).flatten(0, 1), y.flatten()):.4f}", flush=True)
+            print(
+                f"iter {iter_num}: "
+                f"{functional.cross_entropy(model(x).flatten(0, 1), y.flatten()):.4f}",
+                flush=True,
+            )
         model.train()
     time.sleep(pause)
     iter_num += 1

@@ -22,16 +22,22 @@ class Noisy(Dataset):
 class Trainer:
     def __init__(self, arguments):
         torch.manual_seed(arguments.seed)
-        self.arguments, self.data = arguments, Noisy()
-        self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.arguments = arguments
+        self.data = Noisy()
+        self.model = nn.Sequential(
+            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
-        self.epoch, self.step = 0, 0
+        self.epoch = 0
+        self.step = 0
         if os.path.exists("checkpoint.pt"):
             self.load()
 
     def save(self):
-        state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        state = {
+            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")
+        }
         torch.save(state | {"at": (self.epoch, self.step), "rng": torch.get_rng_state()}, "new.pt")
         os.replace("new.pt", "checkpoint.pt")
 

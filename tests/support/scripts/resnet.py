@@ -1,4 +1,6 @@
-"""Train a small residual network on images, with BatchNorm and random crops and flips in worker processes."""
+"""Train a small residual network on images, with BatchNorm and random crops and flips in worker
+processes.
+"""
 
 import random
 import sys
@@ -21,7 +23,8 @@ class Images(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index):
-        top, left = random.randrange(5), int(torch.randint(5, ()))
+        top = random.randrange(5)
+        left = int(torch.randint(5, ()))
         image = self.images[index, :, top : top + 16, left : left + 16]
         return image.flip(2) if random.random() < 0.5 else image, self.labels[index]
 
@@ -29,7 +32,9 @@ class Images(Dataset):
 class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
 
     def forward(self, x):

@@ -1,4 +1,6 @@
-"""Train with DistributedDataParallel, and resume from a checkpoint with the random states of all ranks."""
+"""Train with DistributedDataParallel, and resume from a checkpoint with the random states of all
+ranks.
+"""
 
 import argparse
 import os
@@ -44,10 +46,13 @@ def main():
     ds = TensorDataset(x, x.sum(1).gt(0).long())
     sampler = DistributedSampler(ds, shuffle=True)
     loader = DataLoader(ds, batch_size=8, sampler=sampler)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2)))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sched = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-    start_epoch, global_step = 0, 0
+    start_epoch = 0
+    global_step = 0
     if os.path.exists(args.ckpt):
         ckpt = torch.load(args.ckpt, map_location="cpu", weights_only=False)
         model.module.load_state_dict(ckpt["model"])
