@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -131,22 +132,23 @@ def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespa
     else:
         deadline = float("inf")
     waiting = list(reversed(mutants))
-    trying: dict[Connection, Mutant] = {}
+    trying: dict[Connection, Mutant | None] = {}
 
     def give_next(pipe: Connection) -> None:
-        if waiting and time.monotonic() < deadline:
-            trying[pipe] = waiting.pop()
-            pipe.send(trying[pipe])
-        else:
-            pipe.send(None)
+        trying[pipe] = waiting.pop() if waiting and time.monotonic() < deadline else None
+        pipe.send(trying[pipe])
 
     for _ in range(min(options.processes, len(waiting))):
         give_next(_start_trials(known, options))
     results: list[Result] = []
+    broken: set[str] = set()
     while trying:
         for pipe in wait(list(trying)):
             assert isinstance(pipe, Connection)
             mutant = trying.pop(pipe)
+            if mutant is None:
+                broken.update(pipe.recv())
+                continue
             try:
                 result: Result = pipe.recv()
             except EOFError:  # the mutant ended the process that tried it
@@ -156,7 +158,14 @@ def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespa
             if result.verdict is not Verdict.KILLED:
                 print(_describe(result), flush=True)
             give_next(pipe)
-    return results
+    return [_without_kill(result) if result.detail in broken else result for result in results]
+
+
+def _without_kill(result: Result) -> Result:
+    """Return the result as survived: the test that failed also fails without the change."""
+    kept = replace(result, verdict=Verdict.SURVIVED, detail=f"{result.detail} fails anyway")
+    print(_describe(kept), flush=True)
+    return kept
 
 
 def _start_trials(known: LineMap, options: argparse.Namespace) -> Connection:

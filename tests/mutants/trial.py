@@ -32,6 +32,7 @@ _FIRST_TESTS = 40  # the nearest tests run first, in a pytest of their own: most
 # A machine with other work may need this many times the recorded duration of the tests
 _SLOWDOWN = 4.0
 _START_SECONDS = 60.0
+_CONTROL_SECONDS = 30.0
 
 
 class Verdict(StrEnum):
@@ -108,8 +109,13 @@ def serve_trials(pipe: Connection, root: Path, known: LineMap, limit_seconds: fl
         sys.path.insert(0, str(copy))
         _forget_own_modules()
         _run_pytest(["--collect-only", "tests/unit"])
+        failed: dict[str, None] = {}
         while (mutant := pipe.recv()) is not None:
-            pipe.send(_try_mutant(mutant, copy, known, limit_seconds))
+            result = _try_mutant(mutant, copy, known, limit_seconds)
+            if "::" in result.detail:
+                failed[result.detail] = None
+            pipe.send(result)
+        pipe.send([test for test in failed if _fails_unchanged(test)])
 
 
 def _try_mutant(mutant: Mutant, copy: Path, known: LineMap, limit_seconds: float) -> Result:
@@ -154,6 +160,10 @@ def _first_failure(tests: list[str], known: LineMap) -> str | None:
             return failed
         remaining = batch[batch.index(failed) + 1 :] + remaining
     return None
+
+
+def _fails_unchanged(test: str) -> bool:
+    return _run_in_child([test], LineMap(seconds={test: _CONTROL_SECONDS})) is not None
 
 
 def _run_in_child(tests: list[str], known: LineMap) -> str | None:

@@ -246,6 +246,22 @@ def test_sixteen_indexes_are_read_at_once(
     assert most == 16
 
 
+def test_reads_of_indexes_that_wait_are_dropped_once_one_has_failed(store: RecordingStore) -> None:
+    save = save_of(200)
+    put_index(store, save, *range(200))
+
+    def fail_slowly(request: str) -> bool:
+        if not request.startswith("get "):
+            return False
+        time.sleep(0.02)
+        return True
+
+    store.failing = fail_slowly
+    with pytest.raises(StoreUnavailable):
+        CommitWatch(store, save).look()
+    assert len(store.asked("get ")) < 100
+
+
 def test_indexes_that_are_damaged_count_as_missing_and_three_are_named(
     store: RecordingStore,
 ) -> None:

@@ -135,6 +135,7 @@ def respelled() -> list[bytes]:
         json.dumps({"a": 1, "seal": stated}).encode(),
         f'{{"seal":"{stated}","a": 1}}'.encode(),
         f'{{"a":1,"a":1,"seal":"{stated}"}}'.encode(),
+        f'{{"a":1,"seal":"{stated}","seal":"{stated}"}}'.encode(),
         seal({"a": 1}) + b"\n",
     ]
 

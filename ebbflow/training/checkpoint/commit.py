@@ -114,13 +114,13 @@ class CommitWatch:
         new = [rank for rank in ranks if rank not in self._indexes]
         causes = []
         with ThreadPoolExecutor(_READERS, thread_name_prefix="index") as pool:
-            readings = {rank: pool.submit(self._read_one, rank) for rank in new}
-        for rank, reading in readings.items():
-            found = reading.result()
-            if isinstance(found, CorruptCommit):
-                causes.append(str(found))
-            else:
-                self._indexes[rank] = found
+            # `map` cancels the reads that wait once one has failed: a store that is away must not
+            # hold up the save for one time limit after the other.
+            for rank, found in zip(new, pool.map(self._read_one, new), strict=True):
+                if isinstance(found, CorruptCommit):
+                    causes.append(str(found))
+                else:
+                    self._indexes[rank] = found
         return "; ".join(causes[:3])
 
     def _read_one(self, rank: int) -> tuple[RankIndex, bytes] | CorruptCommit:

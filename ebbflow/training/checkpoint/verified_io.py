@@ -103,7 +103,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CorruptCommit(f"{what}: not a sealed JSON document: {error!r}") from error
     # Compare bytes too: JSON has many spellings of one content.
-    spelled = content in (data.replace(b"," + entry, b""), data.replace(entry + b",", b""))
+    spelled = content in (data.replace(b"," + entry, b"", 1), data.replace(entry + b",", b"", 1))
     if stated != actual or not spelled:
         raise CorruptCommit(f"{what}: its seal says {stated}, its content is {actual}")
     return document
