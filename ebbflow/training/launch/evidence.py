@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.process import process_state
-from ebbflow.infra.program import PACKAGE_ROOT
+from ebbflow.infra.program import IMPORT_ROOT, INSTALLED, PACKAGE_ROOT
 from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, RECORDER, STACKS
 
 _SPY_SECONDS = 3.0
@@ -98,8 +98,14 @@ class Frame:
         path = Path(self.file)
         real = Path(self.file).resolve()
         if real.is_relative_to(PACKAGE_ROOT):
-            return f"{real.relative_to(PACKAGE_ROOT)}:{self.line} in {self.name}"
-        return f"{'/'.join(path.parts[-2:]).lstrip('/')}:{self.line} in {self.name}"
+            shown = str(real.relative_to(PACKAGE_ROOT))
+        elif not INSTALLED and real.is_relative_to(
+            IMPORT_ROOT
+        ):  # the checkout's examples and tests
+            shown = str(real.relative_to(IMPORT_ROOT))
+        else:
+            shown = "/".join(path.parts[-2:]).lstrip("/")
+        return f"{shown}:{self.line} in {self.name}"
 
 
 @dataclass(frozen=True)
