@@ -2,8 +2,7 @@
 public excerpts.
 
 Precision, recall and F1 count the root finding of each failing excerpt. An excerpt without a root
-finding is an
-abstention: it lowers recall, not precision. Sound excerpts count false alarms.
+finding is an abstention: it lowers recall, not precision. Sound excerpts count false alarms.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Write the pages of the reference that follow from the code:
+"""Write the pages of the reference that follow from the code: `python docs/generate.py`.
 
-`python docs/generate.py`. A test compares them.
+A test compares them.
 """
 
 import json
@@ -70,8 +70,6 @@ def _type(node: dict[str, Any]) -> str:
     kind = node.get("type", "any")
     if isinstance(kind, list):
         kind = " or ".join(kind)
-    else:
-        kind = kind
     if kind == "array":
         return f"list of {_type(node['items'])}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -1,9 +1,8 @@
 """Take the pictures of the pages: `make pictures` writes docs/images/*.png (needs chromium).
 
 Each answers a question, and is of a real run. report.png: what did an interruption cost? live.png:
-is a stop safe?
-forecast.png: when does the job end, and for how much? slow-rank.png: which rank is slow?
-    failure.png: why did it fail?
+is a stop safe? forecast.png: when does the job end, and for how much? slow-rank.png: which rank is
+slow? failure.png: why did it fail?
 """
 
 from __future__ import annotations

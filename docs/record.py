@@ -226,9 +226,8 @@ def main() -> None:
 
 
 def _block(lines: list[str], folder: str) -> str:
-    own = re.compile(
-        rf"(?:\.\./)*/?{re.escape(folder.lstrip('/'))}"
-    )  # Metaflow's working directory does not matter
+    # Metaflow's working directory does not matter
+    own = re.compile(rf"(?:\.\./)*/?{re.escape(folder.lstrip('/'))}")
     shown = "\n".join(own.sub("/tmp/demo", line) for line in lines).strip("\n")
     return f"```text\n{shown}\n```\n"
 

@@ -168,9 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ebbflow.training.script import flow_options
 
         words.remove(script)
-        words.insert(
-            0, script
-        )  # behind an option of the flow, it would be read as the option's value
+        # Behind an option of the flow, it would be read as the option's value
+        words.insert(0, script)
         options = flow_options(words)
         if options is None:  # under an agent, without Metaflow
             place = "ebbflow.training.__main__"

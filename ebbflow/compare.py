@@ -58,8 +58,9 @@ def compare_modes(
 ) -> dict[str, Any]:
     """Train a small copy of the job (`small_config`) in each mode, `rounds` times.
 
-    Returns: For each mode, the median, lowest and highest value of each figure over the rounds, or
-        the reason why the mode is unsupported. The result also describes the machine and the
+    Returns:
+        For each mode, the median, lowest and highest value of each figure over the rounds, or the
+        reason why the mode is unsupported. The result also describes the machine and the
         measurement.
 
     Raises TrainingError and InfraError.

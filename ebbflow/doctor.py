@@ -33,16 +33,12 @@ _LAST_SECONDS = 10.0  # for the other ranks after one has ended
 _OUTPUT_LINES = 5
 _TORCHRUN = re.compile(r"RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|init_process_group|process group")
 _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
-_AVERAGES = (
-    "dict",
-    "list",
-    "tuple",
-)  # kinds of variables that the tracer takes for a copy of the weights
+# Kinds of variables that the tracer takes for a copy of the weights
+_AVERAGES = ("dict", "list", "tuple")
 _SCHEDULE = re.compile(r"\blr\b|learning_rate|param_groups|requires_grad|weight_decay")
 _SAVES = re.compile(r"save|dump|checkpoint|state", re.IGNORECASE)
-_OTHER_FILES = re.compile(
-    r"\b(json|pickle|yaml)\.dump$"
-)  # the tracer sees only what torch.save is given
+# The tracer sees only what torch.save is given
+_OTHER_FILES = re.compile(r"\b(json|pickle|yaml)\.dump$")
 Found = tuple[str, str]  # kind of a lost state, and the variable that holds it
 
 
@@ -76,10 +72,8 @@ def main(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    os.environ |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }  # read when torch is loaded, before the forks
+    # Read when torch is loaded, before the forks
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     importlib.import_module("torch.optim.optimizer")
     with tempfile.TemporaryDirectory(prefix="ebbflow-doctor-") as folder:
         return _Examination(
@@ -217,9 +211,8 @@ class _Examination:
         else:
             ranks = ""
         print(f"{name} {verdict}{ranks} ({'; '.join(points)})")
-        if (
-            len(found) > 1
-        ):  # of several ranks, one may have lost what makes the weights of all differ
+        # Of several ranks, one may have lost what makes the weights of all differ
+        if len(found) > 1:
             found.pop(("unknown", ""), None)
         for (kind, variable), where in found.items():
             if 0 in where or kind == "start":
@@ -360,8 +353,6 @@ def compare(
             found.append(("counter", name))
     if before.get("buffers") != first.get("buffers"):
         found += [("buffers", "")]
-    else:
-        found += []
     pairs = list(zip(whole[at:], resumed, strict=False))
     if all(one["params"] == other["params"] for one, other in pairs):
         unused = {
@@ -379,9 +370,8 @@ def compare(
     found += drawn
     if any(one.get("batch") != other.get("batch") for one, other in pairs[:-1]):
         found.append(("drawn data" if drawn else "data", ""))
-    found = found or [
-        ("index", name) for name in lost
-    ]  # such as that of enumerate, for accumulated gradients
+    # Such as that of enumerate, for accumulated gradients
+    found = found or [("index", name) for name in lost]
     return at, found or [("unknown", "")]
 
 
@@ -457,9 +447,10 @@ def find_deciding(
     saved.
 
     Args:
-        in_file: variables whose value each saved file has in one place, and this place; None if no save was seen.
-            Because small numbers can be equal by chance, the place must have the variable's name, or the script must
-            put the variable into a dict, list or tuple, or hand it to a function that saves.
+        in_file: variables whose value each saved file has in one place, and this place; None if no
+            save was seen. Because small numbers can be equal by chance, the place must have the
+            variable's name, or the script must put the variable into a dict, list or tuple, or hand
+            it to a function that saves.
     """
     names = set[str]()
     put = set[str]()
@@ -591,9 +582,11 @@ def explain(
 ) -> list[str]:
     """Return lines of text: the lost state, the line that assigns it, and the smallest patch.
 
-    Args: sources: text of each file of the script, by name. saves: file and line of the call that
-        saves, such as `train.py:53`; "" if it was not seen. `loads` likewise. only: ranks that lose
-        the state if rank 0 keeps it, such as " on rank 1".
+    Args:
+        sources: text of each file of the script, by name.
+        saves: file and line of the call that saves, such as `train.py:53`; "" if it was not seen.
+            `loads` likewise.
+        only: ranks that lose the state if rank 0 keeps it, such as " on rank 1".
     """
     saves = saves or _find_call(sources, "save") or f"{script}:?"
     loads = loads or _find_call(sources, "load") or f"{script}:?"
@@ -621,9 +614,7 @@ def explain(
                 "such as iter(loader)"
             )
     elif kind in _AVERAGES or kind == "counter":
-        if kind == "counter":
-            what = what
-        else:
+        if kind != "counter":
             what = f"({kind} of tensors): it is not restored"
         patch = (f"{key!r}: {variable}", f"{variable} = checkpoint[{key!r}]")
     elif kind not in _LOST:  # an object with a state

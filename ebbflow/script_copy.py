@@ -75,8 +75,9 @@ def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
     """Replace links on the way to a path of the copy, so that a script that writes there keeps the
     originals intact.
 
-    Args: emptied: the script is about to replace the content of the file, so that it need not be
-        copied.
+    Args:
+        emptied: the script is about to replace the content of the file, so that it need not be
+            copied.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         return

@@ -20,8 +20,7 @@ _RELEASE_SECONDS = 30.0
 class FakeMetadata:
     """answers: what a GET of a path gives. token_status: of the PUT. hop_limit: answers to the PUT
     never arrive, as in a container one hop too far. version_1: a GET needs no token. silent:
-    nothing is ever answered.
-    asked: every request's method and path, in order.
+    nothing is ever answered. asked: every request's method and path, in order.
     """
 
     def __init__(self, answers: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -44,9 +44,8 @@ class Strike:
 
 
 class Orders:
-    """One folder for one job:
-
-    `give` from outside, `take` in the rank, which says with `strike` that it did.
+    """One folder for one job: `give` from outside, `take` in the rank, which says with `strike`
+    that it did.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""The text model with a trap door:
+"""The text model with a trap door: `workload: benchmarks.chaos.workload:Tormented`.
 
-`workload: benchmarks.chaos.workload:Tormented`. Quiet while nothing is ordered.
+Quiet while nothing is ordered.
 """
 
 from __future__ import annotations

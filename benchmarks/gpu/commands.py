@@ -150,9 +150,8 @@ class _Run:
         }
         groups = [[name] for name in self.given.lines]
         lanes = 1
-        if (
-            self.given.size == "tiny"
-        ):  # no time is judged, so that two processes may disturb each other
+        # No time is judged, so that two processes may disturb each other
+        if self.given.size == "tiny":
             groups = [
                 [name for name in self.given.lines if (name in JOB_LINES) is own]
                 for own in (False, True)

@@ -74,12 +74,8 @@ def fastest_seconds(device: torch.device, call: Callable[[], object], *, seconds
     return best
 
 
-_OTHER_EDITIONS = {
-    "PCIe",
-    "PCIE",
-    "NVL",
-    "MIG",
-}  # their peaks are not those of the sheet of the same name
+# Their peaks are not those of the sheet of the same name
+_OTHER_EDITIONS = {"PCIe", "PCIE", "NVL", "MIG"}
 
 
 def published_peak(bench: Bench, dtype: str) -> tuple[float | None, str]:

@@ -30,9 +30,8 @@ class FaultyText(TextWorkload):
     """
 
     def __init__(self, context: WorkloadContext) -> None:
-        super().__init__(
-            replace(context, store=Store.open(context.config.store))
-        )  # the shards of all jobs
+        # The shards of all jobs
+        super().__init__(replace(context, store=Store.open(context.config.store)))
         self._fault = context.options["fault"]
         self._mark = Path(str(context.options["mark"]))
         self._hangs = self._fault == HANG and context.options["rank"] == context.rank

@@ -1,6 +1,6 @@
-"""The process that measures lines:
+"""The process that measures lines: `python -m benchmarks.gpu.measure TASK.json`.
 
-`python -m benchmarks.gpu.measure TASK.json`. It appends each result to a file.
+It appends each result to a file.
 """
 
 from __future__ import annotations
@@ -48,13 +48,8 @@ def lines_of(size: Size) -> dict[str, Line]:
     return found | others
 
 
-JOB_LINES = (
-    "resume",
-    "strict",
-    "hang",
-    "memory",
-    "collectives",
-)  # they start processes of their own
+# They start processes of their own
+JOB_LINES = ("resume", "strict", "hang", "memory", "collectives")
 
 
 def main(path: str, out: str = "") -> None:

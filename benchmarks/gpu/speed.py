@@ -211,8 +211,6 @@ def _memory_row(
         found = judge(tensors / estimate, 1 - _MEMORY_BAND, 1 + _MEMORY_BAND)
         if taken > fit.total:
             found = "above"
-        else:
-            found = found
     else:
         tensors = _profiled_peak(engine)
         figures |= {"tensor_bytes": tensors}
@@ -260,9 +258,8 @@ def measure_ratio(bench: Bench) -> list[Row]:
     model = bench.size.models[0]
     gang = bench.gang
     parallel = {"mode": "ddp", "compile": bench.on_gpu}
-    samples, why = fitting_samples(
-        bench, model, parallel, share=0.4
-    )  # both are on the device at once
+    # Both are on the device at once
+    samples, why = fitting_samples(bench, model, parallel, share=0.4)
     what = f"{model}: engine ÷ bare{' compiled' if bench.on_gpu else ''} loop"
     if not samples:
         return [Row(what=what, measured=why, verdict=NOT_RUN)]
@@ -337,9 +334,8 @@ def measure_waits(bench: Bench) -> list[Row]:
     )
     late = sum(event.name == "cudaEventSynchronize" for event in found) / steps
     on_gpu = [event for event in found if str(event.device_type).endswith("CUDA")]
-    kernels = [
-        event.time_range for event in on_gpu if not event.is_user_annotation
-    ]  # which span the gaps
+    # Which span the gaps
+    kernels = [event.time_range for event in on_gpu if not event.is_user_annotation]
     busy = busy_share((kernel.start, kernel.end) for kernel in kernels)
     if busy >= _TARGET_BUSY:
         right = judge(blocking, None, 0.0)

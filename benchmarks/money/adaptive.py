@@ -308,9 +308,7 @@ class Adaptive:
                 kind = SPOT_OR_STAY
             else:
                 kind = SPOT_OR_ON_DEMAND
-            if state.is_up(pool):
-                age = age
-            else:
+            if not state.is_up(pool):
                 age = AGE_AT_FIRST_SIGHT_HOURS
         else:
             if held:

@@ -193,12 +193,16 @@ def _bisect(
 class TightCase:
     """A course of a job whose deadline or budget is as tight as the rule allows.
 
-    Attributes: limit: "deadline_hours" or "budget_usd", of which the tightest is sought. The other
-        one is ample. adversary: Function that makes the adversary from
-        `survival.hang_floor_seconds`; None if no strike is needed. queues: The queues. admission:
-        Whether the limit is the tightest that is admitted. Otherwise the first attempt must be on
-        Spot. late_containers: As of `VirtualBatch`. Otherwise Spot capacity comes a second before
-        the first wait ends.
+    Attributes:
+        limit: "deadline_hours" or "budget_usd", of which the tightest is sought. The other one is
+            ample.
+        adversary: Function that makes the adversary from `survival.hang_floor_seconds`; None if no
+            strike is needed.
+        queues: The queues.
+        admission: Whether the limit is the tightest that is admitted. Otherwise the first attempt
+            must be on Spot.
+        late_containers: As of `VirtualBatch`. Otherwise Spot capacity comes a second before the
+            first wait ends.
     """
 
     limit: str

@@ -61,10 +61,12 @@ class JudgedForecast:
 def calibrate(data: Path, count: int) -> dict[str, Any]:
     """Compare forecasts with outcomes. Raises SimulationError if nothing can be forecast.
 
-    Returns: `bins`: (from, to, forecasts, mean forecast, share missed) in `availability`; `brier`
-        and `base_brier` (always the rate of the other zones); `dispersion`: variance over mean of
-        the losses of a day (1: independent); `parts`: (suite, zone or half, forecasts, mean
-        forecast, share missed, Brier score, that of the base rate).
+    Returns:
+        `bins`: (from, to, forecasts, mean forecast, share missed) in `availability`; `brier` and
+        `base_brier` (always the rate of the other zones); `dispersion`: variance over mean of the
+        losses of a day (1: independent);
+        `parts`: (suite, zone or half, forecasts, mean forecast, share missed, Brier score, that of
+            the base rate).
     """
     made = {suite: _forecast_suite(data, suite, count) for suite in SUITES}
     first = made["availability"]
@@ -242,9 +244,8 @@ def _stays(before: World, zone: str) -> Iterator[PoolStay]:
 
 
 def _dispersion(world: World) -> float:
-    """Return the dispersion of losses per day around hours with capacity × mean hazard:
-
-    Pearson's chi-squared.
+    """Return the dispersion of losses per day around hours with capacity × mean hazard: Pearson's
+    chi-squared.
     """
     up = world.available[0]
     tick = float(world.tick_hours[0])

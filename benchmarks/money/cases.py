@@ -227,8 +227,6 @@ def enactable(data: Path, starts: int) -> list[Case]:
     worlds = [(recorded, group) for group in regions.values()]
     if has_gangs(data):
         worlds += [("gang", (zone,)) for zone in zones_of(data, "gang")]
-    else:
-        worlds += []
     cases = []
     for name in ("adaptive", "uniform_progress", "uniform_progress_staying", "greedy", "on_demand"):
         for traces, group in worlds:

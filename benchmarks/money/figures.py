@@ -128,9 +128,7 @@ def live_limits(count: int) -> Iterator[MoneyFigure]:
         found = adversarial_job(config, seed)
         seed += 1
         refused += found is None
-        if found is None:
-            admitted += []
-        else:
+        if found is not None:
             admitted += [found]
     where = (
         f"made-up capacity, seeds 0–{seed - 1}, {refused} not admitted, "

@@ -31,12 +31,14 @@ class PoolView:
 
     Attributes:
         usd_per_hour: Price of the whole gang.
-        available: Whether the pool had capacity when it was last observed; None if it never was. Always True for an
-            on-demand pool, which starts within `State.on_demand_delay_hours`.
-        seen_at_hours: Time of the last observation; equal to `State.now_hours` if the pool was observed at this
-            decision.
-        egress_usd: Fee for moving the checkpoint to the pool's region; 0 in the checkpoint's own region.
-        transfer_hours: Duration of that move, in addition to the changeover; 0 in the checkpoint's own region.
+        available: Whether the pool had capacity when it was last observed; None if it never was.
+            Always True for an on-demand pool, which starts within `State.on_demand_delay_hours`.
+        seen_at_hours: Time of the last observation; equal to `State.now_hours` if the pool was
+            observed at this decision.
+        egress_usd: Fee for moving the checkpoint to the pool's region; 0 in the checkpoint's own
+            region.
+        transfer_hours: Duration of that move, in addition to the changeover; 0 in the checkpoint's
+            own region.
     """
 
     id: str
@@ -193,8 +195,7 @@ class Policy(Protocol):
     It may remember earlier states, but it uses no random numbers and no clock.
 
     `decide` is called once per decision, in the order of time. If the safety net replaces an
-    answer, the policy is not
-    notified: only `current` of the next state shows the result.
+    answer, the policy is not notified: only `current` of the next state shows the result.
     """
 
     def decide(self, state: State) -> Action: ...

@@ -1,6 +1,5 @@
-"""Policies of the comparison:
-
-Uniform Progress in variants, always on-demand, and an adversary of the safety net.
+"""Policies of the comparison: Uniform Progress in variants, always on-demand, and an adversary of
+the safety net.
 """
 
 from __future__ import annotations
@@ -64,10 +63,12 @@ class UniformProgress:
     returns from on-demand to spot only if it would still be ahead after two changeovers without
     work.
 
-    Args: leaves_at_once: Leave on-demand as soon as spot capacity is observed, which is stronger
-        than the published rule. failover: Try the cheapest spot pools first, and those in the
-        region used last only after all others. leaves_blind: When ahead, leave on-demand even if no
-        spot capacity is observed.
+    Args:
+        leaves_at_once: Leave on-demand as soon as spot capacity is observed, which is stronger than
+            the published rule.
+        failover: Try the cheapest spot pools first, and those in the region used last only after
+            all others.
+        leaves_blind: When ahead, leave on-demand even if no spot capacity is observed.
     """
 
     def __init__(

@@ -117,8 +117,6 @@ def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Cas
     worlds = [(recorded, (zone,)) for zone in zones] + [("gang", (zone,)) for zone in gang]
     if set(CELL_ZONES) <= set(zones):
         worlds += [(recorded, CELL_ZONES)]
-    else:
-        worlds += []
     worlds += [(recorded, zones[:4]), (recorded, zones), *([("gang", gang)] if gang else [])]
     rules = ("published", "sees-all", "enactable")
     rooms = {world: hours_of(data, *world) for world in worlds}

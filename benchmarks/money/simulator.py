@@ -38,8 +38,8 @@ class SimulatedJob:
 
     Attributes:
         changeover_hours: Paid hours from a start to the first useful work.
-        commit_interval_hours: Hours of useful work between commits; a preemption undoes the work since the last commit.
-            0 means that nothing is undone, as in the published definition.
+        commit_interval_hours: Hours of useful work between commits; a preemption undoes the work
+            since the last commit. 0 means that nothing is undone, as in the published definition.
         seed: Seed of the random on-demand delays.
     """
 
@@ -57,9 +57,10 @@ class Deviations:
 
     Attributes:
         useful_per_hour: Real speed divided by the assumed speed.
-        noticed_after_hours: Useful hours after which the job knows the real speed; infinite means never.
-        on_demand_delays: Delays in hours of the on-demand starts, in order; the last one also holds for all further
-            starts. None means random delays within the rules.
+        noticed_after_hours: Useful hours after which the job knows the real speed; infinite means
+            never.
+        on_demand_delays: Delays in hours of the on-demand starts, in order; the last one also holds
+            for all further starts. None means random delays within the rules.
     """
 
     useful_per_hour: float = 1.0
@@ -128,10 +129,11 @@ class Rules:
     Attributes:
         information: The pools whose capacity the policy observes.
         attempts: Starts that may be tried per decision; 0 means as many as there are pools.
-        probe_hours: Paid hours of a probe, a short start that only tests for capacity. None means no probes.
+        probe_hours: Paid hours of a probe, a short start that only tests for capacity. None means
+            no probes.
         drain_hours: Paid hours that it takes to leave a machine on purpose.
-        on_demand_delay_hours: Longest unpaid wait for on-demand machines. The wait of each start is uniformly
-            distributed from 0 to this value.
+        on_demand_delay_hours: Longest unpaid wait for on-demand machines. The wait of each start is
+            uniformly distributed from 0 to this value.
         probe_interval_hours: Shortest time between two probes of a pool.
     """
 

@@ -126,8 +126,9 @@ class RateEvidence:
         """Return the probability of each rate in `SETTLED_END_PER_HOUR`.
 
         Args:
-            lasting: Age in hours of the present spell when it was first observed, and its age now. None if the present
-                spell is not of the kind (with or without capacity) that this object covers.
+            lasting: Age in hours of the present spell when it was first observed, and its age now.
+                None if the present spell is not of the kind (with or without capacity) that this
+                object covers.
         """
         kept = self._kept(now_hours)
         logs = [kept * old for old in self.logs]
@@ -236,13 +237,18 @@ WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, AWAY_OR_IDLE,
 class SlackProblem:
     """Parameters of a value table. Letters refer to the formulas in the module's docstring.
 
-    Attributes: horizon_hours: Longest time to the deadline in the table. slack_hours: Largest slack
-        in the table. price_ratio: Spot price divided by on-demand price (s). reserve_hours: Slack
-        kept for redone work or a drain. again: Probability that another pool has capacity when one
-        is lost (q). blind: Whether spot is not observed while on-demand runs. away_cost_hours:
-        Extra cost of a start in another region, in hours at the on-demand price (e). away_chance:
-        Probability that another region has capacity (a). up_end_per_hour, down_end_per_hour: Rates
-        at which settled spells with and without capacity may end (λ, μ).
+    Attributes:
+        horizon_hours: Longest time to the deadline in the table.
+        slack_hours: Largest slack in the table.
+        price_ratio: Spot price divided by on-demand price (s).
+        reserve_hours: Slack kept for redone work or a drain.
+        again: Probability that another pool has capacity when one is lost (q).
+        blind: Whether spot is not observed while on-demand runs.
+        away_cost_hours: Extra cost of a start in another region, in hours at the on-demand price
+            (e).
+        away_chance: Probability that another region has capacity (a).
+        up_end_per_hour, down_end_per_hour: Rates at which settled spells with and without capacity
+            may end (λ, μ).
     """
 
     horizon_hours: float
@@ -289,10 +295,10 @@ class SlackTable:
 
     Attributes:
         slack_hours: Slack values of the grid, [slack].
-        advantages: Cost of one option minus cost of another, [kind, step, model, phase, slack]. Hours at the on-demand
-            price.
-        cost_up, cost_down: Lowest expected cost of finishing if no machine is held yet and spot is up or down, [step,
-            model, slack]. Hours at the on-demand price.
+        advantages: Cost of one option minus cost of another, [kind, step, model, phase, slack].
+            Hours at the on-demand price.
+        cost_up, cost_down: Lowest expected cost of finishing if no machine is held yet and spot is
+            up or down, [step, model, slack]. Hours at the on-demand price.
     """
 
     step_hours: float
@@ -304,7 +310,8 @@ class SlackTable:
     def corners(self, left_hours: float, slack_hours: float) -> tuple[slice, slice, Array]:
         """Find the four grid points around a state, for interpolation.
 
-        Returns: Slice of two steps, slice of two slack values, and the weights of the four points,
+        Returns:
+            Slice of two steps, slice of two slack values, and the weights of the four points,
             [step, slack].
         """
         steps = self.advantages.shape[1]
@@ -414,8 +421,9 @@ def mean_hours(settled_end: Array) -> Array:
 def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
     """Compute the probabilities of a spell's phases after `hours`.
 
-    Returns: The probabilities that it lasts, by phase before and after, [model, phase, phase]; and
-        that it ends, [model, phase, 1].
+    Returns:
+        The probabilities that it lasts, by phase before and after, [model, phase, phase]; and that
+        it ends, [model, phase, 1].
     """
     out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
     fresh = math.exp(-out * hours)

@@ -194,12 +194,10 @@ class Run:
     interval_hours: float  # work between two commits
     commits_next: bool  # whether the next step ends with a commit
     restarts: int
-    stays_after: Callable[
-        [float], bool
-    ]  # whether the attempt may stay after so many more seconds without a step
-    restarts_after: Callable[
-        [float], bool
-    ]  # whether its ranks may start again if they fail after so many seconds
+    # Whether the attempt may stay after so many more seconds without a step
+    stays_after: Callable[[float], bool]
+    # Whether its ranks may start again if they fail after so many seconds
+    restarts_after: Callable[[float], bool]
 
 
 @dataclass(frozen=True)
@@ -208,8 +206,7 @@ class Strike:
     happens.
 
     kind: "stall" (they go on), "fail" (they start again from the last commit) or "reclaim" (the
-        machine is lost).
-    for_good: whether Spot has no capacity for any later attempt.
+    machine is lost). for_good: whether Spot has no capacity for any later attempt.
     """
 
     kind: str
@@ -229,15 +226,19 @@ class VirtualBatch:
     Spot asks at each step whether it must leave, as training does
     (`ebbflow.infra.terms.Terms.why_leave`).
 
-    Attributes: up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for
-        ever. step_seconds: Time between two questions within an attempt. adversary: None reclaims
-        an attempt only when capacity ends. slowest: All takes as long as it may: starts on demand,
-        the last save of each attempt, failures on demand. late_containers: Containers on Spot are
-        made a second before the last moment that the placement allows. first_second: Time between
-        the admission of the job and its first placement. patience: Number of deadlines after which
-        the job is given up. clock: Returns the launcher's clock, given the true second. queues,
-        prices: The queues, and the prices of the plans. capacity: Like `up`, by name of a queue;
-        `up` holds for the other Spot queues.
+    Attributes:
+        up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.
+        step_seconds: Time between two questions within an attempt.
+        adversary: None reclaims an attempt only when capacity ends.
+        slowest: All takes as long as it may: starts on demand, the last save of each attempt,
+            failures on demand.
+        late_containers: Containers on Spot are made a second before the last moment that the
+            placement allows.
+        first_second: Time between the admission of the job and its first placement.
+        patience: Number of deadlines after which the job is given up.
+        clock: Returns the launcher's clock, given the true second.
+        queues, prices: The queues, and the prices of the plans.
+        capacity: Like `up`, by name of a queue; `up` holds for the other Spot queues.
     """
 
     up: Sequence[bool]

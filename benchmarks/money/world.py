@@ -39,10 +39,12 @@ _ZONE = re.compile(r"^(?P<region>[a-z]+(?:-[a-z]+)+-?\d+)-?(?P<letter>[a-z])(?:_
 class Trace:
     """Recorded machines of one zone.
 
-    Attributes: gap_seconds: Length of a tick. available: Number of available machines, [ticks].
+    Attributes:
+        gap_seconds: Length of a tick.
+        available: Number of available machines, [ticks].
         polarity: Meaning of the values in the file, "available_count" or "preempted".
         polarity_named: Whether the file or the caller named the polarity; otherwise the default is
-        assumed.
+            assumed.
     """
 
     name: str
@@ -270,8 +272,8 @@ def world_of(
     The job runs where at least `nodes` machines are available.
 
     Args:
-        prices: USD per hour and machine, [ticks], by the name of the trace. None: every spot machine costs
-            `spot_usd_per_hour`.
+        prices: USD per hour and machine, [ticks], by the name of the trace. None: every spot
+            machine costs `spot_usd_per_hour`.
     """
     if not traces:
         raise SimulationError("no traces, so there is no world to simulate")

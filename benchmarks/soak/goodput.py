@@ -32,9 +32,8 @@ def time_shares(events: Sequence[Event]) -> dict[str, float]:
     for event in events:
         if event.name == PHASE:
             name = str(event.data["class"])
-            incomplete = (
-                name == LedgerClass.USEFUL_STEP
-            )  # a phase has the time of a step that never completed
+            # A phase has the time of a step that never completed
+            incomplete = name == LedgerClass.USEFUL_STEP
             seconds[LedgerClass.REDONE_STEP if incomplete else name] += float(event.data["seconds"])
     ranks = {event.rank for event in events if event.name == STEP}
     began = min((event.t_mono for event in events if event.name == NODE_STARTED), default=0.0)

@@ -70,9 +70,8 @@ def file_system(folder: Path) -> str:
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, mounted, *_ = line.split()
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(
-            best
-        ):  # a later mount hides an earlier one on the same place
+        # A later mount hides an earlier one on the same place
+        if inside and len(mount) >= len(best):
             best = mount
             kind = mounted
     return kind

@@ -61,9 +61,8 @@ def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dic
     cpu = {name: _mean([_column(rank[name], "cpu_seconds") for rank in ranks]) for name in ranks[0]}
     figures = {}
     for name, laps in ranks[0].items():
-        steps = laps[-1]["steps"] // (
-            len(laps) + 1
-        )  # each lap has as many, and the warm-up lap too
+        # Each lap has as many, and the warm-up lap too
+        steps = laps[-1]["steps"] // (len(laps) + 1)
         figures[name] = {
             "tokens_per_second": spread([tokens_per_step * steps / lap for lap in seconds[name]]),
             "milliseconds_per_step": spread([1e3 * lap / steps for lap in seconds[name]]),
@@ -92,9 +91,8 @@ def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ranks[0]["contestants"]:
         of_ranks = [rank["contestants"][name] for rank in ranks]
         blocked = _slowest([rank["blocked"] for rank in of_ranks])
-        restore = _slowest(
-            [rank["restore"] for rank in of_ranks]
-        )  # empty where another contestant reads the same
+        # Empty where another contestant reads the same
+        restore = _slowest([rank["restore"] for rank in of_ranks])
         durable = of_ranks[0]["durable"]
         first = max(rank["cold"][0] for rank in of_ranks)
         figures["contestants"][name] = {

@@ -49,9 +49,8 @@ class _Samples:
         if not self._decode:
             time.sleep(self._seconds)
             return torch.rand(3, 64, 64)
-        end = (
-            time.thread_time() + self._seconds
-        )  # processor time, so that other work does not shorten it
+        # Processor time, so that other work does not shorten it
+        end = time.thread_time() + self._seconds
         while time.thread_time() < end:
             torch.rand(3, 64, 64)
         return torch.rand(3, 64, 64)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 @dataclass(frozen=True, kw_only=True)
 class Lap:
     """seconds and cpu_seconds (of this rank, all its threads): of the steps of this lap. steps:
-    taken since the start.
-    loss: of the last step, mean over all ranks."""
+    taken since the start. loss: of the last step, mean over all ranks."""
 
     seconds: float
     cpu_seconds: float

@@ -106,9 +106,8 @@ class _Step:
 
 def measure_overhead(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     """`steps`: by contestant, seconds by round; in each round every contestant takes a step, each
-    begins with another.
-    `parts`: microseconds of each part where it is called again and again, with warm caches.
-    Collective."""
+    begins with another. `parts`: microseconds of each part where it is called again and again, with
+    warm caches. Collective."""
     heartbeat = Heartbeat.create(Path(task["folder"]) / f"heartbeat-overhead-{gang.rank}")
     step = _Step(task["step_seconds"], gang, heartbeat, RunConfig.model_validate(task["config"]))
     names = [BARE, WATCHED, GLOO, GUARDED]

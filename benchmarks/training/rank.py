@@ -1,6 +1,5 @@
-"""One rank that measures, as a process:
-
-`python -m benchmarks.training.rank TASK.json`, with torchrun's environment.
+"""One rank that measures, as a process: `python -m benchmarks.training.rank TASK.json`, with
+torchrun's environment.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ from ebbflow.training.checkpoint.reader import read_manifest
 from ebbflow.training.errors import TrainingError
 
 _WIDTH = 2048
-_BYTES_PER_LAYER = 12 * (
-    _WIDTH * _WIDTH + _WIDTH
-)  # float32 weight, bias, and AdamW's two moments of each
+# Float32 weight, bias, and AdamW's two moments of each
+_BYTES_PER_LAYER = 12 * (_WIDTH * _WIDTH + _WIDTH)
 _RANGE_BYTES = 16 * 2**20
 _LOCAL_THREADS = (1, 2, 4)
 _REMOTE_THREADS = (4, 8, 16)

@@ -63,9 +63,8 @@ class CommitSaver:
             deadline_seconds=300,
             retention=RetentionPolicy(keep_last=1),
         )
-        self._checkpointer.prepare(
-            model, optimizer
-        )  # as a trainer does at its start, long before the first save
+        # As a trainer does at its start, long before the first save
+        self._checkpointer.prepare(model, optimizer)
 
     def save(self, step: int) -> None:
         self._checkpointer.save(step, self._model, self._optimizer, {"cursor": step})
@@ -95,9 +94,8 @@ class DcpSaver:
         self._folder = folder
         self._model = model
         self._optimizer = optimizer
-        self._group = dist.new_group(
-            backend="gloo"
-        )  # DCP's own, as async_save works beside training's collectives
+        # DCP's own, as async_save works beside training's collectives
+        self._group = dist.new_group(backend="gloo")
         self._step: int | None = None
         self._obsolete: int | None = None
 

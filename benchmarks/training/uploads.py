@@ -149,8 +149,9 @@ _SECONDS = 300.0
 def compare_clients(part_bytes: int, parts: int, rounds: int) -> dict[str, Any]:
     """Upload one object by each client in turn, `rounds` times after a round that is not counted.
 
-    Returns: For each client the laps as (wall seconds, processor seconds of this process); the
-        server is another process.
+    Returns:
+        For each client the laps as (wall seconds, processor seconds of this process); the server is
+        another process.
     """
     size = part_bytes * parts
     with (

@@ -50,9 +50,9 @@ def apportion(
 
     Args:
         decimals: Number of decimals to round to.
-        total: The rounded sum, if it is already known. Pass it if the same total is split in several ways. A Decimal
-            sum depends on the order of its amounts in the 28th digit, so a total half-way between two units could
-            otherwise round differently each time.
+        total: The rounded sum, if it is already known. Pass it if the same total is split in
+            several ways. A Decimal sum depends on the order of its amounts in the 28th digit, so a
+            total half-way between two units could otherwise round differently each time.
     """
     unit = Decimal(1).scaleb(-decimals)
     floors = [_quantize(amount, decimals, ROUND_FLOOR) for amount in amounts]

@@ -94,8 +94,9 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
     Args:
         delivery: Index of this file, if several report files are read together.
 
-    Raises: BillError: The file is unreadable or invalid. The message has file:line, the column and
-        the problem.
+    Raises:
+        BillError: The file is unreadable or invalid. The message has file:line, the column and the
+            problem.
     """
     if path.suffix == ".parquet":
         rows = _parquet_rows(path)
@@ -224,9 +225,8 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
 
 def _read_text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
-    if (
-        value is None or value != value
-    ):  # pandas has NaN for an empty cell, which differs from itself
+    # Pandas has NaN for an empty cell, which differs from itself
+    if value is None or value != value:
         return ""
     return str(value).strip()
 
@@ -297,8 +297,9 @@ class RepeatFilter:
 
         The filter remembers the line for later calls.
 
-        Raises: BillError: An earlier line has the same id, time, resource and types, but another
-            amount or cost.
+        Raises:
+            BillError: An earlier line has the same id, time, resource and types, but another amount
+                or cost.
         """
         use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
         name = (line.line_id, *map(str, use))

@@ -61,14 +61,12 @@ class MeteredInstance:
     """Use of one instance by a job, according to the job's events."""
 
     instance_id: str
-    machine: dict[
-        str, Any
-    ]  # properties of the machine that the agent recorded, such as its zone and type
+    # Properties of the machine that the agent recorded, such as its zone and type
+    machine: dict[str, Any]
     market: str
     lost_ends: int  # number of nodes on the instance whose end no event records
-    pieces: list[
-        PaidPiece
-    ]  # charged intervals: the time of the nodes, idle pauses and the minimum charge
+    # Charged intervals: the time of the nodes, idle pauses and the minimum charge
+    pieces: list[PaidPiece]
     offset: float = 0.0  # seconds by which the agent's clock is behind the bill's clock
 
     @property
@@ -256,8 +254,8 @@ def match_instance(
     `billed.elsewhere_usd`.
 
     Args:
-        others: (start, end) in Unix seconds of each use of the instance by another job. The function extends this list
-            by the uses that it finds in the bill's tags.
+        others: (start, end) in Unix seconds of each use of the instance by another job. The
+            function extends this list by the uses that it finds in the bill's tags.
     """
     _set_aside(metered, billed, others, job)
     if not billed.hours:
@@ -276,9 +274,8 @@ def match_instance(
         if residual <= 0.2 * _residual(hours):
             hours = _match_hours(metered, billed, explained, offset)
             metered.offset = offset
-    if any(
-        hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours
-    ):  # the instance kept running, so it did not end late
+    # The instance kept running, so it did not end late
+    if any(hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours):
         certain = [one for one in explained if one[0] != "ended later"]
         hours = _match_hours(metered, billed, certain, metered.offset)
     return hours
@@ -301,9 +298,8 @@ def _set_aside(
         early = end <= metered.start and (metered.was_warm or metered.uptime_seconds is None)
         theirs = bool(hour.tags) and job not in hour.tags
         used = sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)
-        if (
-            theirs and start >= metered.end
-        ):  # the other job kept it running, also before the tag changed
+        # The other job kept it running, also before the tag changed
+        if theirs and start >= metered.end:
             others.append((metered.end, start))
         if early or theirs or (used and used + HOUR_TOLERANCE_SECONDS >= hour.seconds):
             billed.elsewhere_usd += hour.usd
@@ -325,9 +321,8 @@ def _explanations(
         metered.start,
     )
     yield from (("another job", *interval) for interval in others)
-    if (
-        billed.seconds <= MINIMUM_SECONDS
-    ):  # the uptime was not recorded, so the ledger may have missed a minimum charge
+    # The uptime was not recorded, so the ledger may have missed a minimum charge
+    if billed.seconds <= MINIMUM_SECONDS:
         seconds = metered.seconds_between(metered.start, end)
         yield "minimum charge", end, end + max(0.0, MINIMUM_SECONDS - seconds - uptime)
     lost = metered.lost_ends * LOST_SECONDS

@@ -186,9 +186,8 @@ def load_catalogue(
 
 
 def efa_interfaces(instance_type: str, most: int) -> int:
-    """Return how many EFA interfaces a node of a gang asks for:
-
-    `most`, or fewer if its type is known to have fewer.
+    """Return how many EFA interfaces a node of a gang asks for: `most`, or fewer if its type is
+    known to have fewer.
     """
     return min([most, *(kind.efa for kind in load_catalogue().types if kind.name == instance_type)])
 
@@ -404,9 +403,8 @@ class Rates:
     """List prices. A missing key means that a price is not on record."""
 
     regions: Mapping[str, RegionRates]  # prices of storage and requests by region
-    egress: Mapping[
-        tuple[str, str], float
-    ]  # price of transfer by (from region, to region), in USD per GB
+    # Price of transfer by (from region, to region), in USD per GB
+    egress: Mapping[tuple[str, str], float]
 
     def egress_usd_per_gb(self, source: str, target: str) -> float | None:
         """Return the price of transfer between two regions in USD per GB; 0 within a region, None

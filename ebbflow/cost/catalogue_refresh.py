@@ -57,9 +57,8 @@ class Hardware:
     gpu_memory_mib: int  # memory of one GPU
     vcpu: int
     ram_gib: float
-    network_gbps: (
-        float | None
-    )  # baseline bandwidth of all network cards together; None if EC2 states none
+    # Baseline bandwidth of all network cards together; None if EC2 states none
+    network_gbps: float | None
     efa: int
 
 
@@ -382,8 +381,8 @@ def refresh_catalogue(
     """Update all tables from AWS. Write them only after all answers have arrived.
 
     Args:
-        client: Function that creates the client for (service, region). None means a botocore client with its usual
-            credentials.
+        client: Function that creates the client for (service, region). None means a botocore client
+            with its usual credentials.
         read_advisor: Function that returns the spot advisor's JSON. None means a download from AWS.
 
     Raises:

@@ -296,9 +296,7 @@ def check_team_budget(context: PreflightContext) -> CheckFinding:
     name = context.job or ""
     mine = config_money(name, context.config, now)
     before = next((record.money for record in records if record.money.job == name), None)
-    if before is None:
-        mine = mine
-    else:
+    if before is not None:
         mine = replace(mine, spent=before.spent)
     others = [record for record in records if record.money.job != name]
     running = [other.money for other in others if other.state == RUNNING]

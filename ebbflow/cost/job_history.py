@@ -249,9 +249,8 @@ class JobHistory:
     # generations on Spot by (instance type, region, zone). Zone None lists all generations of the
     # region.
     stays: Mapping[Place, Sequence[PoolStay]] = field(default_factory=dict)
-    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(
-        default_factory=dict
-    )  # measured speeds by instance type
+    # Measured speeds by instance type
+    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, jobs: Iterable[JobMeasurements]) -> JobHistory:

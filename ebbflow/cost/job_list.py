@@ -57,9 +57,8 @@ class TeamJob:
     state: str
     owner: str = ""
     forecast_usd: float | None = None  # estimated dollars of the whole job; None if unknown
-    rows: tuple[dict[str, str], ...] = field(
-        default=(), repr=False
-    )  # the job's charges as FOCUS rows (`cost.focus`)
+    # The job's charges as FOCUS rows (`cost.focus`)
+    rows: tuple[dict[str, str], ...] = field(default=(), repr=False)
     # for a waiting job, a text that says whether it may start, and why; empty for other jobs
     words: str = ""
 

@@ -45,8 +45,8 @@ def find_job_uri(job: str, store: str | None = None) -> str:
 
     Args:
         job: A URI, a folder, or the name of a job.
-        store: URI or folder of the store. With None, search this machine's folder of runs, which records the stores of
-            its jobs.
+        store: URI or folder of the store. With None, search this machine's folder of runs, which
+            records the stores of its jobs.
 
     Raises:
         ReportError: There are no events. The message lists the places that were searched.
@@ -134,8 +134,9 @@ def find_running_launcher(
 ) -> dict[str, Any] | None:
     """Find the launcher that is running the job, from its claim in the store (`infra.launchers`).
 
-    Returns: The launcher as JSON values. None if no launcher is running, or if the job is completed
-        and its launcher only writes the report.
+    Returns:
+        The launcher as JSON values. None if no launcher is running, or if the job is completed and
+        its launcher only writes the report.
 
     Raises:
         ReportError: There are no events of the job.
@@ -196,11 +197,15 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
 
     If no report was written or the job is running, build it from the events.
 
-    Args: uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine
-        knows, or "latest". fresh: Build the report from the events even if a report was written.
+    Args:
+        uri: A report.json, the folder or s3:// URI of a job, the name of a job that this machine
+            knows, or "latest".
+        fresh: Build the report from the events even if a report was written.
 
-    Raises: ReportError: There is neither a report nor events. The message lists the places that
-        were searched. StoreError: The store does not answer.
+    Raises:
+        ReportError: There is neither a report nor events. The message lists the places that were
+            searched.
+        StoreError: The store does not answer.
     """
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
@@ -216,9 +221,8 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
         except ObjectNotFound:
             pass  # the job died before it wrote a report
     content = read_job_log(uri, store)
-    if (
-        running is not None
-    ):  # the events show whether the job is completed and only its report is missing
+    # The events show whether the job is completed and only its report is missing
+    if running is not None:
         running = find_running_launcher(uri, content.events, store)
     return build_report(content.events, running=running, damage=content.damage)
 
@@ -241,7 +245,8 @@ def get_cheapest_suitable_instance(
     The lowest price per hour is not always the lowest cost: a slow GPU at half the price may cost
     more.
 
-    Returns: A dict with instance_type, nodes, market, region, zone, usd_per_hour and
+    Returns:
+        A dict with instance_type, nodes, market, region, zone, usd_per_hour and
         on_demand_usd_per_hour (of one node), savings_percent (None without an on-demand price),
         price_kind, expected_hours and expected_usd.
 
@@ -281,12 +286,14 @@ def get_accumulated_cost(
 
     Args:
         job: The events, or the folder or s3:// URI of the job.
-        history: Spot price changes in addition to those in the events. If it is empty, a pool without price changes in
-            the events has the plan's price.
+        history: Spot price changes in addition to those in the events. If it is empty, a pool
+            without price changes in the events has the plan's price.
 
-    Raises: ReportError: There are no events, or `history` is given but has no prices for the pool
-        of a spot node. LedgerError: The events contradict each other. StoreError: The store does
-        not answer.
+    Raises:
+        ReportError: There are no events, or `history` is given but has no prices for the pool of a
+            spot node.
+        LedgerError: The events contradict each other.
+        StoreError: The store does not answer.
     """
     if isinstance(job, str):
         events = read_events(_open(job))

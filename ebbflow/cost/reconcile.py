@@ -184,9 +184,10 @@ def reconcile(
     of a Batch job to its EC2 instances. Within an hour the gap is split first by price, then by
     time. Amounts without evidence of a cause are reported as unexplained.
 
-    Args: lines: All lines of the account's bill. They are read once and not stored in memory.
+    Args:
+        lines: All lines of the account's bill. They are read once and not stored in memory.
         others: Events of other jobs, which may have used the same instances before or after this
-        one.
+            one.
 
     Raises:
         LedgerError: The events contradict each other.

@@ -307,13 +307,14 @@ def replay(
     The difference between measured and predicted dollars shows how well the model fits this run.
 
     Args:
-        pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot use1-az4"; None for the pool
-            of the run.
+        pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot
+            use1-az4"; None for the pool of the run.
         usd_per_hour: Dollars per hour of one node, in place of recorded prices.
         interval_steps: Steps between two checkpoints; None for the interval of the run.
         interruptions: Whether the recorded interruptions happen in the replay.
 
-    Returns: JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and
+    Returns:
+        JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and
         redone steps.
 
     Raises:

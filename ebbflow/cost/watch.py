@@ -143,8 +143,9 @@ class LivePage:
 
     The page is rendered again when the job's event log has grown.
 
-    Args: launcher: The launcher that is known to run the job, as JSON values; None to look up its
-        claim in the store.
+    Args:
+        launcher: The launcher that is known to run the job, as JSON values; None to look up its
+            claim in the store.
     """
 
     def __init__(
@@ -160,10 +161,8 @@ class LivePage:
         self._built = b""
         self._due = 0.0
         self._earlier: list[RunReport] = []
-        self._logs: tuple[int, list[LogLine]] = (
-            -1,
-            [],
-        )  # ended generations when they were read, and the lines
+        # Ended generations when they were read, and the lines
+        self._logs: tuple[int, list[LogLine]] = (-1, [])
         self._damage: Sequence[Damage] = ()  # of the ended job
         self._problem = "waiting for the job's first event"
 
@@ -211,9 +210,8 @@ class LivePage:
             running = None
         else:
             running = self._launcher or find_running_launcher(self.job, events, self._store)
-        if (
-            running is None and not self.ended
-        ):  # once: a damaged part of the log may also be a missing one
+        # Once: a damaged part of the log may also be a missing one
+        if running is None and not self.ended:
             self._damage = self._find_damage(self._follower.count)
         if running is None:
             damage = self._damage
@@ -229,9 +227,8 @@ class LivePage:
         """Return the damage to the log of an ended job: that in its report if all of `count` events
         are in it too.
         """
-        with contextlib.suppress(
-            StoreError, ValueError, KeyError, TypeError, AttributeError
-        ):  # no report of this kind
+        # No report of this kind
+        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(self._job_store.get("report.json") if self._job_store else "")[
                 "events"
             ]
@@ -367,9 +364,8 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="keep this HTML file current instead",
     )
-    parser.add_argument(
-        "--parent", type=int, default=0, help=argparse.SUPPRESS
-    )  # the launcher, which runs the job
+    # The launcher, which runs the job
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.set_defaults(run=_watch)
 
 

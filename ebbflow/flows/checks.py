@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 # Checks that need a network and still run before anything is submitted to AWS Batch.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
-_OF_BACKENDS = {
-    "aws-": "batch",
-    "kubernetes-": "kubernetes",
-}  # prefixes of the ids of a backend's checks
+# Prefixes of the ids of a backend's checks
+_OF_BACKENDS = {"aws-": "batch", "kubernetes-": "kubernetes"}
 
 
 def all_checks() -> list[Check]:
@@ -67,9 +65,11 @@ def run_all_checks(
 ) -> list[CheckResult]:
     """Run the preflight checks and return their results.
 
-    Args: quick_only: run only the checks that take well under a second, and a few slower ones that
-        every launch needs. target: backend of the run. Checks for other backends are left out. None
-        means that no checks are left out.
+    Args:
+        quick_only: run only the checks that take well under a second, and a few slower ones that
+            every launch needs.
+        target: backend of the run. Checks for other backends are left out. None means that no
+            checks are left out.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

@@ -43,17 +43,13 @@ _RUN_ID = re.compile(r"\(run-id ([^)]+)\)")
 _PROGRESS = re.compile(r"step (\d+)/(\d+) [·|] ")  # with "|", if the locale is ASCII
 _CHECK = re.compile(r"(ok|skip|warn|FAIL)  +\S")
 _MOST_UNSEEN = 200
-_HEADLINE = re.compile(
-    r"<flow .*> failed:$|This attempt ended:$"
-)  # Metaflow's, above the message of a failed task
+# Metaflow's, above the message of a failed task
+_HEADLINE = re.compile(r"<flow .*> failed:$|This attempt ended:$")
 _PLAN_MARKS = "┌│└+|"  # each line of the full plan begins with one
-_QUIET_STEPS = frozenset(
-    {"_parameters", "fan_out", "join", "end"}
-)  # technical steps, shown only if they fail
-_LOOK_SECONDS = {
-    True: 2.0,
-    False: 10.0,
-}  # between two looks at the event log: in a local folder, elsewhere
+# Technical steps, shown only if they fail
+_QUIET_STEPS = frozenset({"_parameters", "fan_out", "join", "end"})
+# Between two looks at the event log: in a local folder, elsewhere
+_LOOK_SECONDS = {True: 2.0, False: 10.0}
 _LINES_OF_A_TASK = 12  # lines of user code shown per task; all are in the log
 
 
@@ -84,8 +80,8 @@ class RunView:
     Args:
         job: name of the job; "" if it is named after its run.
         fancy: draw a live bar with rich; otherwise print plain lines.
-        ask: whether to ask the user for permission to spend money after the plan is shown. With "resume", show the plan
-            of the resumed run and ask at the start.
+        ask: whether to ask the user for permission to spend money after the plan is shown. With
+            "resume", show the plan of the resumed run and ask at the start.
     """
 
     def __init__(
@@ -312,19 +308,15 @@ class RunView:
 
     def _show_events(self) -> None:
         found: list[Event] = []
-        with (
-            contextlib.suppress(InfraError),
-            self._looking,
-        ):  # the next look may read what this one cannot
+        # The next look may read what this one cannot
+        with contextlib.suppress(InfraError), self._looking:
             if self._follower is None and (store := self._store()) is not None:
                 self._follower = LogFollower(store, wanted=_is_shown)
             for new in () if self._follower is None else self._follower.read_new():
                 found += new
         for event in sorted(found, key=lambda event: event.t_wall):
-            with (
-                self._lock,
-                contextlib.suppress(InfraError, KeyError, TypeError, ValueError),
-            ):  # of another version
+            # Of another version
+            with self._lock, contextlib.suppress(InfraError, KeyError, TypeError, ValueError):
                 if event.t_wall >= self._since:
                     self._happened(event)
 
@@ -551,9 +543,8 @@ class _Lines(io.TextIOBase):
         self._rest = ""
 
     def write(self, text: str) -> int:
-        if not isinstance(
-            text, str
-        ):  # click tries bytes to find out whether a stream is one of text
+        # Click tries bytes to find out whether a stream is one of text
+        if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         *lines, self._rest = f"{self._rest}{text}".split("\n")
         for line in lines:
@@ -656,9 +647,8 @@ def show_run(view: RunView, flow_class: type) -> bool:
     """
     from metaflow.parameters import flow_context
 
-    with flow_context(
-        flow_class
-    ):  # else the command line lacks the options of its decorators, such as --branch
+    # Else the command line lacks the options of its decorators, such as --branch
+    with flow_context(flow_class):
         from metaflow import cli
 
     if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):

@@ -101,9 +101,8 @@ def _init_decorator(mutable_step: Any, name: str) -> None:
 
 
 def _decorator_names(mutable_step: Any) -> set[str]:
-    return {
-        name for name, *_ in mutable_step.decorator_specs
-    }  # some releases have no `has_decorator`
+    # Some releases have no `has_decorator`
+    return {name for name, *_ in mutable_step.decorator_specs}
 
 
 def training_backend(flow: Any) -> Target | None:
@@ -122,9 +121,8 @@ def package_sources() -> Callable[[type], Any]:
     checkout, `examples`.
     """
     folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
-    folders = [
-        folder for folder in folders if folder.is_dir()
-    ]  # a code package may lack `examples`
+    # A code package may lack `examples`
+    folders = [folder for folder in folders if folder.is_dir()]
     if not OWN:
         return metaflow.package_sources(
             [(str(folder), folder.name) for folder in folders], suffixes=list(_SUFFIXES)
@@ -143,9 +141,8 @@ def packaged_files() -> Iterator[tuple[str, str]]:
     Yields no files if Metaflow has `@package_sources`, which then adds them.
     """
     for folder in _SHIPPED:
-        for parent, _, names in sorted(
-            os.walk(folder, followlinks=True)
-        ):  # a checkout has links to the packages
+        # A checkout has links to the packages
+        for parent, _, names in sorted(os.walk(folder, followlinks=True)):
             for path in (Path(parent, name) for name in sorted(names)):
                 if path.suffix in _SUFFIXES:
                     yield str(path), str(path.relative_to(folder.parent))
@@ -334,9 +331,8 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
     """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the
     values of @batch.
     """
-    from ebbflow.cost.catalogue import (
-        efa_interfaces,
-    )  # the flow file, which every card refresh imports, imports this
+    # The flow file, which every card refresh imports, imports this
+    from ebbflow.cost.catalogue import efa_interfaces
 
     placement = order.placement or {}
     batch = config["batch"]
@@ -361,9 +357,8 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
             options[option] = value
     tags = [f"{key}={value}" for key, value in sorted(batch["tags"].items())]
     options["aws-batch-tag"] = [*(options.get("aws-batch-tag") or []), *tags]
-    if (
-        "num-parallel" in options
-    ):  # one node is a plain job, since Batch runs no multi-node job on Spot
+    # One node is a plain job, since Batch runs no multi-node job on Spot
+    if "num-parallel" in options:
         options["num-parallel"] = str(order.nodes if order.nodes > 1 else 0)
 
 

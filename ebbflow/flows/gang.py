@@ -121,9 +121,8 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 
     Returns None if there is no such number.
     """
-    from ebbflow.infra.checks.gpu import (
-        visible_gpus,
-    )  # not at module level, since it imports all checks
+    # Not at module level, since it imports all checks
+    from ebbflow.infra.checks.gpu import visible_gpus
 
     if config.cluster.device == "cpu":
         most = 0
@@ -159,9 +158,8 @@ def end_stopped_tasks(
     done = done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
         tasks = [pid for pid in children(launcher) if _is_local_task(pid)]
-        tasks += [
-            pid for task in tasks for pid in children(task) if _is_local_task(pid)
-        ]  # other nodes
+        # Other nodes
+        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]
         for pid, seconds in watched.look(tasks).items():
             text = (
                 f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: killed, to "
@@ -241,9 +239,8 @@ def _run_node(
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"a new attempt would not help: {error}")
-        if node == 0 and not isinstance(
-            error, GangError
-        ):  # the gang has recorded a GangError already
+        # The gang has recorded a GangError already
+        if node == 0 and not isinstance(error, GangError):
             record_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # the other nodes go on

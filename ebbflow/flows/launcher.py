@@ -119,9 +119,8 @@ class _Launch:
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # nohup ignores it
+            # Nohup ignores it
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._leave)
 
     def claim_job(
@@ -298,9 +297,8 @@ def prepare(module_name: str) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, end_with_descendants)
-    elif at is not None and sys.argv[at + 1 : at + 2] == [
-        "step"
-    ]:  # `batch step` first terminates its Batch job
+    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:
+        # `batch step` first terminates its Batch job
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
     root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
@@ -657,10 +655,13 @@ def finish_job(
 
     If the run died before writing a report, write the report first.
 
-    Args: code: Metaflow's exit code. started: Unix time at which the run began. asked: whether a
-        signal asked the run to exit. If so, return `code`, unless the job completed in this run.
+    Args:
+        code: Metaflow's exit code.
+        started: Unix time at which the run began.
+        asked: whether a signal asked the run to exit. If so, return `code`, unless the job
+            completed in this run.
         width: width in columns of a short summary to print instead of the whole report; None: print
-        the report.
+            the report.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import describe_rehearsal, render, render_closing
@@ -682,9 +683,7 @@ def finish_job(
             write_to_stderr("interrupted before anything was recorded")
             return code
         # If nothing was recorded, Metaflow's exit code is more specific than the error's.
-        if asked or (code and isinstance(error, ReportError)):
-            code = code
-        else:
+        if not (asked or (code and isinstance(error, ReportError))):
             code = error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)

@@ -72,9 +72,8 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
     Without a metadata service, known faults of Metaflow break runs on AWS Batch. Ebbflow fixes them
     or refuses the run.
     """
-    from ebbflow.infra.checks.batch import (
-        skip_reason,
-    )  # not at module level, since every task imports this
+    # Not at module level, since every task imports this
+    from ebbflow.infra.checks.batch import skip_reason
 
     if reason := skip_reason(context):
         return skipped(reason)

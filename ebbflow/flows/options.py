@@ -69,8 +69,6 @@ def check_run_options(options: list[str]) -> list[str]:
                 # a script's are not known yet
                 if loaded.config.script:
                     steps = sys.maxsize
-                else:
-                    steps = steps
                 fault.check(max_steps=steps, nodes=nodes, world_size=nodes * processes)
         if known.job:
             check_job_name(known.job)
@@ -227,9 +225,8 @@ def _check_continuation(job: str, config: RunConfig) -> None:
     try:
         document = json.loads(store.get("config.json"))
         before = document.get("config", document)
-        with contextlib.suppress(
-            ValidationError
-        ):  # if another version wrote it, compare it as it is
+        # If another version wrote it, compare it as it is
+        with contextlib.suppress(ValidationError):
             before = RunConfig.model_validate_json(json.dumps(before)).model_dump(mode="json")
     except (ValueError, AttributeError) as error:
         _refuse(

@@ -131,9 +131,8 @@ def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> 
         efa = efa_interfaces(placement["instance_type"], config["batch"]["efa_interfaces"])
     else:
         efa = 0
-    own = KubernetesConfig.model_validate(
-        config.get("kubernetes") or {}
-    )  # absent in the run of an older release
+    # Absent in the run of an older release
+    own = KubernetesConfig.model_validate(config.get("kubernetes") or {})
     options.update(
         {
             "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods

@@ -102,9 +102,8 @@ class TrainFlow(FlowSpec):
     def start(self):
         """Name the job (a job can have several runs), and record its configuration."""
         self.job = self.job_name or current.run_id
-        self.config_sources = self.settings[
-            "sources"
-        ]  # source of each value: default, file:line, environment or --set
+        # Source of each value: default, file:line, environment or --set
+        self.config_sources = self.settings["sources"]
         steps.begin_job(self)
         self.next(self.preflight)
 

@@ -34,9 +34,8 @@ from ebbflow.infra.rank_logs import JobPlace, LogLine, find_job, read_logs, unkn
 from ebbflow.infra.store import Store
 
 LARGEST_BYTES = 20_000_000
-_LARGEST_FILE_BYTES = (
-    64 * 1024 * 1024
-)  # of a larger file, such as the events of a long job, the end is read
+# Of a larger file, such as the events of a long job, the end is read
+_LARGEST_FILE_BYTES = 64 * 1024 * 1024
 _LINES_OF_A_RANK = 2000
 _PROBE_SECONDS = 20.0
 _STORE_PREFIXES = ("generations", "launchers", "overrides", "permits", "quarantine", "events")
@@ -85,8 +84,9 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
 
     The number of lines stays the same.
 
-    Args: own: secret values of this machine's environment, from `secret_values`. Every occurrence
-        is replaced.
+    Args:
+        own: secret values of this machine's environment, from `secret_values`. Every occurrence is
+            replaced.
 
     Returns:
         The redacted text, and the number of secrets that were replaced.

@@ -83,8 +83,10 @@ class EventLog:
 
         at: (Unix time, monotonic time) of an event in the past; None for now.
 
-        Raises: StoreError: with `flush`, the event was not durable within 10 s. It stays in memory
-            and is retried. TypeError: the data cannot be written as JSON.
+        Raises:
+            StoreError: with `flush`, the event was not durable within 10 s. It stays in memory and
+                is retried.
+            TypeError: the data cannot be written as JSON.
         """
         shared = {key: value for key, value in vars(self.origin).items() if key != "process"}
         t_wall, t_mono = at or (time.time(), time.monotonic())

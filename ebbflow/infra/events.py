@@ -334,9 +334,8 @@ _FIELDS = {
     **dict.fromkeys(("t_wall!", "t_mono!"), float),
     "data": dict,
 }
-_OF_FLOW_STEPS = frozenset(
-    {PLACED, BATCH_SUBMITTED}
-)  # their `step` is the name of a step of the flow
+# Their `step` is the name of a step of the flow
+_OF_FLOW_STEPS = frozenset({PLACED, BATCH_SUBMITTED})
 _LARGEST_FLOAT = 1e30
 _LARGEST_INT = 2**63
 _LARGEST_SECONDS = 1e11  # some thousand years: a longer time or duration is damage
@@ -556,9 +555,8 @@ def _compile_shape(shape: Any) -> Callable[[Any], str]:
 
 
 _FITS: dict[Any, Callable[[Any], bool]] = {
-    float: lambda value: (
-        type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT
-    ),  # never true of NaN
+    # Never true of NaN
+    float: lambda value: type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT,
     int: lambda value: type(value) is int and abs(value) < _LARGEST_INT,
     object: lambda value: True,
     None: lambda value: value is None,
@@ -749,8 +747,6 @@ def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None 
             )
     if probe.get("mtu"):
         parts += [f"MTU {probe['mtu']:,}"]
-    else:
-        parts += []
     offset = probe.get("clock_offset_seconds")
     if offset is not None:
         parts.append(f"clocks within {abs(offset) * 1e3:,.0f} ms")

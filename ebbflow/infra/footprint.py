@@ -347,9 +347,8 @@ def rank_bytes(
     one = whole / blocks
     again = one - kept / blocks  # activations of the recomputed block
     if config.parallel.recompute != "none":
-        kept += (
-            one * STREAM_FLOATS / shape.block_floats
-        )  # the inputs of the head and of the recomputed block
+        # The inputs of the head and of the recomputed block
+        kept += one * STREAM_FLOATS / shape.block_floats
     logits = shape.logits_bytes_per_sample
     chunk = config.training.loss_chunk_tokens
     first = early
@@ -358,17 +357,15 @@ def rank_bytes(
             first = max(early, FLOAT32_BYTES * config.model.vocab_size * config.model.hidden_size)
         logits = min(logits, logits * chunk / (shape.tokens_per_sample * max(1, samples)))
     elif config.parallel.recompute == "selective" and logits:
-        logits += int(
-            logits / 3 * _compute_share(config)
-        )  # the output of the head's matrix product is kept too
+        # The output of the head's matrix product is kept too
+        logits += int(logits / 3 * _compute_share(config))
     moments = [
         (first, samples * kept, float(samples * logits)),
         (early, samples * (kept + again + backward), 0.0),
         (gradients, samples * (one + backward), 0.0),
     ]
-    if (
-        shape.kind == "measured"
-    ):  # its activations include the loss; the parts of backward are unknown
+    # Its activations include the loss; the parts of backward are unknown
+    if shape.kind == "measured":
         moments = [(gradients, samples * (kept + again), float(samples * logits))]
     held, activations, logits_held = max(moments, key=sum)
     return RankBytes(

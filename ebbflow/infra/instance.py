@@ -97,9 +97,8 @@ class MetadataService:
             body = b""
             while len(body) < _LARGEST_ANSWER and (piece := answer.read1(4096)):
                 body += piece
-                if (
-                    time.monotonic() > limit
-                ):  # an answer that arrives byte by byte has the same deadline
+                # An answer that arrives byte by byte has the same deadline
+                if time.monotonic() > limit:
                     raise TimeoutError("an answer that does not end")
             return answer.status, body.decode("utf-8", "replace").strip()
         finally:
@@ -177,12 +176,10 @@ def identify_machine(
     system: the folder that contains /proc and /sys. deadline_seconds: limit for all requests
         together.
     """
-    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[
-        0
-    ]  # a multi-node job has "<job>#<node>"
-    if pod := environment.get(
-        "METAFLOW_KUBERNETES_POD_NAME"
-    ):  # the id of its JobSet or Job (`infra.kubernetes`)
+    # A multi-node job has "<job>#<node>"
+    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]
+    # The id of its JobSet or Job (`infra.kubernetes`)
+    if pod := environment.get("METAFLOW_KUBERNETES_POD_NAME"):
         jobset = environment.get("METAFLOW_KUBERNETES_JOBSET_NAME")
         if jobset:
             owner = f"jobsets/{jobset}"
@@ -211,9 +208,8 @@ def _identify(
             else:
                 problem = f"the instance metadata service did not answer: {error!r}"[:300]
     known = {**found, **{name: value for name, value in told.items() if value}}
-    if known.get(
-        "market"
-    ):  # a Kubernetes label is ON_DEMAND, the metadata service's value on-demand
+    # A Kubernetes label is ON_DEMAND, the metadata service's value on-demand
+    if known.get("market"):
         known["market"] = _MARKETS.get(known["market"].lower().replace("_", "-"), known["market"])
     if not known.get("instance_id"):
         return MachineIdentity(

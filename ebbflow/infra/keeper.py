@@ -289,7 +289,8 @@ def kill_until_none(
         spare_groups: process groups that are not killed as a whole.
         reap: function that reaps ended children, and returns whether no child is left.
 
-    Returns: Ids of the processes that still exist after `seconds`, or earlier if all are in
+    Returns:
+        Ids of the processes that still exist after `seconds`, or earlier if all are in
         uninterruptible sleep (state D).
     """
     begun = time.monotonic()
@@ -353,9 +354,8 @@ def serve(agent: int, channel: int) -> None:
             _Desk(agent, socket.socket(fileno=channel), woken).serve()
     finally:
         with contextlib.suppress(OSError):
-            os.setpriority(
-                os.PRIO_PROCESS, 0, -10
-            )  # endless forks leave little time to other processes
+            # Endless forks leave little time to other processes
+            os.setpriority(os.PRIO_PROCESS, 0, -10)
         kill_until_none(lambda: process.descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
         os._exit(0)
 

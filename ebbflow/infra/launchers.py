@@ -277,10 +277,12 @@ def claim_job(
     running. This function then waits. It raises JobIsRunning if that launcher renews its claim
     again, and takes the job if the claim becomes stale.
 
-    Args: command: the command of `ebbflow`, shown to other launchers. take_over: take the job from
-        a running launcher, and wait at most 90 s until it has saved and exited. on_fenced: called
-        in a separate thread when another launcher takes over the job. say: prints a progress
-        message.
+    Args:
+        command: the command of `ebbflow`, shown to other launchers.
+        take_over: take the job from a running launcher, and wait at most 90 s until it has saved
+            and exited.
+        on_fenced: called in a separate thread when another launcher takes over the job.
+        say: prints a progress message.
 
     Raises:
         JobIsRunning: another launcher runs the job.
@@ -318,10 +320,8 @@ def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
     the job.
     """
     newest = _newest(job_store)
-    if newest is not None and newest[0].id not in (
-        _UNREADABLE,
-        claim_id,
-    ):  # a live launcher renews a damaged claim
+    # A live launcher renews a damaged claim
+    if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):
         raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
 
 

@@ -133,9 +133,11 @@ def generation_key(generation: int, generation_id: str) -> str:
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
     """Return the key of one segment of the event log.
 
-    Args: generation: 0 before the gang's first start. rank: number of the rank, or the name of
-        another process, such as ``agent`` or a step of the flow. segment: the segment's number, and
-        a random text that is unique to the process.
+    Args:
+        generation: 0 before the gang's first start.
+        rank: number of the rank, or the name of another process, such as ``agent`` or a step of the
+            flow.
+        segment: the segment's number, and a random text that is unique to the process.
     """
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
@@ -237,9 +239,8 @@ METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
-    """Return the folder for reports and logs on this machine:
-
-    EBBFLOW_RUNS, or runs/ in `records_root`.
+    """Return the folder for reports and logs on this machine: EBBFLOW_RUNS, or runs/ in
+    `records_root`.
     """
     own = os.environ.get("EBBFLOW_RUNS")
     if own:

@@ -298,8 +298,8 @@ class MetricBoard(Collector):
 
     Args:
         constant: names and values of the labels that all metrics have.
-        before_page: function that is called before each rendering, to set values that cost too much time to update
-            at every step.
+        before_page: function that is called before each rendering, to set values that cost too much
+            time to update at every step.
     """
 
     def __init__(

@@ -57,9 +57,8 @@ class Notice:
     source: NoticeSource
     action: str  # one of `RECLAIMS`, LEAVE or REBALANCE
     ends_at: float  # time.monotonic() at which the notice takes effect; infinite if unknown
-    heard_at: float = field(
-        default_factory=time.monotonic
-    )  # time.monotonic() at which the notice arrived
+    # Time.monotonic() at which the notice arrived
+    heard_at: float = field(default_factory=time.monotonic)
     detail: str = ""  # the source's own text
 
     @property
@@ -218,12 +217,8 @@ _REBALANCE = "meta-data/events/recommendations/rebalance"
 _FIRST_ANSWERS_SECONDS = 0.9
 _ANSWER_SECONDS = 1.0
 _TOKEN_TTL_SECONDS = 6 * 3600
-_NO_SUCH_REQUEST = (
-    400,
-    404,
-    405,
-    501,
-)  # statuses with which services without version 2 answer the PUT
+# Statuses with which services without version 2 answer the PUT
+_NO_SUCH_REQUEST = (400, 404, 405, 501)
 _UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices of clouds
 
 
@@ -337,9 +332,7 @@ class MetadataSource:
         document: object = None
         with contextlib.suppress(ValueError):  # an unreadable notice is still a notice
             document = json.loads(text)
-        if isinstance(document, dict):
-            document = document
-        else:
+        if not isinstance(document, dict):
             document = {}
         ends_at = self._ending.of(document.get("time"))
         # Stale: the machine was stopped and restarted, or was not taken after all.
@@ -397,8 +390,8 @@ class MetaflowSource:
     The monitor's signal does not reach the task.
 
     The file contains the time of termination in ISO 8601, or nothing while it is being written. A
-    time in the past is
-    ignored: the file may be left over from before the machine was stopped and restarted.
+    time in the past is ignored: the file may be left over from before the machine was stopped and
+    restarted.
     """
 
     name = NoticeSource.METAFLOW

@@ -75,9 +75,8 @@ class Check:
     severity: Severity  # effect of a failure
     tier: Tier  # quick or full
     deadline_seconds: float  # time after which the check counts as failed
-    symptoms: tuple[
-        str, ...
-    ]  # ids of the troubles that the check detects, such as A05 (docs/preflight.md)
+    # Ids of the troubles that the check detects, such as A05 (docs/preflight.md)
+    symptoms: tuple[str, ...]
     run: Callable[[PreflightContext], CheckFinding]  # the check's function
 
 

@@ -33,8 +33,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     the parent does. If the parent `parent_pid` has already died, this process exits.
 
     Returns:
-        False on systems other than Linux. The caller must then detect the parent's end in another way, such as by the
-            end of a pipe.
+        False on systems other than Linux. The caller must then detect the parent's end in another
+            way, such as by the end of a pipe.
     """
     if parent_pid is None:
         expected = os.getppid()
@@ -399,11 +399,8 @@ class _LastingOutput(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EFBIG,
-            ):  # space may be free again later
+            # Space may be free again later
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
@@ -458,8 +455,9 @@ class MessageReader:
     """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or
     socket.
 
-    Args: receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none
-        are available.
+    Args:
+        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are
+            available.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:

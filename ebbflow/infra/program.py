@@ -50,9 +50,8 @@ def _find_project() -> Path:
     return IMPORT_ROOT
 
 
-PROJECT_ROOT = (
-    _find_project()
-)  # relative paths in a configuration file start here, and runs/ is written here
+# Relative paths in a configuration file start here, and runs/ is written here
+PROJECT_ROOT = _find_project()
 _OLDEST_PYTHON = (3, 11)
 _PREFLIGHT_CODE = 3  # Outcome.PREFLIGHT, whose module needs Python 3.11
 REPLACE_UNPRINTABLE = "ebbflow-plain"  # name of an error handler for str.encode
@@ -100,9 +99,8 @@ def begin_program() -> None:
     _open_missing_streams()
     print_on_any_terminal()
     _leave_ascii_locale()
-    os.environ.setdefault(
-        _PROJECT_VARIABLE, str(PROJECT_ROOT)
-    )  # for child processes with another directory
+    # For child processes with another directory
+    os.environ.setdefault(_PROJECT_VARIABLE, str(PROJECT_ROOT))
     if sys.version_info < _OLDEST_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:3])
         sys.exit(

@@ -185,9 +185,8 @@ class JobLogs:
     """The log lines of a job, with warnings about files that could not be read completely."""
 
     lines: list[LogLine] = field(default_factory=list)  # sorted by time
-    notices: list[str] = field(
-        default_factory=list
-    )  # warnings of files that were not read completely
+    # Warnings of files that were not read completely
+    notices: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,9 +482,8 @@ class JobPlace:
 
         Return None if the store's folder does not exist. Raises StoreError.
         """
-        if (
-            "://" not in self.uri and not Path(self.uri).is_dir()
-        ):  # opening it would create the folder
+        # Opening it would create the folder
+        if "://" not in self.uri and not Path(self.uri).is_dir():
             return None
         return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS, create=False).sub(
             job_prefix(self.name)

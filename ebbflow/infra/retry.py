@@ -42,11 +42,15 @@ def retry(
 
     Stop at the deadline or if an error is not `curable`.
 
-    Args: left: returns the seconds until the deadline. There is another try only if the next pause
-        ends before the deadline. curable: takes an exception and the number of tries so far, and
-        returns whether another try may help. give_up: takes the last exception and the number of
-        tries, and returns the exception to raise. pauses: seconds to wait between tries; default:
-        `backoff_pauses()`. sleep: waits for a number of seconds.
+    Args:
+        left: returns the seconds until the deadline. There is another try only if the next pause
+        ends before the deadline.
+        curable: takes an exception and the number of tries so far, and returns whether another try
+            may help.
+        give_up: takes the last exception and the number of tries, and returns the exception to
+            raise.
+        pauses: seconds to wait between tries; default: `backoff_pauses()`.
+        sleep: waits for a number of seconds.
     """
     for tries, pause in enumerate(pauses or backoff_pauses(), start=1):
         try:

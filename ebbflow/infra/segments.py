@@ -92,9 +92,8 @@ class Unsealed:
 
     lines: list[Line]  # the event lines, without copies
     damage: list[Damage]  # everything that cannot be used
-    writers: set[
-        tuple[str, str]
-    ]  # processes with segments, as (prefix of the key, random text in the key)
+    # Processes with segments, as (prefix of the key, random text in the key)
+    writers: set[tuple[str, str]]
     open_writers: set[tuple[str, str]]  # writers of sealed segments, none of them marked `last`
 
 
@@ -119,8 +118,9 @@ def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
 def unseal(segments: Segments, *, gaps: bool = True) -> Unsealed:
     """Verify the segments and return their event lines.
 
-    Args: gaps: Whether a missing number between a writer's segments is damage. False if `segments`
-        is a part of the log.
+    Args:
+        gaps: Whether a missing number between a writer's segments is damage. False if `segments` is
+            a part of the log.
     """
     own: list[Line] = []
     foreign: list[Line] = []
@@ -341,8 +341,6 @@ def _hint(line: bytes) -> str:
         parts = []
     if step:
         parts += [f"step {int(step[1])}"]
-    else:
-        parts += []
     if name:
         kind = f"an event that seems to be {name[1].decode()!r}"
     else:

@@ -94,8 +94,6 @@ def _committing(
             if restored := callback.restore(trainer, *loader):
                 if method == "train":
                     given = given[:0]
-                else:
-                    given = given
                 options[argument] = restored
         return original(trainer, *given, **options)
 

@@ -58,9 +58,8 @@ class Job(FolderJob):
         AttachedJob.__init__(self, spec, gang, model, inner, states)
 
     def _capture(self, step: int) -> dict[str, Any]:
-        self._saver.further = (
-            FurtherState()
-        )  # the files of the last save, which are removed but still mapped
+        # The files of the last save, which are removed but still mapped
+        self._saver.further = FurtherState()
         self._remove(self._into)  # also what a killed attempt left
         self._folder = self._into / f"step-{step}"
         self._engine.save_checkpoint(str(self._folder), tag=_TAG)

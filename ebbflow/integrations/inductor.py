@@ -78,9 +78,8 @@ def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[
 
     def reach(step: int) -> None:
         steps.append(step)
-        if len(steps) == 2 and gang.rank == (
-            gang.device.index or 0
-        ):  # one rank for each GPU of node 0, or rank 0
+        # One rank for each GPU of node 0, or rank 0
+        if len(steps) == 2 and gang.rank == (gang.device.index or 0):
             threading.Thread(target=save, name="compile cache", daemon=True).start()
 
     return reach

@@ -75,9 +75,8 @@ class CommitCallback(Callback):
             sources: list[BatchSource] = []
 
             def read(loader: DataLoader[Any]) -> Iterator[Any]:
-                if (
-                    not sources or sources[-1].loader is not loader
-                ):  # Lightning may copy it for another sampler
+                # Lightning may copy it for another sampler
+                if not sources or sources[-1].loader is not loader:
                     sources.append(BatchSource(loader, self._seed, job.say, iterate=iterate))
                 self._read = self._skip
                 self._skip = 0

@@ -110,17 +110,15 @@ class StepSeries:
 
         Args:
             live: Whether to return steps that no commit contains yet.
-            last: Whether the job emits no more events. If not, the newest step is left out, since its evaluation may
-                follow.
+            last: Whether the job emits no more events. If not, the newest step is left out, since
+                its evaluation may follow.
         """
         with self._lock:
             if live:
                 end = self._newest
             else:
                 end = self._committed[1]
-            if last:
-                end = end
-            else:
+            if not last:
                 end = min(end, self._newest - 1)
             points = [
                 self._points[point][1] for point in sorted(self._points) if step < point <= end
@@ -443,10 +441,8 @@ class Tracking:
 
 
 def _totals(report: RunReport) -> dict[str, float]:
-    priced = report.actual.get("price_kind") not in (
-        None,
-        "unpriced",
-    )  # else the cost is unknown, not zero
+    # Else the cost is unknown, not zero
+    priced = report.actual.get("price_kind") not in (None, "unpriced")
     found = {
         "ebbflow/usd": float(report.total_usd) if priced else None,
         "ebbflow/goodput": report.actual.get("goodput"),
@@ -507,9 +503,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", default=None, metavar="FILE", help="take trackers from this file, not the job's"
     )
-    parser.add_argument(
-        "--parent", type=int, default=0, help=argparse.SUPPRESS
-    )  # the launcher, which runs the job
+    # The launcher, which runs the job
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:])
     return run_command(lambda: _track(options))
 
@@ -538,9 +533,8 @@ def _track(arguments: argparse.Namespace) -> int:
         _follow(tracking, ending, parent)
         done = tracking.finish(_END_SECONDS)
     sys.stdout.flush()
-    os._exit(
-        0 if done else Outcome.FAILED.exit_code
-    )  # libraries wait for their servers as the interpreter ends
+    # Libraries wait for their servers as the interpreter ends
+    os._exit(0 if done else Outcome.FAILED.exit_code)
 
 
 def _follow(tracking: Tracking, ending: threading.Event, parent: int) -> None:
@@ -555,8 +549,6 @@ def _follow(tracking: Tracking, ending: threading.Event, parent: int) -> None:
         last = ending.is_set() or bool(parent and os.getppid() != parent)
         if last:
             limit = min(limit, time.monotonic() + _END_SECONDS)
-        else:
-            limit = limit
         try:
             tracking.look(running=running, last=last)
             if last:

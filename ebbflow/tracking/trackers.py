@@ -292,9 +292,8 @@ class _WandB:
             settings=self._settings,
         )
         self._wandb.config.update(dict(self._run.settings), allow_val_change=True)
-        attempts = Path(self._wandb.dir).parents[
-            1
-        ]  # `wandb sync` sends those that are not sent, oldest first
+        # `wandb sync` sends those that are not sent, oldest first
+        attempts = Path(self._wandb.dir).parents[1]
         self.place = self._wandb.url or f"offline; send it with: wandb sync {attempts}"
         return max(sent, self._wandb.step - 1)
 

@@ -31,10 +31,8 @@ from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.standalone import claim_for_ranks, open_job, share_from_rank_0
 
-_SHARDING = {
-    "DeepSpeedEngine": "deepspeed",
-    "FullyShardedDataParallel": "fsdp1",
-}  # class of the model: integration
+# Class of the model: integration
+_SHARDING = {"DeepSpeedEngine": "deepspeed", "FullyShardedDataParallel": "fsdp1"}
 Job = TypeVar("Job", bound=AttachedJob)
 
 
@@ -56,10 +54,13 @@ def attach(
     or, if the job is used as a context manager, when the `with` block ends. After a notice or
     SIGTERM, the job saves and the process exits with code 75.
 
-    Args: model: the model that the loop calls: plain, DDP, FSDP1 or FSDP2; or a dict of models with
-        one optimizer. store: folder or s3://bucket/prefix; default: the configuration's store, else
-        `runs`. name: name of the job; default: EBBFLOW_JOB, else the name of the script. config:
-        configuration file; default: only the EBBFLOW__SECTION__KEY variables and the defaults.
+    Args:
+        model: the model that the loop calls: plain, DDP, FSDP1 or FSDP2; or a dict of models with
+            one optimizer.
+        store: folder or s3://bucket/prefix; default: the configuration's store, else `runs`.
+        name: name of the job; default: EBBFLOW_JOB, else the name of the script.
+        config: configuration file; default: only the EBBFLOW__SECTION__KEY variables and the
+            defaults.
         states: further objects to save and restore.
     """
     if scheduler is not None:
@@ -135,8 +136,9 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
     `make` creates the job from the specification of this rank. `wanted` has the store, name and
     config of `attach`.
 
-    Raises: AttachError: this process already has a job, or there are several ranks without a
-        process group.
+    Raises:
+        AttachError: this process already has a job, or there are several ranks without a process
+            group.
     """
     current = attached_job.current
     if current is not None:

@@ -120,8 +120,9 @@ class FolderJob(AttachedJob):
 
         Return whether the framework must write a folder now (equal on all ranks). Collective.
 
-        Args: updated: whether the optimizer has applied all gradients; only then can the state be
-            saved.
+        Args:
+            updated: whether the optimizer has applied all gradients; only then can the state be
+                saved.
         """
         self.step += 1
         self._samples += samples

@@ -72,9 +72,8 @@ class ScriptGuards:
         self._timed = False
         self._own = 0.0
         self._slowest = dict[str, Any]()
-        self.first_sample = (
-            self._guards.overrides.first_sample
-        )  # samples before it are skipped after a rewind
+        # Samples before it are skipped after a rewind
+        self.first_sample = self._guards.overrides.first_sample
 
     def judge(
         self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]
@@ -232,9 +231,8 @@ class LoopWatch:
         self._step_begun = step_begun
         self._store = None
         self._left_at = 0.0
-        with contextlib.suppress(
-            AttributeError, RuntimeError, ValueError
-        ):  # a store that cannot be cloned
+        # A store that cannot be cloned
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
             if not gang.alone:
                 store: Any = dist.distributed_c10d._get_default_store()
                 self._store = PrefixStore(f"ebbflow/{generation}", store.clone())
@@ -244,9 +242,8 @@ class LoopWatch:
         self._left_at = time.time()
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.compare_set(
-                    "left", "", json.dumps([self._rank, step])
-                )  # the first one counts
+                # The first one counts
+                self._store.compare_set("left", "", json.dumps([self._rank, step]))
                 self._store.add("leavers", 1)
 
     def _watch(self) -> None:
@@ -280,9 +277,8 @@ class LoopWatch:
                         odd = self._rank
                     else:
                         odd = rank
-                    store.compare_set(
-                        "verdict", "", json.dumps([text, odd])
-                    )  # of several verdicts, the first counts
+                    # Of several verdicts, the first counts
+                    store.compare_set("verdict", "", json.dumps([text, odd]))
                     self._end_process(*json.loads(store.get("verdict")))
 
     def _end_process(self, text: str, odd: int) -> None:
@@ -299,9 +295,8 @@ class LoopWatch:
         error = AttachError(text)
         record_exception(error, one_line=True, at=at)
         if self._store is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # another rank is late, or the process with the store has ended
+            # Another rank is late, or the process with the store has ended
+            with contextlib.suppress(RuntimeError):
                 self._store.set(f"informed {self._rank}", "")
                 self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
         os._exit(error.outcome.exit_code)
@@ -328,10 +323,12 @@ def describe_promise(
     """Return how exactly the job resumes, as data of the event `promise`: level, same_data and
     reasons.
 
-    Args: same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if
-        there is a `source`. resized: how the number of ranks has changed in this job; "" if it has
-        not. stray: the place of the script that draws batches whose position is not saved; "" if
-        there is none.
+    Args:
+        same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if
+            there is a `source`.
+        resized: how the number of ranks has changed in this job; "" if it has not.
+        stray: the place of the script that draws batches whose position is not saved; "" if there
+            is none.
     """
     lost = []
     close = []

@@ -683,9 +683,8 @@ class AttachedJob:
         self._watch.leave(self.step)
         self._reporter.enter("evaluation", self.step)
         try:
-            if (
-                self._gang.alone or dist.is_initialized()
-            ):  # a script that left by break may have destroyed the group
+            # A script that left by break may have destroyed the group
+            if self._gang.alone or dist.is_initialized():
                 self._agree()  # all ranks are here, and the last losses are judged
             self._flush_steps()
             if self._saved_step != self.step and self.step > 0:

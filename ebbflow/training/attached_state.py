@@ -180,10 +180,8 @@ def find_generators(dataset: Any) -> list[Any]:
     """
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    common = [
-        torch.default_generator,
-        getattr(random, "_inst", None),
-    ]  # whose states are part of the commit
+    # Whose states are part of the commit
+    common = [torch.default_generator, getattr(random, "_inst", None)]
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
         common.append(numpy.random.mtrand._rand)
@@ -261,8 +259,6 @@ class _SeededDataset:
                 seed_all(batch.seed)
             if self._own is None:
                 self._own = find_generators(self._dataset)
-            else:
-                self._own = self._own
             for one in self._own:
                 _seed_generator(one, batch.seed)
         whole = getattr(self._dataset, "__getitems__", None)
@@ -294,9 +290,8 @@ class _EpochOrder:
     def __iter__(self) -> Iterator[Any]:
         with random_numbers_of(self._seed):
             order = iter(self._sampler)
-            first = list(
-                itertools.islice(order, self._skip, self._skip + 1)
-            )  # a sampler shuffles when it is asked
+            # A sampler shuffles when it is asked
+            first = list(itertools.islice(order, self._skip, self._skip + 1))
         batches = itertools.chain(first, order)
         if self._seeds_batches:
             return self._seeded(batches)
@@ -333,9 +328,8 @@ class BatchSource:
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0
         self._stateful: Any = None
-        self._prepared = hasattr(loader, "skip_batches") and hasattr(
-            loader, "base_dataloader"
-        )  # by accelerate
+        # By accelerate
+        self._prepared = hasattr(loader, "skip_batches") and hasattr(loader, "base_dataloader")
         for one in (
             () if self._prepared else (None if stock else loader, None if workers else dataset)
         ):
@@ -425,9 +419,8 @@ class BatchSource:
             loader = self.loader.base_dataloader
         else:
             loader = self.loader
-        if (
-            getattr(loader, "persistent_workers", False) is True
-        ):  # they would keep random states of earlier epochs
+        # They would keep random states of earlier epochs
+        if getattr(loader, "persistent_workers", False) is True:
             object.__setattr__(loader, "persistent_workers", False)
         with random_numbers_of(seed):  # the seed of the workers
             batches = iter(self._iterate(self.loader))
@@ -473,9 +466,8 @@ def change_iteration(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> No
     """
     try:
         changed = type(type(loader).__name__, (type(loader),), {"__iter__": iterate})
-        vars(object)["__class__"].__set__(
-            loader, changed
-        )  # accelerate's loaders refuse a plain assignment
+        # Accelerate's loaders refuse a plain assignment
+        vars(object)["__class__"].__set__(loader, changed)
     except TypeError as error:
         raise AttachError(
             f"job.epochs: the job cannot follow a loop over a {type(loader).__name__}; fix: loop "
@@ -489,8 +481,10 @@ class StrayReads:
 
     A commit does not have its position, so that a resumed script draws its first batches once more.
 
-    Args: saved: objects that are saved with the job. Loaders among them and in their attributes are
-        no strays. say: prints a warning.
+    Args:
+        saved: objects that are saved with the job. Loaders among them and in their attributes are
+            no strays.
+        say: prints a warning.
 
     Attributes:
         step: number of the step in which the script's code runs; 0 while the job itself reads.
@@ -520,9 +514,8 @@ class StrayReads:
             kind.__next__ = draw
 
     def _observe(self, batches: Any, caller: FrameType) -> None:
-        if (
-            self.found or not self.step or not torch.is_grad_enabled()
-        ):  # without gradients: an evaluation
+        # Without gradients: an evaluation
+        if self.found or not self.step or not torch.is_grad_enabled():
             return
         first = vars(batches).setdefault("_ebbflow_first_step", self.step)
         if first != self.step and not any(batches._dataset is one for one in self._saved):

@@ -107,8 +107,6 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
         nodes = min(nodes, 2)
     if processes == "auto":
         processes = 1
-    else:
-        processes = processes
     return nodes, max(1, min(processes, len(os.sched_getaffinity(0)) // nodes))
 
 
@@ -193,9 +191,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 class CertifiedRun:
     interruption: str  # key of INTERRUPTIONS, or UNINTERRUPTED
     outcome: GangOutcome
-    steps: list[
-        tuple[int, dict[str, Any]]
-    ]  # number and figures of each step; a repeated step occurs again
+    # Number and figures of each step; a repeated step occurs again
+    steps: list[tuple[int, dict[str, Any]]]
     samples: list[tuple[int, int, str]]  # (rank, first sample, SHA-256 of the batch) of each batch
     starts: int  # number of times that the gang was started
     generations: int  # number of generations that took steps

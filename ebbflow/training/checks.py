@@ -31,9 +31,9 @@ _READABLE_LOOKED_AT = 200
 
 
 def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
-    """Convert an error "MESSAGE; fix:
+    """Convert an error "MESSAGE; fix: FIX" to a finding.
 
-    FIX" to a finding. `fix` is the default fix; `more` is appended to MESSAGE.
+    `fix` is the default fix; `more` is appended to MESSAGE.
     """
     message, _, own_fix = str(error).partition("; fix: ")
     return CheckFinding.failed(message + more, own_fix or fix)
@@ -127,9 +127,8 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
         f" ({words}, of {made:,} made)" if len(words.split(" + ")) > 1 else ""
     )
     cap = checkpoint.max_total_gib
-    if (
-        cap is not None and max(cap * 2**30, one) < kept * one
-    ):  # the newest commit is kept in any case
+    # The newest commit is kept in any case
+    if cap is not None and max(cap * 2**30, one) < kept * one:
         kept = max(1, int(cap * 2**30 // one))
         words = f"{kept} kept by max_total_gib {cap:g}"
     return (kept + 2) * one, f"({words} + 1 not yet deleted + 1 under way) × {size_text(one)}"
@@ -383,10 +382,8 @@ def _check(
     )
 
 
-_trial: dict = {
-    "tier": "full",
-    "seconds": EXAMINE_SECONDS + 10,
-}  # it starts a process that imports torch
+# It starts a process that imports torch
+_trial: dict = {"tier": "full", "seconds": EXAMINE_SECONDS + 10}
 CHECKS: list[Check] = [
     _check("dataset", "there is text enough", check_dataset, "A07", "A08", "E09"),
     _check("disk", "disk holds commits and tokens", check_disk, "H10"),

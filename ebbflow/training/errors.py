@@ -27,9 +27,7 @@ class TrainingError(EbbflowError):
     ) -> None:
         super().__init_subclass__(outcome=outcome)
         cls.end_reason = end_reason or cls.end_reason
-        if curable is None:
-            cls.curable = cls.curable
-        else:
+        if curable is not None:
             cls.curable = curable
 
 

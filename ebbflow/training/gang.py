@@ -42,9 +42,8 @@ class Gang:
     world_size: int = 1  # the number of ranks
     # The number of ranks on each node. Consecutive ranks share a node, as with torchrun
     ranks_per_node: int = 1
-    device: torch.device = field(
-        default_factory=lambda: torch.device("cpu")
-    )  # the device of this rank's model
+    # The device of this rank's model
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     # For messages outside collectives; None without torchrun's environment
     store: Store | None = None
     peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
@@ -63,9 +62,8 @@ class Gang:
         if self.alone:
             return row[None]
         if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
-            own = (
-                row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )  # numpy has no bfloat16
+            # Numpy has no bfloat16
+            own = row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
             rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
         else:
             rows = row.new_empty(self.world_size * row.numel())
@@ -149,13 +147,18 @@ def connect(
 
     If they are not set, return a gang of one rank.
 
-    Args: start_seconds: deadline for all ranks to join. collective_seconds: timeout of each
-        collective. generation: prefix of this gang's keys in the key-value store. promised_gpus:
-        number of GPUs that each node should have; 0 if unknown. kept: folder that outlives this
-        start. A mark in it makes later starts skip the network probe.
+    Args:
+        start_seconds: deadline for all ranks to join.
+        collective_seconds: timeout of each collective.
+        generation: prefix of this gang's keys in the key-value store.
+        promised_gpus: number of GPUs that each node should have; 0 if unknown.
+        kept: folder that outlives this start. A mark in it makes later starts skip the network
+            probe.
 
-    Raises: RendezvousError: ranks are missing, or nodes cannot reach each other; the message names
-        them. DeviceUnavailable: the ranks cannot use the configured device.
+    Raises:
+        RendezvousError: ranks are missing, or nodes cannot reach each other; the message names
+            them.
+        DeviceUnavailable: the ranks cannot use the configured device.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -263,9 +266,8 @@ def leave(code: int) -> NoReturn:
     active exception").
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            AttributeError, OSError, ValueError
-        ):  # the user's code may have closed it
+        # The user's code may have closed it
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(code)
 

@@ -71,9 +71,8 @@ class Limits:
         self._control = control
         self._stop_seconds = stop_seconds
         self._elapsed_seconds = elapsed_seconds
-        self._killed_at = (
-            math.inf
-        )  # on the clock of time.monotonic(); infinite until a drain is requested
+        # On the clock of time.monotonic(); infinite until a drain is requested
+        self._killed_at = math.inf
         if terms:
             self.usd_per_second = terms.usd_per_rank_second * world_size
         else:
@@ -81,9 +80,8 @@ class Limits:
         self._asked = False
         self._why_left = ""
         self._saves_answered = 0
-        self._steps: deque[float] = deque(
-            maxlen=_STEPS_REMEMBERED
-        )  # seconds between calls of `stop`
+        # Seconds between calls of `stop`
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._looked_at: float | None = None
         self._told = {
             share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold

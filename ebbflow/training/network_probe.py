@@ -66,9 +66,12 @@ def probe_links(
     """Measure the links between all nodes and return them, or None if a node did not report in
     time. Collective.
 
-    Args: store: key-value store of the gang. address: address at which other nodes reach this one.
+    Args:
+        store: key-value store of the gang.
+        address: address at which other nodes reach this one.
         name: text that is the same on all nodes of this start; ports and a token are derived from
-        it. lead: whether this rank measures for its node.
+            it.
+        lead: whether this rank measures for its node.
 
     Raises RendezvousError if a node cannot reach another one.
     """
@@ -99,8 +102,6 @@ def probe_links(
         ]
         if len(broken) > 4:
             shown += [f"{len(broken) - 4} more pairs"]
-        else:
-            shown += []
         fix = "let the nodes talk to each other on all TCP ports (security group, NetworkPolicy)"
         raise RendezvousError(f"{'; '.join(shown)}; fix: {fix}")
     return None

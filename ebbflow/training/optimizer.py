@@ -71,11 +71,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 _MOMENTUM = 0.95
-_NEWTON_SCHULZ = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # coefficients and number of iterations of Keller Jordan's Muon
+# Coefficients and number of iterations of Keller Jordan's Muon
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_ITERATIONS = 5
 _ADAMW_RMS = 0.2
 
@@ -108,9 +105,8 @@ class Muon(torch.optim.AdamW):
                     self._update(parameter, group)
         self.param_groups = [group for group in groups if "muon_dtype" not in group]
         try:
-            inspect.unwrap(torch.optim.AdamW.step)(
-                self
-            )  # the wrapper would call this optimizer's hooks again
+            # The wrapper would call this optimizer's hooks again
+            inspect.unwrap(torch.optim.AdamW.step)(self)
         finally:
             self.param_groups = groups
 
@@ -184,9 +180,8 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             averages = []
             weights = []
             for parameter in group["params"]:
-                if (
-                    parameter.grad is None
-                ):  # its state may be empty, which tells some optimizers to begin
+                # Its state may be empty, which tells some optimizers to begin
+                if parameter.grad is None:
                     continue
                 state = optimizer.state[parameter]
                 if AVERAGE not in state:

@@ -203,9 +203,8 @@ def shard_model(
         param = DTYPES[fsdp.param_dtype]
         reduce = DTYPES[fsdp.reduce_dtype]
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-    if (
-        fsdp.cpu_offload
-    ):  # pinned memory speeds up copies to a GPU; on a CPU the shards are in host memory anyway
+    # Pinned memory speeds up copies to a GPU; on a CPU the shards are in host memory anyway
+    if fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
         fully_shard(unit, reshard_after_forward=not keep_gathered, **options)
@@ -294,9 +293,8 @@ class Spread:
     reduce_once: bool = True
     compiled: bool = False  # whether the units are compiled
     tensor_size: int = 1  # the number of ranks that compute each layer together
-    reset_compression: Callable[[], object] = lambda: (
-        None
-    )  # resets the state of DDP's gradient compression
+    # Resets the state of DDP's gradient compression
+    reset_compression: Callable[[], object] = lambda: None
 
     @contextmanager
     def gradients(self, *, last: bool) -> Iterator[None]:
@@ -452,8 +450,10 @@ def spread_model(
     most `small_model_bytes` keep their weights gathered from forward to backward. Raises
     ParallelError for an unsupported option.
 
-    Args: overwritten: whether the caller is about to overwrite the weights; they are then not
-        initialised. progress: called before each module is initialised.
+    Args:
+        overwritten: whether the caller is about to overwrite the weights; they are then not
+            initialised.
+        progress: called before each module is initialised.
     """
     module = workload.model()
     units = list(workload.units(module))
@@ -471,9 +471,8 @@ def spread_model(
     small = 4 * parameters <= small_model_bytes
     fsdp = config.fsdp
     sharded = config.parallel.mode != "ddp"
-    chunked = [
-        unit for unit in units if getattr(unit, "chunk_tokens", None)
-    ]  # they recompute their logits themselves
+    # They recompute their logits themselves
+    chunked = [unit for unit in units if getattr(unit, "chunk_tokens", None)]
     recompute_units([unit for unit in units if unit not in chunked], config.parallel.recompute)
     # Compiling units instead of the whole model means that equal blocks are compiled once, and that
     # FSDP2's hooks between them still run. Different units count towards one limit, beyond which

@@ -79,9 +79,8 @@ class PeerSockets:
         message = memoryview(bytearray(len(own)))
         head = own[: _HEAD.size]
         try:
-            come = _read(
-                peer, message, len(head)
-            )  # usually reads the whole message, which saves a system call
+            # Usually reads the whole message, which saves a system call
+            come = _read(peer, message, len(head))
             if message[: len(head)] == head:
                 _read(peer, message[come:], len(own) - come)
         except OSError as error:

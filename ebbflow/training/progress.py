@@ -231,9 +231,8 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
             pusher = Pusher(
                 group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say
             )
-            if (
-                spec.agent_pid is None
-            ):  # otherwise the agent deletes the group, because it outlives this rank
+            # Otherwise the agent deletes the group, because it outlives this rank
+            if spec.agent_pid is None:
                 ends.callback(delete_group, group, say=_say)
             ends.callback(pusher.close)
         yield node.watching(emit)

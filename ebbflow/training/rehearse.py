@@ -242,9 +242,7 @@ class Fault:
             target = ""
         else:
             target = f":node={self.node}"
-        if self.rank is None:
-            target = target
-        else:
+        if self.rank is not None:
             target = f":rank={self.rank}"
         if self.seconds is None:
             seconds = ""

@@ -137,9 +137,8 @@ class Reporter:
     clock: Clock  # assigns time to ledger classes
     emit: Callable[..., object]  # takes (name, step=, flush=, **data)
     beat: Callable[[int, str], None] = lambda step, phase: None  # writes a heartbeat
-    mark_trained: Callable[[int], None] = lambda step: (
-        None
-    )  # tells the agent the last completed step
+    # Tells the agent the last completed step
+    mark_trained: Callable[[int], None] = lambda step: None
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 

@@ -189,9 +189,8 @@ class SaveController:
     limits: Limits
     reporter: Reporter
     extra: dict[str, Any]  # fields that every commit has, besides step, cursor and spent dollars
-    carried: Callable[[int], dict[str, Any]] = (
-        lambda step: {}
-    )  # returns further fields of the commit of a step
+    # Returns further fields of the commit of a step
+    carried: Callable[[int], dict[str, Any]] = lambda step: {}
     # The rule for when to save, on rank 0; None on other ranks
     save_schedule: SaveSchedule | None = None
 
@@ -214,9 +213,8 @@ class SaveController:
         return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
     def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
-        limit = max(
-            sync.save_limit_seconds, self.config.deadline_seconds
-        )  # of the rank with the most bytes
+        # Of the rank with the most bytes
+        limit = max(sync.save_limit_seconds, self.config.deadline_seconds)
         if sync.stop is Stop.INTERRUPTED:
             needed, left = sync.last_save
             self.saver.hurry()

@@ -178,9 +178,8 @@ def run_script(spec: WorkerSpec) -> LoopResult:
         spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri)
     )
     result = Path(spec.result_path or os.devnull)
-    if spec.prepared.get(
-        "script_sha256"
-    ):  # on another machine, relative paths begin at the unpacked folder
+    # On another machine, relative paths begin at the unpacked folder
+    if spec.prepared.get("script_sha256"):
         os.chdir(script.parent)
     if spec.heartbeat_path:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))

@@ -110,18 +110,19 @@ def open_job(
 
     Rank 0 calls this, after it has claimed the job.
 
-    Args: settings: the configuration, with the keys "path", "config" and "sources". prepared: the
-        result of the workload's `prepare`. permits: the losses of progress that the user accepts
-        (values of `PERMITS` in `checkpoint.rollback`). parent: the commit to go back to; None for
-        the newest commit. script: path of the script that attaches its model, for reports; "" for a
-        workload.
+    Args:
+        settings: the configuration, with the keys "path", "config" and "sources".
+        prepared: the result of the workload's `prepare`.
+        permits: the losses of progress that the user accepts (values of `PERMITS` in
+            `checkpoint.rollback`).
+        parent: the commit to go back to; None for the newest commit.
+        script: path of the script that attaches its model, for reports; "" for a workload.
     """
     job_store = Store.open(store_uri).sub(job_prefix(job))
     attempt = restarts()
     job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
-    if (
-        attempt == 0
-    ):  # a restart by torchrun repeats the arguments, but the user has not accepted later losses
+    # A restart by torchrun repeats the arguments, but the user has not accepted later losses
+    if attempt == 0:
         record_permits(job_store, *permits)
     known = read_events(job_store)
     rolled_back = check_rollback(job_store, known)
@@ -234,9 +235,8 @@ def record_exception(
     """
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not os.path.exists(
-        path
-    ):  # what follows from this process's first error is not its cause
+    # What follows from this process's first error is not its cause
+    if path and not os.path.exists(path):
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         known = {"py_callstack": text, "timestamp": str(int(at or time.time())), "class": name}
         record = {"message": {"message": describe_exception(error), "extraInfo": known}}
@@ -247,6 +247,5 @@ def record_exception(
             shown = f"{error}\n"
         else:
             shown = text
-        print(
-            shown, end="", file=sys.stderr, flush=True
-        )  # stderr escapes characters that its encoding lacks
+        # Stderr escapes characters that its encoding lacks
+        print(shown, end="", file=sys.stderr, flush=True)

@@ -180,9 +180,8 @@ class Row(NamedTuple):
     saving: float = 0.0  # whether a save of this rank is in flight
     save_seconds: float = 0.0  # the expected duration of another save; 0 if unknown
     save_limit_seconds: float = 0.0  # the time for a save of the rank's bytes to become a commit
-    stop_seconds: float = (
-        math.inf
-    )  # the time left for a last save; infinite if no drain was requested
+    # The time left for a last save; infinite if no drain was requested
+    stop_seconds: float = math.inf
     own_seconds: float = 0.0  # the time without waiting for other ranks
     # The checksum of the weights before this step; 0 if they are not compared now
     weights_checksum: float = 0.0

@@ -24,11 +24,8 @@ from ebbflow.training.errors import WorkloadError
 # Conversions of activations `[batch, length, width]`: placement on the ranks before and after, and
 # of the gradient.
 _Conversion = tuple[Placement, Placement, Placement]
-_SHARE: _Conversion = (
-    Replicate(),
-    Replicate(),
-    Partial(),
-)  # changes nothing, but adds up the ranks' gradients
+# Changes nothing, but adds up the ranks' gradients
+_SHARE: _Conversion = (Replicate(), Replicate(), Partial())
 _ADD: _Conversion = Partial(), Replicate(), Replicate()
 _JOIN: _Conversion = Shard(2), Replicate(), Replicate()
 _CUT: _Conversion = Replicate(), Shard(2), Shard(2)
@@ -67,12 +64,10 @@ class SplitLayer:
 
 
 WHOLE = SplitLayer()  # input and output are equal on all ranks
-BEFORE_SPLIT = SplitLayer(
-    exit=_SHARE
-)  # the same; the layers after it compute parts of their outputs
-PER_HEAD = SplitLayer(
-    adds_gradients=True
-)  # each rank applies the weights to its own attention heads
+# The same; the layers after it compute parts of their outputs
+BEFORE_SPLIT = SplitLayer(exit=_SHARE)
+# Each rank applies the weights to its own attention heads
+PER_HEAD = SplitLayer(adds_gradients=True)
 COLUMNS = SplitLayer(dimension=0)  # each rank computes a part of the outputs
 FUSED_COLUMNS = SplitLayer(dimension=0, parts=3)  # the same, of queries, keys and values
 ROWS = SplitLayer(dimension=1, exit=_ADD)  # each rank has a part of the inputs

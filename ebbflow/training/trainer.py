@@ -123,10 +123,8 @@ class Evaluation:
         self._votes += 1
         try:
             return self._vote(PrefixStore(f"evaluation-{self._evaluations}", store))
-        except (
-            dist.DistError,
-            RuntimeError,
-        ):  # rank 0 or the network is gone, which is reported elsewhere
+        except (dist.DistError, RuntimeError):
+            # Rank 0 or the network is gone, which is reported elsewhere
             self._votes = _VOTES
             return False
 
@@ -191,9 +189,8 @@ class Rehearsal:
         self.spoils_loss = fault.kind == NON_FINITE
         if fault.kind == NOTICE_KIND:
             reporter.enter("checkpoint", step)
-            limits.wait_for_drain(
-                _WORD_SECONDS
-            )  # short steps could end the job before the agent has the notice
+            # Short steps could end the job before the agent has the notice
+            limits.wait_for_drain(_WORD_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +257,8 @@ class Trainer:
         """
         text = f"{self.config.training.seed}\n{step}\n{self.gang.rank // self.config.parallel.tensor_size}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        if (
-            self.gang.device.type == "cpu"
-        ):  # torch.manual_seed also seeds other devices: 0.1 to 0.3 ms a step
+        # Torch.manual_seed also seeds other devices: 0.1 to 0.3 ms a step
+        if self.gang.device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
@@ -274,9 +270,8 @@ class Trainer:
         since the loss itself or its gradient is not finite, or if the optimizer changed the weights
         before the host read the step sync.
         """
-        drawn = (
-            getattr(self.workload, "batch_phase", "data") != "data"
-        )  # rollouts cost too much to draw them again
+        # Rollouts cost too much to draw them again
+        drawn = getattr(self.workload, "batch_phase", "data") != "data"
         if drawn or (
             self.device_exchange is not None and not skip_if_non_finite(self.optimizer, 0.0)
         ):
@@ -416,9 +411,8 @@ class Trainer:
         if not sync.rows:
             return
         at = sync.at.next(self.config.training.batch_size)
-        tokens = (
-            sync.weight / self.config.parallel.tensor_size
-        )  # the ranks of a tensor group have the same tokens
+        # The ranks of a tensor group have the same tokens
+        tokens = sync.weight / self.config.parallel.tensor_size
         data: dict[str, Any] = {
             "loss": sync.loss,
             "tokens": tokens,
@@ -502,10 +496,8 @@ class Trainer:
                 self.reporter.emit(NOTICE, step=at.step, message=message)
             return Stop.INTERRUPTED
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.extra["metrics"] = {
-            **finite,
-            "step": at.step,
-        }  # saved with this commit; retention compares them
+        # Saved with this commit; retention compares them
+        self.extra["metrics"] = {**finite, "step": at.step}
         check_best_metric(self.config, metrics)
         if self.gang.rank == 0:
             shown = draw_pictures(self.workload)

@@ -243,9 +243,8 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if restored is None:
         return begin(trainer)
     for key in ("seed", "data_fingerprint"):
-        if (
-            restored.extra.get(key, trainer.extra[key]) != trainer.extra[key]
-        ):  # imported weights lack both keys
+        # Imported weights lack both keys
+        if restored.extra.get(key, trainer.extra[key]) != trainer.extra[key]:
             raise DataError(
                 f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run "
                 f"has {trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
@@ -365,9 +364,8 @@ def _progress(
         kept = None
     dtype = DTYPES[config.fsdp.compute_dtype]
     if gang.device.type == "cpu" and dtype is torch.float16:
-        dtype = (
-            torch.bfloat16
-        )  # float16 is hundreds of times slower on a CPU, so that measuring it takes minutes
+        # Float16 is hundreds of times slower on a CPU, so that measuring it takes minutes
+        dtype = torch.bfloat16
     own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
     peak = sum(one for (one,) in gang.gather_numbers([own]))
@@ -376,8 +374,6 @@ def _progress(
     unit = str(spec.prepared.get("weight_unit", "tokens"))
     if unit == "tokens":
         unit = "tok"
-    else:
-        unit = unit
     return Progress(
         max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms, unit=unit
     )

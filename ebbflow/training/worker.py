@@ -138,9 +138,8 @@ def _make_spec(request: Request) -> WorkerSpec:
     standalone.claim_for_ranks(job_store, job, take_over=request.take_over)
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
-    if (
-        config.workload is not None
-    ):  # try it on the CPU first: a mistake in it should not cost the time of a gang
+    # Try it on the CPU first: a mistake in it should not cost the time of a gang
+    if config.workload is not None:
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
     settings = {
         "path": request.path,

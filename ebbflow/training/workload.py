@@ -41,9 +41,8 @@ class WorkloadContext:
     prepared: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0  # the number of this rank
     world_size: int = 1  # the number of ranks
-    device: torch.device = field(
-        default_factory=lambda: torch.device("cpu")
-    )  # the device of this rank's model
+    # The device of this rank's model
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     # returns the rows `[k]` of all ranks as `[world_size, k]`, equal on all ranks. Collective;
     # `evaluate` may use it.
     gather: Callable[[Tensor], Tensor] = _only_own

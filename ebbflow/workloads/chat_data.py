@@ -36,9 +36,8 @@ _FORMAT = 1
 _MASKS = {side: f"{side}.mask" for side in SHARDS}
 _NOT_COUNTED = -100  # `ignore_index` of torch's cross entropy
 
-MarkedText = tuple[
-    str, list[list[int]]
-]  # a conversation, and the spans of characters that assistants write
+# A conversation, and the spans of characters that assistants write
+MarkedText = tuple[str, list[list[int]]]
 
 
 def prepare_chat(

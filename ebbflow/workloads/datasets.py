@@ -118,8 +118,9 @@ class _Reader:
     """Reads and collates the samples of a cursor. A worker process has a copy of it.
 
     Args:
-        corrupt_samples: number of samples that may be corrupt. Each is replaced by the next index that can be read with
-            the sample's random numbers, so the replacement does not depend on ranks or restarts.
+        corrupt_samples: number of samples that may be corrupt. Each is replaced by the next index
+            that can be read with the sample's random numbers, so the replacement does not depend on
+            ranks or restarts.
     """
 
     def __init__(
@@ -214,9 +215,8 @@ class _Reader:
             problem = f"{about}: {type(error).__name__}: {' '.join(str(error).split())}"
             if self._corrupt is None or not _is_corrupt(error):
                 raise RuntimeError(problem) from error
-            known = int(
-                self._corrupt[index]
-            )  # it is read again, because it may fail with some random numbers only
+            # It is read again, because it may fail with some random numbers only
+            known = int(self._corrupt[index])
             self._corrupt[index] = 1
             count = self.corrupt_count
             if count > self._budget:
@@ -272,9 +272,8 @@ class _Receiver(threading.Thread):
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        super().__init__(
-            name="next-batch", daemon=True
-        )  # a worker that hangs must not keep the rank from its exit
+        # A worker that hangs must not keep the rank from its exit
+        super().__init__(name="next-batch", daemon=True)
         self._iterator = iterator
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -314,12 +313,15 @@ class SampleLoader:
     A worker that dies is replaced, and its samples are read again, in order. A sample that ends two
     workers ends the load.
 
-    Args: batch_size: samples per step of all ranks, by which cursors advance. workers: number of
-        worker processes; 0: read in this process; -1: as many as suit this machine. worker_start:
-        how they start: fork, forkserver or spawn. The latter two pickle the dataset. pin_memory:
-        whether the samples come in pinned memory, for a copy to the GPU in the background.
+    Args:
+        batch_size: samples per step of all ranks, by which cursors advance.
+        workers: number of worker processes; 0: read in this process; -1: as many as suit this
+            machine.
+        worker_start: how they start: fork, forkserver or spawn. The latter two pickle the dataset.
+        pin_memory: whether the samples come in pinned memory, for a copy to the GPU in the
+            background.
         corrupt_samples: number of samples that may be corrupt; each is named and replaced by the
-        next one.
+            next one.
     """
 
     def __init__(
@@ -350,9 +352,11 @@ class SampleLoader:
     def load(self, cursor: Cursor) -> Any:
         """Return the collated samples of a cursor, on the CPU.
 
-        Raises: DataError: the dataset has a mistake, such as a KeyError. The message names the
-            sample and the line. RuntimeError: the dataset raised another error, or a worker died.
-            The message names the sample.
+        Raises:
+            DataError: the dataset has a mistake, such as a KeyError. The message names the sample
+                and the line.
+            RuntimeError: the dataset raised another error, or a worker died. The message names the
+                sample.
         """
         follows = cursor == self._expected
         self._expected = Cursor(cursor.first + self._batch_size, cursor.count)
@@ -511,10 +515,8 @@ def _compare_data(dataset: Any, prepared: Mapping[str, Any]) -> None:
         )
 
 
-_FREE_OPTIONS = (
-    "corrupt_samples",
-    "worker_start",
-)  # those which may change when a job is continued
+# Those which may change when a job is continued
+_FREE_OPTIONS = ("corrupt_samples", "worker_start")
 
 
 class DatasetWorkload:
@@ -550,9 +552,8 @@ class DatasetWorkload:
                 f"workload_options.corrupt_samples is {corrupt!r}; fix: a number of samples, "
                 "such as 10"
             )
-        with random_numbers_of(
-            training.seed
-        ):  # a dataset that draws itself is the same on every rank
+        # A dataset that draws itself is the same on every rank
+        with random_numbers_of(training.seed):
             train = self.dataset(True)
             held_out = self.dataset(False)
         self._loader = SampleLoader(
@@ -654,9 +655,8 @@ class DatasetWorkload:
             return {}
         total = 0.0
         size = self.context.config.training.batch_size
-        for number in range(
-            math.ceil(self._held_out_count / size)
-        ):  # equally many passes on every rank
+        # Equally many passes on every rank
+        for number in range(math.ceil(self._held_out_count / size)):
             whole = Cursor(number * size, min(size, self._held_out_count - number * size))
             share = whole.share(self.context.rank, self.context.world_size)
             content = _move(
@@ -666,7 +666,5 @@ class DatasetWorkload:
             loss = float(self.loss_sum(model, content))
             if share.count:
                 total += loss
-            else:
-                total += 0.0
         row = torch.tensor([total], dtype=torch.float64, device=self.context.device)
         return {"held_out_loss": float(self.context.gather(row).sum()) / self._held_out_count}

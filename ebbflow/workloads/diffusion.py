@@ -47,9 +47,8 @@ class NoiseSchedule:
         `[batch, points, 3]`.
         """
         kind = like.device, like.dtype
-        if (
-            kind not in self._tables
-        ):  # kept there, since a copy in each step would wait for the device
+        # Kept there, since a copy in each step would wait for the device
+        if kind not in self._tables:
             self._tables[kind] = torch.stack([self.alpha, self.sigma]).to(like)
         alpha, sigma = self._tables[kind][:, t.to(like.device)][..., None, None]
         return alpha, sigma

@@ -38,9 +38,8 @@ from ebbflow.workloads.multiple_choice import ChoiceTest, open_questions, pack_q
 from ebbflow.workloads.readers import DataFile, find_files, has_wildcard, locate
 from ebbflow.workloads.rows import find_rows, read_rows
 
-_HALF_CHARACTERS = re.compile(
-    "[\ud800-\udfff]"
-)  # JSON may escape half a pair of UTF-16, which UTF-8 cannot write
+# JSON may escape half a pair of UTF-16, which UTF-8 cannot write
+_HALF_CHARACTERS = re.compile("[\ud800-\udfff]")
 
 _OPTIONS = {
     "model": (
@@ -158,9 +157,8 @@ class HuggingFace(TextWorkload):
             ).to_json()
         between = _separator(data, root)
         with tempfile.TemporaryDirectory(prefix="ebbflow-rows-") as folder:
-            text = Path(
-                folder, PurePosixPath(path).name
-            )  # a single file, whose last part is held out
+            # A single file, whose last part is held out
+            text = Path(folder, PurePosixPath(path).name)
             with text.open("w", encoding="utf-8") as file:
                 for row in _rows(files, column, chat):
                     file.write(row + between)

@@ -17,9 +17,8 @@ from ebbflow.infra.process import host_bytes_left
 AHEAD = 2  # batches that each worker reads in advance
 _MOST = 8  # workers of one machine that the rule starts
 _SHARE = 0.8  # of the free memory and of the free /dev/shm that batches may take
-_OWN_BYTES = {
-    "fork": 64 << 20
-}  # pages of its own that a worker has without batches: 18 MB measured
+# Pages of its own that a worker has without batches: 18 MB measured
+_OWN_BYTES = {"fork": 64 << 20}
 _OWN_BYTES_STARTED_ANEW = 256 << 20  # with its own imports of torch: 206 MB measured
 _SHARED_MEMORY = "/dev/shm"
 
@@ -33,9 +32,11 @@ def choose_workers(asked: int, batch_bytes: int, start: str) -> tuple[int, str]:
     arithmetic.
 
     Args:
-        asked: number of workers; -1: as many as the cores of this machine, at most 8, divided by its ranks.
-        batch_bytes: size of one rank's batch. Workers pass batches through /dev/shm, which is memory too. Beside those
-            of the workers, the rank has one that it trains on and one that is next.
+        asked: number of workers; -1: as many as the cores of this machine, at most 8, divided by
+            its ranks.
+        batch_bytes: size of one rank's batch. Workers pass batches through /dev/shm, which is
+            memory too. Beside those of the workers, the rank has one that it trains on and one that
+            is next.
         start: how workers start: fork, forkserver or spawn.
     """
     ranks = ranks_of_machine()

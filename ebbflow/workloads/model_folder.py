@@ -76,9 +76,7 @@ class ModelFolder:
         ]
 
         def translate(name: str) -> str | None:
-            if name in known or prefix + name not in known:
-                name = name
-            else:
+            if not (name in known or prefix + name not in known):
                 name = prefix + name
             if name not in known and any(one.search(name) for one in ignored):
                 return None
@@ -116,9 +114,8 @@ class ModelFolder:
 
         try:
             return make("sdpa")
-        except (
-            ValueError
-        ):  # Gemma 2, BLOOM, gpt-oss and models without attention have no implementation with SDPA
+        except ValueError:
+            # Gemma 2, BLOOM, gpt-oss and models without attention have no implementation with SDPA
             pass
         try:
             return make("eager")
@@ -318,9 +315,8 @@ class _Zeros:
 
 
 class ChatTemplate:
-    """The template of a model's folder:
-
-    `chat_template` of its tokenizer_config.json, or chat_template.jinja.
+    """The template of a model's folder: `chat_template` of its tokenizer_config.json, or
+    chat_template.jinja.
     """
 
     def __init__(self, root: Path) -> None:

@@ -47,9 +47,8 @@ def open_questions(store: Store, fingerprint: str) -> list[Question]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a file with one object in each line:
-
-    `prompt`, `choices` (texts) and `answer` (number from 0, or text).
+    """Read a file with one object in each line: `prompt`, `choices` (texts) and `answer` (number
+    from 0, or text).
     """
     if not path.is_file():
         raise DataError(
@@ -156,9 +155,8 @@ class ChoiceTest:
     ) -> Tensor:
         """Return the log-probability of each choice after its prompt."""
         longest = max(len(item.tokens) for item in items)
-        rows = [
-            item.tokens + [0] * (longest - len(item.tokens)) for item in items
-        ]  # later tokens change nothing
+        # Later tokens change nothing
+        rows = [item.tokens + [0] * (longest - len(item.tokens)) for item in items]
         tokens = torch.tensor(rows, device=device)
         spread = logits_of(tokens[:, :-1]).float().log_softmax(-1)
         found = spread.gather(2, tokens[:, 1:, None])[..., 0].double()

@@ -127,8 +127,6 @@ def main(arguments: list[str]) -> int:
             why = f"{title!r} is no class"
         if importlib.util.find_spec(name) is not None:
             why = "a module of that name is installed"
-        else:
-            why = why
         print(
             f"ebbflow new: {name!r} cannot be used: {why}; fix: another name, such as "
             f"my_{given.like}",

@@ -211,12 +211,8 @@ class PointCloudDiffusion:
                 if partial:
                     given = PackedClouds(context.store, about["packed"], f"{split}-partial")
                     _check_sizes(given, options.known_points, "known_points", options)
-        shapes = (
-            "num_points",
-            "known_points",
-            "short_clouds",
-            "timesteps",
-        )  # a sample is another one with these
+        # A sample is another one with these
+        shapes = ("num_points", "known_points", "short_clouds", "timesteps")
         content = {**about, **{name: getattr(options, name) for name in shapes}, "skipped": None}
         about["fingerprint"] = hashlib.sha256(
             json.dumps(content, sort_keys=True).encode()
@@ -281,9 +277,8 @@ class PointCloudDiffusion:
             options.held_out_clouds,
             len(self._held_out) if self._held_out else options.held_out_clouds,
         )
-        share = -(
-            -count // context.world_size
-        )  # every rank makes equally many, and so as many passes
+        # Every rank makes equally many, and so as many passes
+        share = -(-count // context.world_size)
         mine = [min(context.rank * share + place, count - 1) for place in range(share)]
         real = [self._held_out_cloud(number) for number in mine]
         truth = torch.stack([cloud for cloud, _ in real]).to(context.device)

@@ -267,9 +267,8 @@ def pack_folder(
     digest = hashlib.sha256(json.dumps([_VERSION, train, held_out, most_points]).encode())
     clouds: list[IndexRow] = []
     bad: list[str] = []
-    for row in (
-        rows
-    ):  # read twice, here and below, because the fingerprint names the place of the packed clouds
+    # Read twice, here and below, because the fingerprint names the place of the packed clouds
+    for row in rows:
         sums: list[str] = []
         for path in row.files:
             try:

@@ -115,8 +115,9 @@ def set_metrics(pairs: Tensor, made: int) -> dict[str, float]:
     """Compare made clouds with real ones, from the distances `[n, n]` of all pairs; the first
     `made` are made.
 
-    Returns: `mmd`: mean distance of a real cloud to the nearest made one. `coverage`: share of the
-        real clouds that are the nearest of a made one. `one_nna`: accuracy of a nearest-neighbour
+    Returns:
+        `mmd`: mean distance of a real cloud to the nearest made one. `coverage`: share of the real
+        clouds that are the nearest of a made one. `one_nna`: accuracy of a nearest-neighbour
         classifier of made and real; 0.5 is best.
     """
     real_to_made = pairs[made:, :made]

@@ -40,13 +40,8 @@ from ebbflow.workloads.policy_rollouts import TorchEngine
 _LOOK_EVERY = 10  # steps of the supervised start between two looks at the reward
 _WARM_UP_STEPS = 20
 _LOOKED_AT = 256  # prompts of such a look
-COLUMNS = (
-    "old",
-    "reference",
-    "advantages",
-    "values",
-    "returns",
-)  # of the rollouts that a commit keeps
+# Of the rollouts that a commit keeps
+COLUMNS = ("old", "reference", "advantages", "values", "returns")
 # Sums over the rollouts since the last step that was a multiple of
 # training.evaluation_interval_steps.
 MEANS = ("rollouts", "reward", "kl", "entropy", "length", "accept_rate")
@@ -321,9 +316,8 @@ def start_with(model: nn.Module, start: Weights) -> None:
     """Let the modules of a model on the meta device begin with given weights instead of random
     ones.
     """
-    first = {
-        id(parameter): name for name, parameter in model.named_parameters()
-    }  # of a tied weight, its first name
+    # Of a tied weight, its first name
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     given: dict[str, dict[str, Callable[[], Tensor]]] = {}
     for name, read in start.items():

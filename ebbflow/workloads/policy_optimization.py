@@ -624,8 +624,6 @@ class PolicyOptimization:
         record.write(before, after)
         if values is None:
             values = torch.zeros_like(old)
-        else:
-            values = values
         table = RolloutBatch(
             tokens.long(), begins, ends, old, reference, advantages, values, returns
         )

@@ -249,8 +249,9 @@ class PolicyOptions:
         """Raise WorkloadError if the ranks of `parallel.tensor_size` cannot train and generate
         together.
 
-        Args: groups: the number of tensor groups; if the configuration names the number of ranks,
-            that counts.
+        Args:
+            groups: the number of tensor groups; if the configuration names the number of ranks,
+                that counts.
         """
         tensor = config.parallel.tensor_size
         gang = local_gang(config)
@@ -282,9 +283,8 @@ class PolicyOptions:
 
     @property
     def kl_kind(self) -> str:
-        """Estimate of the KL divergence:
-
-        `kl_estimator`, or the one that the papers of the estimator use.
+        """Estimate of the KL divergence: `kl_estimator`, or the one that the papers of the
+        estimator use.
         """
         return self.kl_estimator or ("k1" if self.advantage_estimator in KL_IN_REWARD else "k3")
 

@@ -37,10 +37,13 @@ _UNIT_TEST_ENDS_SECONDS = 60.0  # to start the process of a unit test, and to en
 class Reward:
     """A weighted sum of rewards.
 
-    Args: written: names and weights, such as "exact_match" or "exact_match=1,
-        package.module:function=0.2". seconds: time limit of one reward of one completion.
-        memory_mib: memory limit of a unit test. root: folder to which relative paths of models
-        refer. device: where models compute.
+    Args:
+        written: names and weights, such as "exact_match" or "exact_match=1,
+            package.module:function=0.2".
+        seconds: time limit of one reward of one completion.
+        memory_mib: memory limit of a unit test.
+        root: folder to which relative paths of models refer.
+        device: where models compute.
     """
 
     def __init__(
@@ -226,9 +229,8 @@ def run_unit_test(
                     return 0.0
                 finally:
                     process.kill()
-                    with contextlib.suppress(
-                        ProcessLookupError
-                    ):  # its children too, where it can have some
+                    # Its children too, where it can have some
+                    with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
         os.set_blocking(reader, False)
         with contextlib.suppress(BlockingIOError):

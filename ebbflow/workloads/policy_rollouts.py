@@ -40,7 +40,6 @@ class Rollouts:
     @property
     def mask(self) -> Tensor:
         """Return 1 where a position predicts a token of the completion, else 0:
-
         `[rollouts, sequence - 1]`.
         """
         return completion_mask(self.tokens.shape[1], self.prompt_lengths, self.lengths)
@@ -92,8 +91,9 @@ class TorchEngine:
         sequence: tokens of prompt and completion at most.
         stop: the token that ends a completion, also used as padding.
         batch: rollouts that are generated together; halved if the memory does not suffice.
-        memory_share: on a GPU, share of its whole memory that the keys and values of a batch may take,
-            since what is free depends on the moment, and a resumed job would choose another batch.
+        memory_share: on a GPU, share of its whole memory that the keys and values of a batch may
+            take, since what is free depends on the moment, and a resumed job would choose another
+            batch.
         dtype: of gathered weights, as a sharded policy computes with them.
     """
 
@@ -134,9 +134,8 @@ class TorchEngine:
             policy: Any = self._model
             split_computation(policy.split_layers(), group)
             self._group = group
-        own = dict(
-            self._model.named_parameters(remove_duplicate=False)
-        )  # all names of tied weights
+        # All names of tied weights
+        own = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers())
         given = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -183,9 +182,8 @@ class TorchEngine:
             try:
                 parts.append(self._generate(prompts[first:last], draws[first:last]))
             except torch.OutOfMemoryError as error:
-                if (
-                    self._group is not None
-                ):  # the other ranks of the group wait within the forward pass
+                # The other ranks of the group wait within the forward pass
+                if self._group is not None:
                     raise TrainingError(
                         f"rollouts: out of memory with {self.batch} at a time, which a tensor "
                         "group cannot halve; fix: workload_options.micro_rollout_batch_size: "
@@ -393,8 +391,10 @@ def correct_importance(
 
     The weight is policy / engine, at most `most`: truncated importance sampling (Ionides 2008).
 
-    Args: old, drawn: log-probabilities by the policy and by the engine. current: whether the engine
-        has the policy's weights. Raises TrainingError if it plainly has not.
+    Args:
+        old, drawn: log-probabilities by the policy and by the engine.
+        current: whether the engine has the policy's weights. Raises TrainingError if it plainly has
+            not.
     """
     apart = float(((old - drawn).abs() * mask).sum() / mask.sum().clamp(min=1))
     if current and not apart < _OTHER_WEIGHTS:

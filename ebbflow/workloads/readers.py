@@ -184,9 +184,8 @@ def locate(root: Path, given: str) -> str | Path:
 
 def _find_here(path: Path) -> list[DataFile]:
     if has_wildcard(path):
-        once = dict.fromkeys(
-            glob.glob(str(path), recursive=True)
-        )  # a pattern with two ** gives files several times
+        # A pattern with two ** gives files several times
+        once = dict.fromkeys(glob.glob(str(path), recursive=True))
         found = [one for one in map(Path, once) if one.is_file()]
         named = [(one, one.name) for one in found]
     elif path.is_dir():
@@ -236,9 +235,11 @@ class ImageFolder:
 
     The classes are numbered by name.
 
-    Args: transform: makes a tensor of a `PIL.Image` in RGB. It may draw random numbers, which are
-        seeded for each sample. keep: returns whether the dataset has the file with this path below
-        `path`; default: all files.
+    Args:
+        transform: makes a tensor of a `PIL.Image` in RGB. It may draw random numbers, which are
+            seeded for each sample.
+        keep: returns whether the dataset has the file with this path below `path`; default: all
+            files.
     """
 
     def __init__(

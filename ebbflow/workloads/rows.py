@@ -30,9 +30,8 @@ _OTHER_SPLIT = re.compile(
 _ABOUT = re.compile(
     r"(^|/)(readme|licen[cs]e|notice|changelog|contributing|citation)[^/]*$", re.IGNORECASE
 )
-_SCRATCH = re.compile(
-    r"(^|/)(cache|indices)-[^/]*\.arrow$"
-)  # `datasets` keeps results of its own calls there
+# `datasets` keeps results of its own calls there
+_SCRATCH = re.compile(r"(^|/)(cache|indices)-[^/]*\.arrow$")
 _FILE_OF_ARROW = b"ARROW1"  # else it is a stream
 
 

@@ -124,14 +124,11 @@ def find_missing() -> list[str]:
         missing = []
     else:
         missing = ["reading and writing files"]
-    if (
-        not linux or platform.machine() != "x86_64" or _libc.prctl(21, 0, 0, 0, 0) < 0
-    ):  # PR_GET_SECCOMP
+    # PR_GET_SECCOMP
+    if not linux or platform.machine() != "x86_64" or _libc.prctl(21, 0, 0, 0, 0) < 0:
         missing.append(_PROCESSES)
         if 0 < _landlock_version() < 3:
             missing += ["emptying files"]
-        else:
-            missing += []
     return missing
 
 
@@ -175,10 +172,8 @@ def restrict_system_calls() -> None:
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL)]
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), refuse]
-    lines += [
-        (_EQUAL, 0, 1, _CLONE3),
-        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
-    ]  # the C library then uses clone
+    # The C library then uses clone
+    lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     refused = [number for numbers in _REFUSED.values() for number in numbers]
     for number in refused if _landlock_version() >= 3 else [*refused, _PATH_TRUNCATE]:
         lines += [(_EQUAL, 0, 1, number), refuse]

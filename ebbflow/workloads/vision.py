@@ -228,9 +228,8 @@ class ImageClassifier(ImageWorkload):
         if not count:
             return {}
         classes = len(self._train.classes)
-        table = torch.zeros(
-            classes * classes + 1, dtype=torch.float64, device=context.device
-        )  # the last is the loss
+        # The last is the loss
+        table = torch.zeros(classes * classes + 1, dtype=torch.float64, device=context.device)
         for first in range(0, count, size):  # equally many passes on every rank
             share = Cursor(first, min(size, count - first)).share(context.rank, context.world_size)
             content = self._held_out[share if share.count else Cursor(first, 1)]
@@ -315,9 +314,7 @@ class ImageArrays:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 own = "held_out_images" in arrays
-                if own:
-                    prefix = prefix
-                else:
+                if not own:
                     prefix = ""
                 images = arrays[f"{prefix}images"]
                 labels = arrays[f"{prefix}labels"]

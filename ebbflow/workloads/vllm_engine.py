@@ -38,9 +38,12 @@ class VllmEngine:
 
     Each request has a seed of its own; the random numbers are vLLM's.
 
-    Args: options: `engine_url` has the servers, separated by commas. Rank r asks the server r %
-        servers. stop: the token that ends a completion, also used as padding. batch: requests that
-        a rank has under way; halved if the server runs out of memory. dtype: of the weights' file.
+    Args:
+        options: `engine_url` has the servers, separated by commas. Rank r asks the server r %
+            servers.
+        stop: the token that ends a completion, also used as padding.
+        batch: requests that a rank has under way; halved if the server runs out of memory.
+        dtype: of the weights' file.
         gather: a collective call, at which ranks wait for each other.
     """
 
@@ -147,9 +150,8 @@ class VllmEngine:
                     f"--max-model-len {self._options.sequence}"
                 )
             self._model = str(served["id"])
-            if (
-                self._options.enable_engine_sleep and self._leads
-            ):  # a killed attempt may have left the server asleep
+            # A killed attempt may have left the server asleep
+            if self._options.enable_engine_sleep and self._leads:
                 self._asleep = bool(self._ask("GET", "/is_sleeping").get("is_sleeping"))
         if self._asleep and self._leads:
             self._ask("POST", "/wake_up?tags=weights")

@@ -92,9 +92,8 @@ def test_metaflows_stack_and_the_users_own_settings_come_first(
     assert "METAFLOW_SERVICE_AUTH_KEY is a secret" in (tmp_path / "adopted.yaml").read_text()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Tried to parse:UserWarning"
-)  # what moto does not make is not read here
+# What moto does not make is not read here
+@pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")
 def test_what_the_template_makes_is_adopted_as_the_example_has_it(
     aws: Account, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
-"""What Batch tells of a job, and what it means:
-
-AWS's own texts, and jobs of the local Batch that really ran.
+"""What Batch tells of a job, and what it means: AWS's own texts, and jobs of the local Batch that
+really ran.
 """
 
 from __future__ import annotations

@@ -42,9 +42,8 @@ def batch(*queues: dict[str, Any], nodes: int | str = "auto", **section: Any) ->
 def test_an_account_is_asked_only_for_a_job_that_goes_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(
-        "AWS_ENDPOINT_URL", "http://127.0.0.1:1"
-    )  # where an answer would be a refusal
+    # Where an answer would be a refusal
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for name in (
         "aws-queues",
         "aws-role",
@@ -95,9 +94,8 @@ def test_queues(aws: Account) -> None:
     )
     aws.disable("gang-p4d")
     assert "queue gang-p4d is DISABLED" in failed("aws-queues", **batch(SPOT, GANG)).detail
-    no_gang = failed(
-        "aws-queues", **batch(nodes=2)
-    )  # as discovered, what is left takes one node only
+    # As discovered, what is left takes one node only
+    no_gang = failed("aws-queues", **batch(nodes=2))
     assert (
         "cluster.nodes is 2, and no queue takes several nodes" in no_gang.detail
         and "spot-g5: SPOT" in no_gang.detail
@@ -198,9 +196,8 @@ def test_capacity_and_quota(aws: Account, monkeypatch: pytest.MonkeyPatch) -> No
     aws.add_queue("small", [aws.add_environment("small", "SPOT", ["g5"], vcpus=2)])
     small = failed("aws-capacity", **batch({"name": "small", "market": "spot"}, nodes=1))
     assert "may have 2 vCPUs" in small.detail
-    assert (
-        "servicequotas:GetServiceQuota" in skipped("aws-quota", **job).detail
-    )  # moto knows none of EC2's
+    # Moto knows none of EC2's
+    assert "servicequotas:GetServiceQuota" in skipped("aws-quota", **job).detail
     quotas = {"L-3819A6DF": 3.0}
 
     def quota(self: Any, service_code: str, quota_code: str) -> dict[str, Any]:

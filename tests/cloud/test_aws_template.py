@@ -158,8 +158,6 @@ def test_with_efa_only_types_with_all_adapters_of_their_launch_template_are_take
             taken = {"Fn::If": ["HasEfa", [kind.name for kind in own], [family]]}
         if "Fn::If" in launch:
             launch = launch["Fn::If"][1]
-        else:
-            launch = launch
         interfaces = template["Resources"][launch["LaunchTemplateId"]["Ref"]]["Properties"][
             "LaunchTemplateData"
         ]

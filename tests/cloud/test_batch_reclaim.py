@@ -131,9 +131,8 @@ def test_a_throttled_submit_is_only_tried_again(reclaimed: Reclaimed) -> None:
 
 
 def test_no_secret_reaches_logs_cards_artifacts_events_or_reports(reclaimed: Reclaimed) -> None:
-    """Looked for where anybody can read:
-
-    Metaflow's artifacts are compressed pickles, code packages archives.
+    """Looked for where anybody can read: Metaflow's artifacts are compressed pickles, code packages
+    archives.
     """
     runner = reclaimed.runner
     told = {
@@ -153,9 +152,8 @@ def test_no_secret_reaches_logs_cards_artifacts_events_or_reports(reclaimed: Rec
         if any(secret.encode() in _plain(content) for secret in secrets)
     }
     assert not found
-    assert SECRET_KEY.encode() in _plain(
-        gzip.compress(SECRET_KEY.encode())
-    )  # what is looked for would be found
+    # What is looked for would be found
+    assert SECRET_KEY.encode() in _plain(gzip.compress(SECRET_KEY.encode()))
 
 
 def _plain(content: bytes) -> bytes:

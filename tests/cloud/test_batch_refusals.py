@@ -1,7 +1,6 @@
 """What keeps a run from AWS Batch is answered with one clear line, before or after the submit, and
-nothing waits for
-ever: unknown and disabled queues, a store that containers cannot read, an image that cannot be
-    pulled."""
+nothing waits for ever: unknown and disabled queues, a store that containers cannot read, an image
+that cannot be pulled."""
 
 from __future__ import annotations
 

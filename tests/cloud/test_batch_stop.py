@@ -1,6 +1,5 @@
-"""A container of AWS Batch is told to stop:
-
-Docker tells its first process alone, and kills all when that has ended.
+"""A container of AWS Batch is told to stop: Docker tells its first process alone, and kills all
+when that has ended.
 """
 
 from __future__ import annotations

@@ -144,9 +144,8 @@ def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_ha
 
 @pytest.mark.parametrize(("nodes", "asked"), [(1, "0"), (3, "3")])
 def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
-    """One node of a @parallel step is a plain job:
-
-    Batch runs no job of several nodes on Spot, were it one node.
+    """One node of a @parallel step is a plain job: Batch runs no job of several nodes on Spot, were
+    it one node.
     """
     line = command_line(**{"num-parallel": "2", "aws-batch-tag": ["team=a"]})
     config = RunConfig().model_dump(mode="json")
@@ -261,9 +260,8 @@ def test_what_came_to_nothing_five_times_is_not_tried_again() -> None:
         replace(attempt, started_utc=attempt.placed_utc)
         for attempt in history(*["never_started"] * 5).attempts
     ]
-    incomplete = vain(
-        AttemptHistory(attempts=tuple(without_one))
-    )  # pods ran on Kubernetes, and others had no machine
+    # Pods ran on Kubernetes, and others had no machine
+    incomplete = vain(AttemptHistory(attempts=tuple(without_one)))
     assert incomplete is not None and incomplete[0] is Outcome.NO_CAPACITY
 
 
@@ -333,9 +331,8 @@ def test_clocks_minutes_apart_change_nothing_in_what_led_to_a_commit(skew: float
             "attempt": number,
             "after_generation": min(number, 1),
         }
-        known["after_generation"] *= (
-            number != 3
-        )  # one was placed by the plan of the run, and knew of no generation
+        # One was placed by the plan of the run, and knew of no generation
+        known["after_generation"] *= number != 3
         events.append(told(PLACED_EVENT, 100.0 * (number + 1), **known))
         events.append(
             told(

@@ -129,9 +129,8 @@ def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_nam
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
     batch.client().update_job_queue(jobQueue="od-g5", state="ENABLED")
-    set_environment(
-        RunConfig(store="s3://bucket/x"), "batch"
-    )  # the account's queues, Spot among them
+    # The account's queues, Spot among them
+    set_environment(RunConfig(store="s3://bucket/x"), "batch")
     assert os.environ[named] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
     assert (
         "to queue od-g5: whose machines all have unused GPUs or other accelerators"

@@ -246,9 +246,8 @@ def test_without_the_right_to_see_zones_their_names_must_do(catalogue: Catalogue
     assert reasons["g6.xlarge"].endswith("in us-east-1 now by EC2: not offered there as Spot")
 
     region.refuse("UnauthorizedOperation", operation="describe_availability_zones")
-    region.page(
-        [record("us-east-1a", "0.4", 1.0, AvailabilityZoneId="use1-az4")]
-    )  # newer answers hold the id
+    # Newer answers hold the id
+    region.page([record("us-east-1a", "0.4", 1.0, AvailabilityZoneId="use1-az4")])
     prices = LivePrices.of(asked(region))
     assert prices.spot(catalogue["g5.xlarge"], "us-east-1")[0].zone == "use1-az4"
     assert "names" not in " ".join(

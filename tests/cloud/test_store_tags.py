@@ -64,9 +64,8 @@ def test_another_store_than_amazons_sees_no_tag(
 
 
 def test_amazons_gets_the_tag_that_the_lifecycle_rule_asks_for(listener: Listener) -> None:
-    """By the same client without what is set for other stores:
-
-    Amazon's own cannot be reached from here.
+    """By the same client without what is set for other stores: Amazon's own cannot be reached from
+    here.
     """
     client = S3Store(
         "bucket",

@@ -243,9 +243,8 @@ def check_message(kind: Kind, said: str) -> None:
     if kind.code == 3:
         assert len(re.findall("^FAIL", said, re.MULTILINE)) == 1, said
     else:
-        assert len(re.findall(r"^\S.*:\d+:\d+: ", said, re.MULTILINE)) <= 1, (
-            said
-        )  # one message, about one thing
+        # One message, about one thing
+        assert len(re.findall(r"^\S.*:\d+:\d+: ", said, re.MULTILINE)) <= 1, said
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -109,9 +109,8 @@ def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(
     rehearse_notice(drain.rehearsal_path, action="terminate", seconds=120)
     wait_until("the order", lambda: attend(drain, post, events), timeout=60)
     assert limits.stop() is Stop.INTERRUPTED and drain.leaving
-    assert (
-        90 < limits.stop_seconds <= 108
-    )  # 10 s are kept back of the notice, and 2 s to end the process
+    # 10 s are kept back of the notice, and 2 s to end the process
+    assert 90 < limits.stop_seconds <= 108
     drain.on_signal()
     attend(drain, post, events)
     assert limits.stop() is Stop.INTERRUPTED and 20 < limits.stop_seconds <= 28

@@ -334,9 +334,8 @@ def test_with_local_and_a_job_that_goes_on_to_a_loss_that_is_not_finite(tmp_path
 
     settings = json.loads((run.folder / "config.json").read_text())
     del settings["config"]["workload_options"], settings["config"]["data"]["tokenizer"]
-    (run.folder / "config.json").write_text(
-        json.dumps(settings)
-    )  # as a version that did not know these keys left it
+    # As a version that did not know these keys left it
+    (run.folder / "config.json").write_text(json.dumps(settings))
     diverging = {"training__learning_rate": 1e30, "training__gradient_clip_norm": "null"}
     longer = runner.run("run", *runner.options(training__max_steps=12, **few, **diverging), *name)
     assert longer.exit_code == 7, longer.output

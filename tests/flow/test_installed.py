@@ -86,9 +86,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (own / "dependencies.pth").write_text(
-        f"{sysconfig.get_path('purelib')}\n"
-    )  # its .pth files do not count
+    # Its .pth files do not count
+    (own / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     command = [
         sys.executable,
         "-m",

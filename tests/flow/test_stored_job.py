@@ -28,9 +28,8 @@ def test_a_job_stored_by_an_earlier_version_resumes_and_ends_with_the_same_weigh
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     config = tmp_path / "runs" / "jobs" / "stored" / "config.json"
-    config.write_text(
-        config.read_text().replace("/srv/job/part/texts", str(tmp_path / "texts"))
-    )  # the text moved too
+    # The text moved too
+    config.write_text(config.read_text().replace("/srv/job/part/texts", str(tmp_path / "texts")))
     expected = json.loads((tmp_path / "expected.json").read_text())
     flow = FlowRunner(tmp_path)
     settings = {

@@ -23,10 +23,8 @@ from tests.support.flow import (
     wait_until,
 )
 
-pytestmark = [
-    pytest.mark.flow,
-    pytest.mark.timeout(600),
-]  # four runs of the flow are behind the first tests
+# Four runs of the flow are behind the first tests
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 
 CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 
@@ -71,8 +69,7 @@ def told(run: FlowRun) -> list[str]:
 @dataclass(frozen=True)
 class Story:
     """A job whose launcher is killed, and that another supervisor then takes over from the first
-    and completes.
-    quiet: the report of the same job without all that."""
+    and completes. quiet: the report of the same job without all that."""
 
     runner: Supervised
     left: FlowRun
@@ -161,9 +158,8 @@ def test_a_crash_loop_ends_with_its_code_its_reason_and_its_cost(tmp_path: Path)
 
 def test_runs_that_fail_without_training_anything_stop_after_three(tmp_path: Path) -> None:
     """No agent sees such a loop: each run dies before it starts one."""
-    records = (
-        tmp_path / "records" / ".metaflow" / "TrainFlow"
-    )  # a file where Metaflow needs a folder
+    # A file where Metaflow needs a folder
+    records = tmp_path / "records" / ".metaflow" / "TrainFlow"
     records.parent.mkdir(parents=True)
     records.touch()
     runner = Supervised(

@@ -83,9 +83,8 @@ def test_a_script_that_is_killed_and_told_to_leave_ends_bit_equal(
     interrupt(processes, stopped, 5, signal.SIGKILL)
     finish(processes, stopped, -signal.SIGKILL)
     processes = start(stopped, PAUSE, ranks=ranks, libraries=libraries)
-    interrupt(
-        processes, stopped, 10, signal.SIGTERM, ranks=[0]
-    )  # the other ranks leave with rank 0
+    # The other ranks leave with rank 0
+    interrupt(processes, stopped, 10, signal.SIGTERM, ranks=[0])
     finish(processes, stopped, 75)
     finish(start(stopped, ranks=ranks, libraries=libraries), stopped)
     finish(undisturbed, whole)
@@ -405,9 +404,8 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Pat
         "rank 0 left its loop after step 5, and rank 1 is in step 6; fix: equally many steps"
         in output(script)
     )
-    assert (
-        time.monotonic() - begun < 60
-    )  # and not the 120 s after which the last commit is given up
+    # And not the 120 s after which the last commit is given up
+    assert time.monotonic() - begun < 60
 
 
 def test_a_save_that_is_due_while_gradients_accumulate_is_made_after_the_next_step(

@@ -30,9 +30,8 @@ def test_a_notice_is_judged_by_the_commit_of_the_step_that_the_ranks_left_at() -
     first = [event(STEP, 10.0 + step, 1, step=step) for step in range(1, 6)]
     others = [event(STEP, 10.0 + step, 1, step=step, rank=1) for step in range(1, 6)]
     saved = [event(NOTICE, 14.5, 1, rank=-1, source="metadata"), event(COMMIT, 16.0, 1, step=5)]
-    second = [
-        event(STEP, 30.0 + step, 2, step=step) for step in range(6, 10)
-    ]  # and no commit: gone too soon
+    # And no commit: gone too soon
+    second = [event(STEP, 30.0 + step, 2, step=step) for step in range(6, 10)]
     third = [event(STEP, 50.0 + step, 3, step=step) for step in range(6, 8)]
     given = [
         {"generation": 1, "source": "metadata", "node": 1, "at_step": 4, "given_at": 14.0},

@@ -219,8 +219,7 @@ def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quie
         figures["skipped"]
     ) <= {"memory-kill"}
     assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": 3, "of": 3}
-    lines = 1 + len(
-        figures["skipped"]
-    )  # a cgroup is not everybody's to make: then the first kind has its turn twice
+    # A cgroup is not everybody's to make: then the first kind has its turn twice
+    lines = 1 + len(figures["skipped"])
     assert figures["all"]["place"] == {"right": lines, "of": lines}
     assert figures["all"]["back_seconds"]["count"] == 3

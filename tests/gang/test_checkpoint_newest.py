@@ -149,10 +149,8 @@ def test_records_below_the_number_that_was_asked_about_are_found_too() -> None:
     put_commit(job, "000001-00000001", 10)
     assert newest_generation_number(job, near=900) == 1
     put_commit(job, "000900-00000900", 20)
-    for look in (
-        reachable_commits,
-        trace_lineage,
-    ):  # to go on without the record would be to start anew, silently
+    # To go on without the record would be to start anew, silently
+    for look in (reachable_commits, trace_lineage):
         with pytest.raises(
             DamagedLineage, match="commits of generation 900, its record is missing"
         ):

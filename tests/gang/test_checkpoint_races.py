@@ -63,9 +63,8 @@ def test_a_start_that_is_overtaken_by_retention_does_not_begin_from_nothing(
         """The gang before goes on between the choice of the parent and its record."""
         if key.startswith("generations/"):
             commit(job, first, 30, 40, keep_last=1)
-            Retention(RetentionPolicy(keep_last=1)).run(
-                job, _save(first, 40)
-            )  # and the tombstones fall
+            # And the tombstones fall
+            Retention(RetentionPolicy(keep_last=1)).run(job, _save(first, 40))
         put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", overtaken)
@@ -95,9 +94,8 @@ def test_a_pin_outlives_a_deletion_that_was_cut_short_before_it_looked(
     def killed(*_: object, **__: object) -> int:
         raise Killed
 
-    monkeypatch.setattr(
-        retention, "newest_generation_number", killed
-    )  # the first thing behind the tombstone
+    # The first thing behind the tombstone
+    monkeypatch.setattr(retention, "newest_generation_number", killed)
     with pytest.raises(Killed):
         retention.delete_commit(job, ref, generation.name, newest=1)
     monkeypatch.undo()

@@ -127,11 +127,8 @@ def test_the_cap_takes_the_least_valued_first_and_never_the_newest_or_pinned(job
         put_commit(job, generation, step, loss=float(step))
     assert checkpoints(["pin", job.uri, "2"]) == 0
     rules = {"keep_last": 3, "keep_every_steps": 4, "keep_best": 1}
-    assert run(job, generation, **rules, max_total_bytes=500) == [
-        3,
-        4,
-        5,
-    ]  # 4 by steps; 8 is among the last too
+    # 4 by steps; 8 is among the last too
+    assert run(job, generation, **rules, max_total_bytes=500) == [3, 4, 5]
     assert run(job, generation, **rules, max_total_bytes=400) == [1]  # the best
     assert run(job, generation, **rules, max_total_bytes=200) == [6, 7]
     assert run(job, generation, **rules, max_total_bytes=1) == []
@@ -272,9 +269,8 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
         put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", refuse)
-    monkeypatch.setattr(
-        time, "time", lambda: 0.0
-    )  # what this machine takes the time to be does not matter
+    # What this machine takes the time to be does not matter
+    monkeypatch.setattr(time, "time", lambda: 0.0)
     assert run(job, generation, keep_last=5, orphan_seconds=1.5 * DAY) == []
     left = {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")}
     assert left == ({"10"} if writable else {"10", "20"})

@@ -75,9 +75,8 @@ def test_an_export_holds_a_part_of_it_at_a_time(job: Store, tmp_path: Path, name
     if target.suffix == ".pt":
         with zipfile.ZipFile(target) as archive:
             assert archive.testzip() is None, "the sums of the archive are right too"
-    if (
-        target.suffix == ".safetensors"
-    ):  # the library's own writer makes the same header, but for the order of names
+    # The library's own writer makes the same header, but for the order of names
+    if target.suffix == ".safetensors":
         save_file(load_file(target), tmp_path / "theirs.safetensors")
         theirs = load_file(tmp_path / "theirs.safetensors")
         assert all(torch.equal(theirs[key], tensor) for key, tensor in found.items())

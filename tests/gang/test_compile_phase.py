@@ -172,9 +172,8 @@ def test_a_start_on_another_machine_finds_compiled_code_in_the_store(
         torch._dynamo.reset()
         counters.clear()
         reach = open_compile_cache(config, Gang(), store)
-        square = torch.compile(
-            torch.mm, dynamic=False
-        )  # calls a library: no C++ compiler takes seconds
+        # Calls a library: no C++ compiler takes seconds
+        square = torch.compile(torch.mm, dynamic=False)
         for step in (1, 2):
             reach(step)
             square(torch.ones(4, 4), torch.ones(4, 4))
@@ -201,9 +200,8 @@ def test_a_start_on_another_machine_finds_compiled_code_in_the_store(
         assert start("third") == {"hit": 0, "miss": 1}
         assert f"rank 0: compile cache {store.uri}/{key.key}: " in capfd.readouterr().out
         assert start("fourth") == {"hit": 1, "miss": 0}, "it was saved again"
-        monkeypatch.setattr(
-            torch._inductor.config.cpp, "simdlen", 1
-        )  # a processor with other vector instructions
+        # A processor with other vector instructions
+        monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
         assert (
             start("other") == {"hit": 0, "miss": 1} and len(list(store.list("compile-cache/"))) == 2
         )

@@ -241,16 +241,14 @@ def test_workers_are_as_many_as_cores_memory_and_shared_memory_allow(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     chosen = loader_processes.choose_workers
     assert chosen(-1, 2**20, "fork") == (4, "")  # 8 of 12 cores, for 2 ranks
-    number, why = chosen(
-        6, 6 * 2**20, "fork"
-    )  # 0.8 · 64 / 2 = 25.6 MiB: 4 batches, two of them with the rank
+    # 0.8 · 64 / 2 = 25.6 MiB: 4 batches, two of them with the rank
+    number, why = chosen(6, 6 * 2**20, "fork")
     assert number == 1 and why.startswith(
         "1 workers load data instead of 6: 64.0 MiB of /dev/shm left for 2 ranks, "
     )
     Place.f_bavail = 2**20
-    number, why = chosen(
-        9, 12 * 2**20, "fork"
-    )  # 0.8 · 2,048 / 2 = 819.2 MiB, 36 + 64 for each worker
+    # 0.8 · 2,048 / 2 = 819.2 MiB, 36 + 64 for each worker
+    number, why = chosen(9, 12 * 2**20, "fork")
     assert number == 8 and "2.0 GiB of memory left for 2 ranks" in why
     assert chosen(9, 12 * 2**20, "spawn")[0] == 2  # 36 + 256
     monkeypatch.setattr(loader_processes, "host_bytes_left", lambda: 1.0 * 2**20)
@@ -421,9 +419,8 @@ def test_the_example_of_the_guide_passes_the_examination(
     )
     assert code is not None
     text = code[1].replace("/data", str(tmp_path / "data"))
-    if (
-        importlib.util.find_spec("torchvision") is None
-    ):  # a large package: the example's crop without it
+    # A large package: the example's crop without it
+    if importlib.util.find_spec("torchvision") is None:
         text = text.replace("from torchvision.transforms import v2\n", "from PIL import Image\n")
         text = re.sub(
             r"SHRINK = .*\n",

@@ -89,9 +89,8 @@ def test_several_in_an_evaluation_then_one_before_the_first_step_then_one_betwee
     training = {**spec.config["training"], "evaluation_interval_steps": 5}
     job = Job(replace(spec, config={**spec.config, "training": training}), tmp_path)
     gang = job.start()
-    job.await_beat(
-        lambda beat: beat.phase == "evaluation"
-    )  # it comes to its end; then all leave after the next step
+    # It comes to its end; then all leave after the next step
+    job.await_beat(lambda beat: beat.phase == "evaluation")
     job.notify(1)
     (tmp_path / "metaflow").write_text(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 40))

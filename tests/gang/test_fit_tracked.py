@@ -149,9 +149,8 @@ def configured(name: str) -> tuple[RunConfig, int]:
 
 def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str, int]:
     """Bytes by kind at the peak of an optimizer step, as torch counts them."""
-    from torch.distributed._tools.fsdp2_mem_tracker import (
-        FSDPMemTracker,
-    )  # it loads dynamo, in one process of tests
+    # It loads dynamo, in one process of tests
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     gang = Gang(rank=0, world_size=world_size, ranks_per_node=world_size)
     tensor = config.parallel.tensor_size
@@ -171,9 +170,8 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         materialise(model, "cpu")
-        optimizer = torch.optim.AdamW(
-            model.parameters(), foreach=False
-        )  # the trackers miscount the fused one
+        # The trackers miscount the fused one
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         if world_size > 1:
             tracker = FSDPMemTracker(model, optimizer)
         else:
@@ -214,9 +212,8 @@ def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
         assert fit.optimizer == pytest.approx(peak["OPT"], rel=1e-3), (
             "torch adds a step counter to each parameter"
         )
-    step = (
-        fit.total - fit.allowance
-    )  # the allowance is for what torch does not see: context, fragmentation
+    # The allowance is for what torch does not see: context, fragmentation
+    step = fit.total - fit.allowance
     assert 1.0 <= step / peak["Total"] <= 1.25, (step / peak["Total"], fit, peak)
 
 

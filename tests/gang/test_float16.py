@@ -52,9 +52,8 @@ HALF = {"use_mixed_precision": True, "param_dtype": "float16"}
 def test_overflows_are_skipped_and_a_resumed_job_goes_on_with_the_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        LossScale, "FIRST", 2.0**24
-    )  # the gradient of a logit is then beyond float16
+    # The gradient of a logit is then beyond float16
+    monkeypatch.setattr(LossScale, "FIRST", 2.0**24)
     monkeypatch.setattr(LossScale, "GOOD_STEPS", 3)
     whole = run_alone(configured(tmp_path, 20, fsdp=HALF), "whole")
     for steps in (4, 20):  # within the skipped steps
@@ -78,10 +77,8 @@ def test_overflows_are_skipped_and_a_resumed_job_goes_on_with_the_scale(
 
 
 def test_losses_and_norms_are_those_of_float32(tmp_path: Path) -> None:
-    for name, fsdp in (
-        ("half", HALF),
-        ("single", {}),
-    ):  # ddp computes under autocast, fsdp2 in float16 throughout
+    # Ddp computes under autocast, fsdp2 in float16 throughout
+    for name, fsdp in (("half", HALF), ("single", {})):
         run_alone(configured(tmp_path, 6, fsdp=fsdp, parallel={"mode": "ddp"}), name)
     half, single = (steps_of(tmp_path, name) for name in ("half", "single"))
     assert list(half) == list(single) == [1, 2, 3, 4, 5, 6]

@@ -145,10 +145,8 @@ def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_i
         ".py:" in told["where"]
         and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
     )
-    for node in (
-        0,
-        1,
-    ):  # all of an agent's life is paid for once: one generation begins where the other ends
+    # All of an agent's life is paid for once: one generation begins where the other ends
+    for node in (0, 1):
         *ends, _ = [event for event in events if event.name == NODE_ENDED and event.node == node]
         starts = [event for event in events if event.name == NODE_STARTED and event.node == node]
         for before, ended, after in zip(starts[:-1], ends, starts[1:], strict=True):

@@ -342,9 +342,8 @@ FAMILY = {**SIZE, **TOKENS_OF_FAMILY, "vocab_size": 300, "max_position_embedding
 FAMILIES = {
     "mistral": MistralConfig(**FAMILY, num_key_value_heads=2, sliding_window=8),
     "gemma": GemmaConfig(**FAMILY, num_key_value_heads=2, head_dim=8),
-    "gemma 2": Gemma2Config(
-        **FAMILY, num_key_value_heads=2, head_dim=8
-    ),  # has no implementation with SDPA
+    # Has no implementation with SDPA
+    "gemma 2": Gemma2Config(**FAMILY, num_key_value_heads=2, head_dim=8),
     "phi": PhiConfig(**FAMILY),
     "opt": OPTConfig(**{**FAMILY, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0}),
     "mixtral": MixtralConfig(**FAMILY, num_key_value_heads=2, num_local_experts=4),

@@ -65,8 +65,6 @@ def test_choices_are_scored_as_transformers_scores_them_on_any_number_of_ranks(
         answer = question["answer"]
         if isinstance(answer, str):
             answer = question["choices"].index(answer)
-        else:
-            answer = answer
         right["choice_accuracy"] += int(np.argmax(scores)) == answer
         lengths = [len(choice) for choice in question["choices"]]
         right["choice_accuracy_per_byte"] += int(np.argmax(np.array(scores) / lengths)) == answer
@@ -185,6 +183,7 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
     workload = HuggingFace(context)
     model = AutoModelForCausalLM.from_pretrained(folder)
     whole = "".join(f"<{one['role']}>{one['content']}" for one in talk)
+    # Bytes of the answers
     counted = {
         at
         for text in answers
@@ -192,14 +191,13 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
             len(whole[: whole.rindex(text)].encode()),
             len(whole[: whole.rindex(text) + len(text)].encode()),
         )
-    }  # bytes of the answers
+    }
     ids = tokenizer(whole)["input_ids"]
     labels = []
     at = 0
     for token in ids:
-        size = len(
-            tokenizer.convert_ids_to_tokens(token)
-        )  # byte-level: one character for each byte
+        # Byte-level: one character for each byte
+        size = len(tokenizer.convert_ids_to_tokens(token))
         labels.append(token if counted & set(range(at, at + size)) else -100)
         at += size
     assert at == len(whole.encode())

@@ -44,10 +44,8 @@ def steps_at(ports: range) -> dict[str, float]:
     for port in ports:
         try:
             page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
-        except (
-            OSError,
-            HTTPException,
-        ):  # nobody listens; a free port may even be connected to itself
+        except (OSError, HTTPException):
+            # Nobody listens; a free port may even be connected to itself
             continue
         for node in ("0", "1"):
             if steps := values(page, "ebbflow_step", node=node):
@@ -102,9 +100,8 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
 
 def test_the_terminal_shows_the_first_failing_ranks_last_words(tmp_path: Path) -> None:
     spec = gang_spec(tmp_path)
-    lost = replace(
-        spec, prepared={**spec.prepared, "fingerprint": "0" * 64}
-    )  # no such tokens in the store
+    # No such tokens in the store
+    lost = replace(spec, prepared={**spec.prepared, "fingerprint": "0" * 64})
     gang = LocalGang(lost, tmp_path / "gang", tmp_path / "output.log")
     with pytest.raises(GangError) as error:
         gang.wait(90)
@@ -148,9 +145,8 @@ def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
             return [line.partition(" | ")[2] for line in done.stdout.splitlines()] == texts
 
-        wait_until(
-            f"{texts} from {words}", shown, timeout=60
-        )  # Swift lists what it has acknowledged a little late
+        # Swift lists what it has acknowledged a little late
+        wait_until(f"{texts} from {words}", shown, timeout=60)
 
 
 def test_a_traceback_that_is_only_logged_does_not_end_the_progress(

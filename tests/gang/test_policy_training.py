@@ -195,9 +195,8 @@ def test_a_job_killed_in_a_rollout_and_in_an_update_ends_with_the_weights_of_the
     path.write_text(config.model_dump_json())
     quiet = run_alone(config, "quiet")
     assert quiet.weights_sha256
-    trial = (
-        3 * 32 + 8
-    )  # rewards of the examination: three rollouts of eight prompts, and the held-out prompts
+    # Rewards of the examination: three rollouts of eight prompts, and the held-out prompts
+    trial = 3 * 32 + 8
     # In the second rollout, before step 5; then in the update of step 8. The examination calls the
     # loss five times.
     for dies in (f"reward {trial + 32 + 8 + 10}", "loss 10"):

@@ -58,9 +58,8 @@ def task(*words: str, below: Sequence[list[str]] = ()) -> list[str]:
 
 
 def test_a_stopped_task_is_killed_wherever_it_runs_and_no_other_one() -> None:
-    gang = subprocess.Popen(
-        task("step", below=[task("step")])
-    )  # the control task, and another node's
+    # The control task, and another node's
+    gang = subprocess.Popen(task("step", below=[task("step")]))
     submitting = subprocess.Popen(task("batch", "step"))
     tasks = [gang, submitting, *(subprocess.Popen(task(word)) for word in ("step", "card", "step"))]
     _, _, stopped, sidecar, running = tasks

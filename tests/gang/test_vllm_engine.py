@@ -181,9 +181,8 @@ def test_weights_of_importance_and_their_limits() -> None:
     assert found[0, :3].tolist() == pytest.approx([1.10517, 0.904837, 2.0], abs=1e-5)
     with pytest.raises(TrainingError, match=r"differ from the policy's by [\d.]+ nats"):
         correct_importance(old, drawn * 2, mask, most=2.0, current=True)
-    correct_importance(
-        old, drawn * 2, mask, most=2.0, current=False
-    )  # weights that are a round old
+    # Weights that are a round old
+    correct_importance(old, drawn * 2, mask, most=2.0, current=False)
     rollouts = Rollouts(*(torch.zeros(1, 4) for _ in range(4)), version=6)
     check_version(rollouts, 8, staleness=2)
     with pytest.raises(

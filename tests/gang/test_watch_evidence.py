@@ -115,9 +115,8 @@ def test_a_rank_that_was_stopped_along_with_its_agent_is_not_to_blame_for_it(
     watch = watch_of(rank, tmp_path, floor_seconds=20.0)
     rank.process.send_signal(signal.SIGSTOP)
     wait_until("its stop", lambda: process_state(rank.process.pid) == "T", timeout=60)
-    assert (
-        pass_time(watch, rank, 0.5) == []
-    )  # the rank was stopped first, and its agent has seen that
+    # The rank was stopped first, and its agent has seen that
+    assert pass_time(watch, rank, 0.5) == []
     rank.offset += 25.0
     assert pass_time(watch, rank, 0.5) == [] and watch.check() == [], "its agent goes on first"
     [failure] = wait_until("the verdict", lambda: pass_time(watch, rank, 0.5), timeout=60)

@@ -29,9 +29,12 @@ _GUESSED_SECONDS = 10.0
 class LineMap:
     """What the last run of each test file under coverage showed.
 
-    Attributes: sources: The text of each decision module when a test was last run on it. digests:
-        SHA-256 of each test file when it was run. seconds: Duration of each passed test. lines: For
-        each test and each decision module that it runs: the lines. They count in `sources`.
+    Attributes:
+        sources: The text of each decision module when a test was last run on it.
+        digests: SHA-256 of each test file when it was run.
+        seconds: Duration of each passed test.
+        lines: For each test and each decision module that it runs: the lines. They count in
+            `sources`.
     """
 
     sources: dict[str, str] = field(default_factory=dict)

@@ -144,10 +144,12 @@ def draw_mutants(
     """Draw `count` different mutants of the decision modules, or of `files`; each mutant is equally
     likely.
 
-    Args: empty: Draw functions without their body instead: a test of such a function that passes
-        cannot fail.
+    Args:
+        empty: Draw functions without their body instead: a test of such a function that passes
+            cannot fail.
 
-    Returns: The mutants in the order of their files and lines; all of them if there are fewer than
+    Returns:
+        The mutants in the order of their files and lines; all of them if there are fewer than
         `count`.
     """
     if empty:
@@ -276,9 +278,8 @@ def _decisive_nodes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, boo
 
 
 def _is_for_types(node: ast.AST) -> bool:
-    """Return whether only type checkers read a node:
-
-    `if TYPE_CHECKING:`, or a type such as `Callable[[int], str]`.
+    """Return whether only type checkers read a node: `if TYPE_CHECKING:`, or a type such as
+    `Callable[[int], str]`.
     """
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"

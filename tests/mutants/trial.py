@@ -69,9 +69,8 @@ def choose_tests(mutant: Mutant, known: LineMap, *, limit_seconds: float) -> lis
     """
     covering = known.tests_of_file(mutant.path)
     tests = [test for test, lines in covering.items() if mutant.at_import or mutant.line in lines]
-    if (
-        not tests and "\n" in mutant.before
-    ):  # the first line of an expression may be none that is executed
+    # The first line of an expression may be none that is executed
+    if not tests and "\n" in mutant.before:
         last = mutant.line + mutant.before.count("\n")
         tests = [
             test
@@ -169,8 +168,9 @@ def _fails_unchanged(test: str) -> bool:
 def _run_in_child(tests: list[str], known: LineMap) -> str | None:
     """Run tests in a fork of this process.
 
-    Returns: The test that failed first, "timeout" if they took too long, "start-up" if pytest
-        itself failed, else None.
+    Returns:
+        The test that failed first, "timeout" if they took too long, "start-up" if pytest itself
+        failed, else None.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -109,9 +109,8 @@ def run_job(name: str, folder: Path, guilty: int, step: int) -> tuple[list[Event
 
 def judge(name: str, guilty: int, step: int, found: Comparison) -> list[str]:
     """Return what is wrong with a comparison."""
-    parts = [
-        one for one in found.slower if one.since_step is not None
-    ]  # a start or an end may be slow by the machine
+    # A start or an end may be slow by the machine
+    parts = [one for one in found.slower if one.since_step is not None]
     if name == "run_soundly":
         if parts or found.straggler:
             return [found.render()]
@@ -130,12 +129,8 @@ def judge(name: str, guilty: int, step: int, found: Comparison) -> list[str]:
         wrong = []
     if first.rank != rank:
         wrong += [f"blames rank {first.rank} of node {first.node}"]
-    else:
-        wrong += []
     if late:
         wrong += [f"since step {first.since_step}"]
-    else:
-        wrong += []
     if name == "slow_down" and (found.straggler is None or found.straggler.rank != guilty):
         wrong.append("no straggler")
     return wrong + ([f"and {parts[1].part}"] if len(parts) > 1 else [])

@@ -137,9 +137,8 @@ def test_every_machine_is_billed_once_whatever_the_clock_of_aws_says(
     machines = []
     for job in runner.training_jobs():
         nodes = job.get("nodeProperties", {}).get("numNodes", 1)
-        names = [
-            f"{job['jobId']}#{node}" for node in range(nodes)
-        ]  # each node of a gang ends at a time of its own
+        # Each node of a gang ends at a time of its own
+        names = [f"{job['jobId']}#{node}" for node in range(nodes)]
         if nodes == 1:
             machines += [job]
         else:

@@ -27,9 +27,8 @@ from tests.support.curves import (
 )
 
 TOLERANCE = 1e-5
-pytestmark = pytest.mark.timeout(
-    600
-)  # the first test waits for all curves; 300 s were too few beside other work
+# The first test waits for all curves; 300 s were too few beside other work
+pytestmark = pytest.mark.timeout(600)
 FINISHED = [name for name, variant in VARIANTS.items() if not variant.stops]
 
 

@@ -84,8 +84,6 @@ def test_the_plan_has_room_for_the_peak(
         tracker.track_inputs(()) if sharded else tracker.track_external(model, optimizer)
         if batch is None:
             batch = workload._blank(samples)
-        else:
-            batch = batch
         with tracker:
             for _ in range(2):
                 for _ in range(2):

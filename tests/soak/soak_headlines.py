@@ -4,10 +4,9 @@ verdict, starts.
     python -m tests.soak.soak_headlines [CASE …] [--seeds N] [--json FILE]
 
 The faulty rank and the step, from the first on, are drawn from the seed. A verdict is the first
-event that names the
-rank: an end, or a stall that is not ended yet. The command fails if a family, a rank, or the number
-of starts is wrong anywhere, or if a verdict took longer than 10 s. As a test, `SOAK_SEEDS` (default
-10) sets the number of seeds.
+event that names the rank: an end, or a stall that is not ended yet. The command fails if a family,
+a rank, or the number of starts is wrong anywhere, or if a verdict took longer than 10 s. As a test,
+`SOAK_SEEDS` (default 10) sets the number of seeds.
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ def run_case(name: str, seed: int, folder: Path) -> dict[str, Any]:
     mark = folder / "mark"
     began = time.monotonic()
     if name in OF_NODES:
-        if name.endswith(("files", "file")):
-            guilty = guilty
-        else:
+        if not name.endswith(("files", "file")):
             guilty = 1
         case = OF_NODES[name]
         (events, lines) = _run_nodes(name, folder, guilty, mark)
@@ -302,9 +299,8 @@ def _price_error(events: list[Event], diagnosis: Diagnosis) -> float:
     """
     text = " ".join(line.text for each in diagnosis.findings for line in each.evidence)
     found = re.search(r"in all .* s and \$([0-9.]+)", text)
-    steps = (
-        sum(event.name == "step" and event.rank == 0 for event in events) - 1
-    )  # the first has no history
+    # The first has no history
+    steps = sum(event.name == "step" and event.rank == 0 for event in events) - 1
     slowed = min(steps, 60) * SLOW_SECONDS * 2 * _USD_PER_RANK_SECOND
     if found:
         return round(float(found[1]) / slowed - 1, 3)

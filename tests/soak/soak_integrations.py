@@ -215,9 +215,8 @@ def test_a_deepspeed_engine_that_is_killed_and_told_to_leave_ends_bit_equal(
 ) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    monkeypatch.setattr(
-        attached_scripts, "_DEADLINE_SECONDS", 400
-    )  # importing deepspeed alone takes up to 30 s
+    # Importing deepspeed alone takes up to 30 s
+    monkeypatch.setattr(attached_scripts, "_DEADLINE_SECONDS", 400)
     code = (
         (ROOT / "docs" / "script-deepspeed.md")
         .read_text()
@@ -262,9 +261,8 @@ def test_trls_trainer_with_lora_that_is_killed_and_told_to_leave_ends_bit_equal(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    monkeypatch.setattr(
-        attached_scripts, "_DEADLINE_SECONDS", 400
-    )  # importing trl alone takes up to 30 s
+    # Importing trl alone takes up to 30 s
+    monkeypatch.setattr(attached_scripts, "_DEADLINE_SECONDS", 400)
     rows = [
         f"Row {number}: {'wrath ' * (number % 7)}sing, goddess, {number * number}."
         for number in range(60)

@@ -96,9 +96,8 @@ def test_quiet_with_every_step_in_the_cluster(start: Start, quiet: dict[str, Any
         run.report["weights_sha256"] == quiet["weights_sha256"]
         and run.report["loss_curve"] == quiet["loss_curve"]
     )
-    assert run.report["paid_rank_seconds"] == pytest.approx(
-        pod_seconds(runner), abs=4
-    )  # whole seconds, twice two pods
+    # Whole seconds, twice two pods
+    assert run.report["paid_rank_seconds"] == pytest.approx(pod_seconds(runner), abs=4)
     assert runner.cluster.told()["denied"] == []
 
 

@@ -77,13 +77,8 @@ def write_language_config(folder: Path) -> str:
         ("point-clouds", "chamfer_ratio", 0.0, 0.5, "clouds"),
         ("policy-optimization", "held_out_reward", 0.9, 1.0, "completions"),
         ("images", "accuracy", 0.95, 1.0, "confusion"),
-        (
-            "language",
-            "held_out_loss",
-            0.0,
-            1.0,
-            "",
-        ),  # nats per token of the answers; ln 300 = 5.7 at the start
+        # Nats per token of the answers; ln 300 = 5.7 at the start
+        ("language", "held_out_loss", 0.0, 1.0, ""),
     ],
 )
 def test_a_laptop_job_learns_and_loses_a_node_bit_for_bit(

@@ -260,9 +260,8 @@ def test_a_lost_node_of_two(kind: str, tmp_path: Path, swift: Swift) -> None:
         options.extend(("--set", f"{key}={value}"))
     run = runner.run("run", *options, "--rehearse", "node-loss@step:9:node=1", timeout=600)
     assert run.exit_code == 0, run.output
-    assert (
-        f"{name}.py: " in run.output and "steps: measured on the CPU" in run.output
-    )  # by the trial before the plan
+    # By the trial before the plan
+    assert f"{name}.py: " in run.output and "steps: measured on the CPU" in run.output
     report = run.report
     assert report["outcome"] == "completed" and report["interruptions"] == 1, report
     assert_ledger_adds_up(report)

@@ -236,8 +236,6 @@ def test_the_doctor_only_remarks_on_counts_that_nothing_uses(bug: str, tmp_path:
     text = (SCRIPTS / "resumable.py").read_text()
     if bug:
         text = plant(text, bug)
-    else:
-        text = text
     for before, new in (
         ("    shuffle = torch.Generator()\n", _UNUSED),
         ("            global_step += 1\n", _COUNTED),

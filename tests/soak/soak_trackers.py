@@ -85,9 +85,8 @@ def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> 
         losses = read("loss")
         assert [step for step, _ in losses] == list(range(1, STEPS + 1)), kind
         values = [value for _, value in losses]
-        assert values == pytest.approx([loss for _, loss in report["loss_curve"]], rel=1e-6), (
-            kind
-        )  # float32
+        # Float32
+        assert values == pytest.approx([loss for _, loss in report["loss_curve"]], rel=1e-6), kind
         for name in expected:
             totals = read(name)
             assert [step for step, _ in totals] == sorted({step for step, _ in totals}), (

@@ -24,9 +24,8 @@ def run_alone(config: RunConfig, job: str) -> LoopResult:
     """
     path = Path(config.store).parent / "config.yaml"
     path.write_text(config.model_dump_json())  # JSON is a part of YAML
-    kept = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
-    }  # a rank watches for them
+    # A rank watches for them
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return run_rank(share_spec(parse_arguments([str(path), "--job", job]), Gang()), Gang())
     finally:

@@ -127,9 +127,8 @@ def final_state(script: Path, step: int) -> dict[tuple[str, str], bytes]:
             for name, *_, start, size in index["items"]
         }
     assert found, commits(script)
-    return {
-        key: value for key, value in found.items() if not key[1].endswith(".numpy")
-    }  # which no script seeds
+    # Which no script seeds
+    return {key: value for key, value in found.items() if not key[1].endswith(".numpy")}
 
 
 def events_of(script: Path) -> list[Event]:

@@ -20,12 +20,16 @@ from tests.support.local_service import LocalServer
 class JobService:
     """The jobs that it knows, and the requests that it got.
 
-    Attributes: jobs: Descriptions of each job: one for each look, and the last one for all further
-        looks. refused: Whether requests to terminate a job are refused, as for a job that has ended
-        meanwhile. away: Whether every request is answered with an internal error. queues: Market of
-        each job queue, by name. slow_seconds: How long each answer of Batch takes. owners:
-        Kubernetes objects by the path of their URL. A deleted one is gone. requests: (region,
-        operation, content) of each request to Batch, (method, path) of each one to Kubernetes.
+    Attributes:
+        jobs: Descriptions of each job: one for each look, and the last one for all further looks.
+        refused: Whether requests to terminate a job are refused, as for a job that has ended
+            meanwhile.
+        away: Whether every request is answered with an internal error.
+        queues: Market of each job queue, by name.
+        slow_seconds: How long each answer of Batch takes.
+        owners: Kubernetes objects by the path of their URL. A deleted one is gone.
+        requests: (region, operation, content) of each request to Batch, (method, path) of each one
+            to Kubernetes.
     """
 
     endpoint: str = ""

@@ -87,9 +87,8 @@ def cut_off(page: str, width: int, folder: Path, *, wait_milliseconds: int = 100
     folder.mkdir(parents=True, exist_ok=True)
     measured = folder / "page.html"
     script = _MEASURE.replace("WAIT", str(wait_milliseconds))
-    page = re.sub(
-        r'<meta http-equiv="Content-Security-Policy".*?>', "", page
-    )  # it forbids scripts but the page's own
+    # It forbids scripts but the page's own
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page)
     head, body, rest = page.rpartition("</body>")
     measured.write_text(head + script + body + rest if body else page + script)
     frame = folder / "frame.html"

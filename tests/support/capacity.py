@@ -1,6 +1,5 @@
-"""A job of some hours on one machine, for AWS Batch without Batch:
-
-`benchmarks.money.virtual_batch` has the rest.
+"""A job of some hours on one machine, for AWS Batch without Batch: `benchmarks.money.virtual_batch`
+has the rest.
 """
 
 from __future__ import annotations

@@ -20,9 +20,11 @@ from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 class RecordingStore(Store):
     """A store in memory that records its requests, and lists `page_size` objects in each page.
 
-    Attributes: now: The store's clock, by which it dates what is put. before_put: Called with the
-        key before each put. It may raise, or do what another process does meanwhile. before_get,
-        before_delete: The same for the other requests.
+    Attributes:
+        now: The store's clock, by which it dates what is put.
+        before_put: Called with the key before each put. It may raise, or do what another process
+            does meanwhile.
+        before_get, before_delete: The same for the other requests.
     """
 
     def __init__(self, *, page_size: int = 1000) -> None:

@@ -162,12 +162,16 @@ class Event:
 class FakeGpu(TorchDispatchMode):
     """The device, as a context in which torch has one GPU.
 
-    Attributes: waits: each wait of the host for the device: what it was, and the line of this
-        project that caused it. refuse_pinning: whether page-locking memory fails. threads: the
-        threads that page-locked memory. errors: the last error of each thread, by its number. As in
-        CUDA, it fails the thread's next operation. free_bytes: free memory, of 80 GiB; torch itself
-        holds 2 GiB. recorded: how allocations are recorded: the most entries, and the kind of
-        stacks; None: not at all.
+    Attributes:
+        waits: each wait of the host for the device: what it was, and the line of this project that
+            caused it.
+        refuse_pinning: whether page-locking memory fails.
+        threads: the threads that page-locked memory.
+        errors: the last error of each thread, by its number. As in CUDA, it fails the thread's next
+            operation.
+        free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
+        recorded: how allocations are recorded: the most entries, and the kind of stacks; None: not
+            at all.
     """
 
     newest: FakeGpu  # the one in use

@@ -25,9 +25,8 @@ class Fault:
     seconds: float = 0.0
     clock_seconds: float = 0.0
     headers: dict[str, str] = field(default_factory=dict)
-    only: frozenset[str] = (
-        frozenset()
-    )  # methods that fail; the others succeed with an empty answer; none: all fail
+    # Methods that fail; the others succeed with an empty answer; none: all fail
+    only: frozenset[str] = frozenset()
     times: int | None = None  # how many requests fail; None: all
     requests: list[str] = field(default_factory=list)  # "METHOD path" of all that were asked
 

@@ -61,9 +61,8 @@ def main(folder: str, out: str) -> None:
     with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=1)) as checkpointer:
         restored = checkpointer.restore([refs[0].key], fresh, None)
     found["restored"] = restored.step
-    found["equal"] = bool(
-        torch.all(fresh.weight == float(_SAVES))
-    )  # nothing was trained after that step
+    # Nothing was trained after that step
+    found["equal"] = bool(torch.all(fresh.weight == float(_SAVES)))
     Path(out).write_text(json.dumps(found))
 
 

@@ -55,9 +55,9 @@ class OneSided(Sound):
 
 class Troubled(Sound):
     """Options: losses of samples from bad_first to before bad_end are multiplied by bad_factor (a
-    text, as "nan"), and those from late_first to before late_end by late_factor.
-    largest: samples that fit into memory. strange_rank, strange_sample: there a weight of that rank
-    changes, once, which the file strange_once remembers. leak_mib: kept of every step."""
+    text, as "nan"), and those from late_first to before late_end by late_factor. largest: samples
+    that fit into memory. strange_rank, strange_sample: there a weight of that rank changes, once,
+    which the file strange_once remembers. leak_mib: kept of every step."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

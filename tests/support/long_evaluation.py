@@ -22,9 +22,8 @@ class LongEvaluation(Sound):
     `tell`, it is taken away, and the process is told to leave after three passes."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        if (
-            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        ):  # it is only tried, before there is a rank
+        # It is only tried, before there is a rank
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             return {"score": 0.5}
         options: Any = self.context.options
         marks = Path(options["marks"])

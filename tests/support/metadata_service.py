@@ -28,11 +28,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 VERSION = "2.5.0"
 HEARTBEAT_SECONDS = 10
 _OF_PARENTS = ("flow_id", "run_number", "step_name")
-_NAMES = {
-    "run": "run_number",
-    "step": "step_name",
-    "task": "task_id",
-}  # how a kind's own name is called in its record
+# How a kind's own name is called in its record
+_NAMES = {"run": "run_number", "step": "step_name", "task": "task_id"}
 
 # Metaflow reads its settings when it is imported, so that its client needs a process of its own.
 _CLIENT = """

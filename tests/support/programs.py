@@ -20,10 +20,13 @@ class Started:
 class Programs:
     """Stands in place of `subprocess.Popen`, and of the process that it returns.
 
-    Attributes: codes: Exit codes, one for each start. looks: How often a program is looked at in
-        vain before it ends; `during` has a look for each of its calls. during: Called one after the
-        other, one at each look in vain. at_start: Called when a program starts. gone: Whether the
-        process no longer exists when it gets a signal.
+    Attributes:
+        codes: Exit codes, one for each start.
+        looks: How often a program is looked at in vain before it ends; `during` has a look for each
+            of its calls.
+        during: Called one after the other, one at each look in vain.
+        at_start: Called when a program starts.
+        gone: Whether the process no longer exists when it gets a signal.
     """
 
     pid = 2**22 + 1  # above the kernel's largest PID

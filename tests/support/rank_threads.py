@@ -63,9 +63,8 @@ def call_in_process_group(world_size: int, work: Callable[[int], T]) -> list[T]:
         try:
             return work(rank)
         except BaseException as error:
-            ProcessLocalGroup.exception_handle(
-                error
-            )  # so that the other threads do not wait for this one
+            # So that the other threads do not wait for this one
+            ProcessLocalGroup.exception_handle(error)
             raise
         finally:
             dist.destroy_process_group()

@@ -1,5 +1,4 @@
 """One rank that spreads a model in each mode and prints its digest:
-
 `python -m tests.support.spread_rank CONFIG`.
 """
 

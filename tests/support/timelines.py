@@ -296,9 +296,8 @@ def faulty_jobs(draw: st.DrawFn) -> tuple[list[Event], float]:
             gang.commit(kept + committed)
             parent = (kept + committed, number)
             kept = kept + committed
-        for kind in draw(
-            st.lists(_STEP_CLASSES, max_size=3)
-        ):  # what the ranks were in when the end came
+        # What the ranks were in when the end came
+        for kind in draw(st.lists(_STEP_CLASSES, max_size=3)):
             gang.phase(kind, draw(st.floats(0.001, 90.0)))
         for rank in draw(st.sets(st.sampled_from(sorted(gang.clock)))):
             del gang.clock[rank]  # a rank that was killed says nothing of its last step

@@ -117,8 +117,6 @@ class _WandbRequest(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        else:
-            body = body
         answer: dict[str, Any] = {}
         if self.path == "/graphql":
             answer = {"data": self._answer(json.loads(body))}

@@ -99,13 +99,8 @@ ENGINE = "training/engine.py:73 in forward_backward"
         ("ggggggggg", [1, 2], USER, 9, 0),
         ("ggggggggg", [1], USER, 9, 0),
         ("gugugugug", [1], USER, 9, 1),  # it belongs there: who did not come is the odd one
-        (
-            "ggggggggg",
-            [1],
-            ENGINE,
-            10,
-            1,
-        ),  # a step further: a row was lost on its way to who is late
+        # A step further: a row was lost on its way to who is late
+        ("ggggggggg", [1], ENGINE, 10, 1),
     ],
 )
 def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_step_sync(
@@ -273,19 +268,15 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
             learned.observe(HeartbeatReading(1, step, phase, now - seconds, step), now - 0.01)
     assert learned.hang_threshold(HeartbeatReading(1, 300, "data", now, 300)) == 3.0  # the floor
     assert 20.0 <= learned.hang_threshold(HeartbeatReading(1, 300, "backward", now, 300)) <= 24.0
-    assert (
-        learned.hang_threshold(HeartbeatReading(1, 300, "forward", now, 300)) == 3.0
-    )  # over before anybody could look
+    # Over before anybody could look
+    assert learned.hang_threshold(HeartbeatReading(1, 300, "forward", now, 300)) == 3.0
     patient = {"init": 100.0, "restore": 100.0, "evaluation": 300.0, "checkpoint": 300.0}
     assert {
         phase: learned.hang_threshold(HeartbeatReading(1, 300, phase, now, 1)) for phase in patient
     } == patient
     assert learned.hang_threshold(HeartbeatReading(1, 300, "checkpoint", now, 2)) == 3.0
-    for moment in (
-        0.0,
-        0.1,
-        0.2,
-    ):  # however short it was before: the save has a deadline of its own
+    # However short it was before: the save has a deadline of its own
+    for moment in (0.0, 0.1, 0.2):
         learned.observe(HeartbeatReading(1, 300, "store", now + moment, 2), now + moment)
     assert learned.hang_threshold(HeartbeatReading(1, 300, "store", now, 3)) == 130.0
 

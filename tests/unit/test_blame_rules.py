@@ -390,18 +390,12 @@ def test_blame_names_the_rank_by_the_rule_that_decides(name: str) -> None:
             "slow",
         ),
         ([failed(0, left=True, witness=True), hung(1)], "proven"),
-        (
-            [ahead(0), late(1), late(2, where="", waiting=False, calls=())],
-            "slow",
-        ),  # a rank without a stack may go on
-        (
-            [ahead(0), late(1, calls=calls(*"gg", state="scheduled"))],
-            "slow",
-        ),  # a device may be slow
-        (
-            [hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))],
-            "slow",
-        ),  # all wait, but a peer may still come
+        # A rank without a stack may go on
+        ([ahead(0), late(1), late(2, where="", waiting=False, calls=())], "slow"),
+        # A device may be slow
+        ([ahead(0), late(1, calls=calls(*"gg", state="scheduled"))], "slow"),
+        # All wait, but a peer may still come
+        ([hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))], "slow"),
         ([failed(0), hung(1)], "proven"),
         ([hung(0), hung(1)], "slow"),
         ([seen(0), seen(1)], "slow"),

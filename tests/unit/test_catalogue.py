@@ -59,9 +59,8 @@ def test_peaks_are_dense_and_sourced(catalogue: Catalogue):
         assert gpu.source and (gpu.bf16_tflops or gpu.note), gpu.name
         if gpu.bf16_tflops and gpu.fp32_tflops:
             assert 2 <= gpu.bf16_tflops / gpu.fp32_tflops <= 32, gpu.name
-    assert (
-        gpus["A100"].peak_flops("bfloat16") == gpus["A100"].peak_flops("float16") == 312e12
-    )  # 624 is the sparse figure
+    # 624 is the sparse figure
+    assert gpus["A100"].peak_flops("bfloat16") == gpus["A100"].peak_flops("float16") == 312e12
     assert gpus["T4"].peak_flops("bfloat16") is None  # Turing has no bfloat16 tensor cores
     assert gpus["T4"].peak_flops("float32") == 8.1e12 and gpus["T4"].peak_flops("float16") == 65e12
 

@@ -134,11 +134,8 @@ def record_listings(store: RecordingStore) -> list[str]:
         (900, 0, ["generations/000000"]),
         (900, 900, ["generations/000400"]),
         (901, 900, ["generations/000400"]),
-        (
-            899,
-            900,
-            ["generations/000400", "generations/000000"],
-        ),  # it is behind: all records are listed
+        # It is behind: all records are listed
+        (899, 900, ["generations/000400", "generations/000000"]),
         (1, 900, ["generations/000400", "generations/000000"]),
         (1, 501, ["generations/000001", "generations/000000"]),
         (1, 500, ["generations/000000"]),  # one listing has shown all records

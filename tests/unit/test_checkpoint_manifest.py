@@ -275,9 +275,8 @@ def test_the_counts_of_a_data_object_agree_with_its_size(
         parse(as_json(changed))
 
 
-WHOLE_PIECE = TensorPiece(
-    rank=0, offsets=(0,), sizes=(20,), start=0, length=80
-)  # exactly the object of rank 0
+# Exactly the object of rank 0
+WHOLE_PIECE = TensorPiece(rank=0, offsets=(0,), sizes=(20,), start=0, length=80)
 
 
 @pytest.mark.parametrize(

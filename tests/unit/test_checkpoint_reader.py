@@ -310,10 +310,8 @@ def test_a_range_outside_its_object_is_damage(start: int, length: int) -> None:
         ([(0, 10), (20, 10), (30, 5)], True),
         ([(0, 1), (0, 1)], False),
         ([(at, 1) for at in range(512)], True),
-        (
-            [(at, 1) for at in range(513)],
-            False,
-        ),  # above this, one copy is cheaper than many buffers
+        # Above this, one copy is cheaper than many buffers
+        ([(at, 1) for at in range(513)], False),
     ],
 )
 def test_one_scattered_read_fills_up_to_512_parts_that_do_not_overlap(

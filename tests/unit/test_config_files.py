@@ -27,9 +27,7 @@ def described(node: dict[str, Any], path: str = "") -> list[str]:
     """The dotted keys of a schema that say nothing about themselves."""
     silent = []
     for name, field in node.get("properties", {}).items():
-        if field.get("description"):
-            silent += []
-        else:
+        if not field.get("description"):
             silent += [path + name]
         silent += described(field, f"{path}{name}.")
     return silent

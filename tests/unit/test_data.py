@@ -218,9 +218,8 @@ def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
     length = 64
     kept = 7
     batch = 4
-    room = prepared["held_out_tokens"] + kept * (
-        length + 1 + 4
-    )  # a byte for each token, a CRC-32 for each row
+    # A byte for each token, a CRC-32 for each row
+    room = prepared["held_out_tokens"] + kept * (length + 1 + 4)
     settings = {"model": {"sequence_length": length}, "data": {"cache_gib": room / 2**30}}
     config = RunConfig.model_validate({**settings, "training": {"batch_size": batch}})
     ours, theirs = (
@@ -373,10 +372,8 @@ def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path:
     store = Store.open(str(tmp_path / "store"))
     with pytest.raises(DataError, match=f"(?i)is a {kind}, .*fix:"):
         prepare_tokens(DataConfig(path="odd.txt"), store, project_root=tmp_path)
-    with (
-        pytest.raises(DataError, match="fix:"),
-        open_source(SourceFile("odd.txt", path)),
-    ):  # made after the look
+    # Made after the look
+    with pytest.raises(DataError, match="fix:"), open_source(SourceFile("odd.txt", path)):
         pass
     with pytest.raises(DataError, match="not a regular file"):
         prepare_tokens(

@@ -64,9 +64,8 @@ def test_sharded_float32_by_hand():
     fit = memory_fit(config(), 4, SHAPE)
     share = 250_001  # a quarter, rounded up
     assert (fit.parameters, fit.gradients, fit.optimizer) == (4 * share, 4 * share, 8 * share)
-    assert (
-        fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_000_001
-    )  # gathered, a unit's gradient, whole gradients
+    # Gathered, a unit's gradient, whole gradients
+    assert fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_000_001
     assert fit.activations == 4 * 2_000_000  # 32 / (4 × 2) samples
     assert fit.logits == 4 * 500_000
     tensors = 16 * share + 8_400_008 + 8_000_000 + 2_000_000
@@ -364,9 +363,8 @@ def test_offloading_leaves_only_what_is_gathered():
 def test_main_memory_of_a_laptop_follows_copies_and_recomputing():
     gang = HostGang(nodes=2, processes_per_node=2)
     need = {mode: host_memory_bytes(config(mode), gang) for mode in ("ddp", "hsdp", "fsdp2")}
-    copy = (
-        16 * causal_lm_shape(config().model).parameters
-    )  # weights, gradients and two moments, float32
+    # Weights, gradients and two moments, float32
+    copy = 16 * causal_lm_shape(config().model).parameters
     assert need["hsdp"] - need["fsdp2"] == copy, "a copy per node instead of one"
     assert host_memory_bytes(changed(parallel={"shard_size": 4}), gang) == need["fsdp2"]
     assert host_memory_bytes(changed(parallel={"recompute": "full"}), gang) < need["hsdp"]

@@ -414,9 +414,8 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
     "a rank that may be alone in a collective": (
         [
             seen(1, where=USER, step=9, calls=calls("g", "g", "u")),
-            hung(
-                0, where=ENGINE, step=9, calls=calls("g", "g")
-            ),  # in a backward pass, healthy ranks wait
+            # In a backward pass, healthy ranks wait
+            hung(0, where=ENGINE, step=9, calls=calls("g", "g")),
         ],
         ("rank_failed", True, True, True, "failed"),
     ),

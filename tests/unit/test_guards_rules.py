@@ -231,12 +231,8 @@ def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> No
         ([5, 5, 5, 5], 4, [], True),
         ([5, 5, 6, 5], 4, [2], True),
         ([5, 6], 2, [0, 1], False),
-        (
-            [1, 2, 1, 2, 1, 3],
-            3,
-            [5],
-            True,
-        ),  # two ranks hold a copy: only every second rank is compared
+        # Two ranks hold a copy: only every second rank is compared
+        ([1, 2, 1, 2, 1, 3], 3, [5], True),
         ([1, 2, 3, 4], 1, [], True),
         ([5, 5, 6, 6], 4, [0, 1, 2, 3], False),
         ([5, 6, 7], 3, [0, 1, 2], False),
@@ -326,12 +322,8 @@ def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
         (lambda t: 1e9 + 1e6 * t, 2e9, 1e6, False),  # far away
         (lambda t: 1e9 + (5e8 if t > 30 else 0), 2e8, 1e6, False),  # one leap
         (lambda t: 1e9 + 1e8 * (t % 10), 2e8, 1e6, False),  # up and down
-        (
-            lambda t: 1e9 + 1e6 * min(t, 100.0),
-            2e8,
-            1e6,
-            False,
-        ),  # settling down: full after longer than it has lived
+        # Settling down: full after longer than it has lived
+        (lambda t: 1e9 + 1e6 * min(t, 100.0), 2e8, 1e6, False),
     ],
 )
 def test_memory_that_runs_out_soon_is_seen_coming(

@@ -327,9 +327,8 @@ def test_each_node_is_priced_by_the_plan_that_was_in_force():
     second.ended("completed", 10.0)
     plans = [plan_event(3.6, simulated=True, t=0.0), plan_event(36.0, None, t=30.0)]
     ledger = fold([*plans, *first.events, *second.events])
-    assert ledger.total_usd == Decimal(
-        "0.110000"
-    )  # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
+    # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
+    assert ledger.total_usd == Decimal("0.110000")
     assert ledger.price_kind == "recorded 2026-07-20"
     assert ledger.useful_on_demand_usd is None
     assert fold(first.events).price_kind == "unpriced"

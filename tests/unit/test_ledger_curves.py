@@ -384,11 +384,8 @@ def started(node: int, seconds: float, **machine) -> list:
     ("machines", "nodes", "shares"),
     [
         ([{}, {}], 0, 2),  # pods that a scheduler packed onto one machine
-        (
-            [{"batch_job_id": "j"}, {"batch_job_id": "k"}],
-            1,
-            2,
-        ),  # two jobs of one node each may share one
+        # Two jobs of one node each may share one
+        ([{"batch_job_id": "j"}, {"batch_job_id": "k"}], 1, 2),
         ([{"batch_job_id": "j"}, {"batch_job_id": "j"}], 2, 1),  # the nodes of one job never do
     ],
 )

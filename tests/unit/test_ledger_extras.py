@@ -369,11 +369,8 @@ def batch_extras(
         (0.0, 60.0, [("interruption", 40.0, 20.0)]),
         (0.0, 40.0, []),
         (0.0, 30.0, []),  # Batch reports less than the agents: nothing is missing
-        (
-            -300.0,
-            -230.0,
-            [("startup", -300.0, 30.0)],
-        ),  # its clock is minutes behind: all of it seems lead
+        # Its clock is minutes behind: all of it seems lead
+        (-300.0, -230.0, [("startup", -300.0, 30.0)]),
         (300.0, 370.0, [("interruption", 340.0, 30.0)]),  # or ahead: all of it seems tail
         (-10.0, 40.000001, [("startup", -10.0, 10.0), ("interruption", 40.0, 0.000001)]),
     ],

@@ -324,10 +324,8 @@ def test_the_final_outcome_is_the_last_one_unless_a_run_after_completion_was_ref
         (outcome(2, "budget", t=50.0), True),
         (outcome(2, "budget", t=1.0), True),  # of the newest generation, whatever the clock says
         (outcome(1, "budget", t=50.0), False),  # a rank of an older one
-        (
-            outcome(0, "budget", t=40.0, rank=-1),
-            True,
-        ),  # a step of the flow, at the start of the newest or later
+        # A step of the flow, at the start of the newest or later
+        (outcome(0, "budget", t=40.0, rank=-1), True),
         (outcome(0, "budget", t=39.0, rank=-1), False),
     ],
 )

@@ -253,10 +253,8 @@ def test_another_zone_than_planned_pays_what_the_plan_quoted_there_or_says_that_
         and "of the planned g5.xlarge spot in use1-az1: the machine is in use1-az4, no price"
         in kind
     )
-    for machine in (
-        known,
-        {**known, "zone_id": "use1-az1"},
-    ):  # a name alone says nothing against an id
+    # A name alone says nothing against an id
+    for machine in (known, {**known, "zone_id": "use1-az1"}):
         assert usd_and_kind(machine, plan) == (Decimal("0.1"), "recorded 2026-07-20")
 
 

@@ -104,9 +104,8 @@ def test_the_page_of_a_job_says_what_its_report_says() -> None:
     events = a_job()
     report = build_report(events)
     page = page_of(events)
-    assert set(parse(page)) == {m.name for m in JOB_METRICS} - {
-        "ebbflow_job_mfu_ratio"
-    }  # no rank measured its peak
+    # No rank measured its peak
+    assert set(parse(page)) == {m.name for m in JOB_METRICS} - {"ebbflow_job_mfu_ratio"}
     assert sum(values(page, "ebbflow_job_rank_seconds_total")) == pytest.approx(
         report.paid_rank_seconds
     )

@@ -430,9 +430,8 @@ Answer = tuple[int, str] | Exception
 
 
 class Service:
-    """EC2's metadata service as its client sees it:
-
-    `tokens` and `answers` come next, the last of them forever.
+    """EC2's metadata service as its client sees it: `tokens` and `answers` come next, the last of
+    them forever.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,8 @@ def test_orthogonalise_is_five_newton_schulz_iterations(shape: tuple[int, int]) 
 
 def test_orthogonalise_keeps_a_matrix_of_zeros_and_scales_up_a_small_one() -> None:
     assert orthogonalise(torch.zeros(2, 3)).abs().max() == 0.0
-    small = torch.full(
-        (1, 1), 2.0**-40, dtype=torch.float64
-    )  # below the smallest norm to divide by
+    # Below the smallest norm to divide by
+    small = torch.full((1, 1), 2.0**-40, dtype=torch.float64)
     np.testing.assert_allclose(
         orthogonalise(small).numpy(), newton_schulz(small.numpy()), rtol=1e-12
     )

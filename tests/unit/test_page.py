@@ -83,9 +83,8 @@ def test_a_running_job_says_when_it_ends_for_how_much_and_what_a_kill_loses() ->
     found = report.progress
     assert (found["step"], found["steps"], found["at_risk_steps"]) == (5, 20, 1)
     assert found["eta_seconds"] == pytest.approx(30.0)  # 15 steps of 2 s
-    assert found["at_risk_usd"] == pytest.approx(
-        0.004
-    )  # one step of 2 s on 2 nodes at a tenth of a cent
+    # One step of 2 s on 2 nodes at a tenth of a cent
+    assert found["at_risk_usd"] == pytest.approx(0.004)
     assert found["forecast_usd"] == pytest.approx(float(report.total_usd) + 0.06)
     assert found["low_usd"] <= found["forecast_usd"] <= found["high_usd"]
     columns = data_of(render(report))["tables"]["steps"]
@@ -113,9 +112,8 @@ def test_a_slow_rank_and_the_failure_that_ended_the_job_are_named() -> None:
         one.data.pop("slowest_rank", None)
     gang.events[-1].data.update(slowest_rank=3, slowest_ratio=1.01)
     assert "no rank is slow" in render(build_report([plan_event(), *gang.events], running=LAUNCHER))
-    failed = build_report(
-        interrupted_job(completed=False)
-    )  # it survived the lost node of generation 1
+    # It survived the lost node of generation 1
+    failed = build_report(interrupted_job(completed=False))
     assert "generation 2: rank failed (rank 1: ValueError: no such thing)" in render_verdict(failed)
     failed = replace(
         failed,
@@ -252,9 +250,8 @@ def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(
     def end() -> None:
         time.sleep(1.0)
         fresh = tmp_path / "fresh"
-        fresh.write_text(
-            render(build_report(events), written=now - 2)
-        )  # shortly before the last live page
+        # Shortly before the last live page
+        fresh.write_text(render(build_report(events), written=now - 2))
         fresh.replace(page)
 
     thread = threading.Thread(target=end)

@@ -110,9 +110,8 @@ def test_the_page_looks_as_in_its_stored_pictures(
     for name, (width, dark, printed) in VIEWS.items():
         browser.open(page.as_uri(), width=width, dark=dark, printed=printed)
         browser.evaluate("document.fonts.ready.then(() => dispatchEvent(new Event('resize')))")
-        browser.evaluate(
-            "new Promise((done) => setTimeout(done, 250))"
-        )  # plots are drawn again after 150 ms
+        # Plots are drawn again after 150 ms
+        browser.evaluate("new Promise((done) => setTimeout(done, 250))")
         large = base64.b64encode(browser.picture(scale=0.5)).decode()
         seen[name] = str(compare(browser, f"await shrunk('{large}')"))
         path = STORED / f"{name}.png"
@@ -172,9 +171,8 @@ def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(
     }).observe(document, {childList: true, subtree: true});"""
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=observer)
     milliseconds = []
-    while (
-        len(milliseconds) < 5 and min(milliseconds, default=9e9) >= 2000
-    ):  # on a busy machine one try may be slow
+    # On a busy machine one try may be slow
+    while len(milliseconds) < 5 and min(milliseconds, default=9e9) >= 2000:
         browser.open(page.as_uri())
         milliseconds.append(browser.evaluate("window.drawn"))
     assert min(milliseconds) < 2000, milliseconds

@@ -128,9 +128,8 @@ QUICK_SPOT = spot_pool(work_hours=1.0)
 
 def test_a_faster_last_resort_may_cost_a_quarter_more_if_only_it_makes_spot_safe() -> None:
     pools = [QUICK_SPOT, on_demand_pool(), FAST]
-    needed = (
-        0.5 + 1.25 + 0.125 + 2 * 0.25 + 1.0625
-    )  # with the fast one; with the usual one, 3.25 h more
+    # With the fast one; with the usual one, 3.25 h more
+    needed = 0.5 + 1.25 + 0.125 + 2 * 0.25 + 1.0625
     for expected, market in ((50.0, "spot"), (50.1, "on_demand")):
         dear = replace(FAST, expected_usd=expected)
         found = place([QUICK_SPOT, on_demand_pool(), dear], deadline_hours=needed + 1)

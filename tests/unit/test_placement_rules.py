@@ -471,9 +471,8 @@ def test_pods_are_placed_on_the_nodes_of_the_run(
     path.write_text(
         json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **known})
     )
-    monkeypatch.setattr(
-        kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path)
-    )  # read at import
+    # Read at import
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
     flow = make_flow(nodes=2)
     answer = place_attempt(ask(flow, backend="kubernetes", one_node=False))
     assert answer.trouble == "" and answer.order is not None

@@ -391,9 +391,8 @@ def test_the_two_questions_of_a_script():
     assert get_accumulated_cost(named, history=[dearer]) == get_accumulated_cost(
         events, history=[dearer]
     )
-    nowhere = job(
-        one, steps=7200, speed=0.5, reclaimed=False
-    )  # the static table knows regions only
+    # The static table knows regions only
+    nowhere = job(one, steps=7200, speed=0.5, reclaimed=False)
     with pytest.raises(ReportError, match="the price history lacks g5"):
         get_accumulated_cost(nowhere, history=[dearer])
     with pytest.raises(ReportError, match="no events"):

@@ -129,9 +129,8 @@ def test_ddpm_over_all_timesteps_has_the_variance_of_ho_et_al() -> None:
 
     def keep(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         seen.append(x)
-        return schedule.target(
-            "v", torch.zeros_like(x), x / schedule.factors(t, x)[1], t
-        )  # the clean cloud is 0
+        # The clean cloud is 0
+        return schedule.target("v", torch.zeros_like(x), x / schedule.factors(t, x)[1], t)
 
     settings: dict[str, Any] = {"prediction": "v", "sampler": "ddpm", "steps": 50, "limit": 9.0}
     diffusion.sample(keep, schedule, torch.zeros(2, 40_000, 3), generators, **settings)

@@ -21,9 +21,8 @@ LENGTHS = [3, 1, 4, 2, 2, 3]
 
 
 def table(seed: int, *, low: float = -2.0, high: float = -0.1) -> Tensor:
-    """Return log-probabilities, or other numbers of tokens:
-
-    `[6, 5]`, of which the first is the prompt's.
+    """Return log-probabilities, or other numbers of tokens: `[6, 5]`, of which the first is the
+    prompt's.
     """
     return torch.empty(6, 5, dtype=torch.float64).uniform_(
         low, high, generator=torch.Generator().manual_seed(seed)

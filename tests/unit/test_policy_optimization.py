@@ -147,9 +147,8 @@ def test_less_memory_makes_smaller_batches_and_the_same_rollouts(
 
 
 def test_the_share_of_memory_limits_a_generation_batch() -> None:
-    each = cache_bytes(
-        policy_of(), 12
-    )  # 2 blocks × keys and values × 16 wide × 12 tokens × 4 bytes
+    # 2 blocks × keys and values × 16 wide × 12 tokens × 4 bytes
+    each = cache_bytes(policy_of(), 12)
     assert each == 2 * 2 * 16 * 12 * 4 == 3072
     assert fit_batch(8, 5 * each + 1, each) == 5 and fit_batch(3, 5 * each, each) == 3
     with pytest.raises(TrainingError, match=r"take 3,072 bytes, and .* leaves 3,071"):

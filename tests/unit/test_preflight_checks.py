@@ -133,9 +133,8 @@ def test_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     passed("host-name")
     monkeypatch.setattr(socket, "gethostname", lambda: "ebbflow-test.invalid")
     failed("host-name")  # a name server that does not answer is cut off by the deadline
-    monkeypatch.setattr(
-        socket, "gethostname", lambda: "192.0.2.1"
-    )  # reserved for documentation: nobody's address
+    # Reserved for documentation: nobody's address
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")
     assert "no address of this host" in failed("host-name").detail
     skipped("host-name", cluster={"nodes": 1})
 
@@ -230,10 +229,8 @@ def test_a_small_dev_shm_stops_no_run_since_staging_is_memory() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = {result["id"]: result for result in json.loads(done.stdout)["results"]}
-    assert results["shared-memory"]["status"] in {
-        "passed",
-        "warning",
-    }  # the latter on a machine with GPUs
+    # The latter on a machine with GPUs
+    assert results["shared-memory"]["status"] in {"passed", "warning"}
     assert results["memory"]["status"] == "passed"
 
 

@@ -1,6 +1,5 @@
-"""Checks of the surroundings:
-
-EC2's metadata service, interfaces, misleading variables, and GPUs with their driver.
+"""Checks of the surroundings: EC2's metadata service, interfaces, misleading variables, and GPUs
+with their driver.
 """
 
 from __future__ import annotations

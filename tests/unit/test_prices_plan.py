@@ -120,10 +120,8 @@ def test_zones_of_the_configuration_are_the_only_candidates():
     assert {c.place for c in plan.ranked} == {"use1-az6", "usw2-az1"}
     assert {(c.market, c.zone) for c in plan.ranked if c.region == "us-east-1"} == {
         ("spot", "use1-az6"),
-        (
-            "on_demand",
-            "use1-az6",
-        ),  # on-demand costs the same in each zone, and the gang lies in one
+        # On-demand costs the same in each zone, and the gang lies in one
+        ("on_demand", "use1-az6"),
     }
     assert {r.kind for r in plan.rejected if r.region == "us-east-2"} == {"outside cost.zones"}
 

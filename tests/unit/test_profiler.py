@@ -64,9 +64,8 @@ TRACE = [
     kernel(
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 400, 100, 20, **GATHER
     ),
-    kernel(
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 50, 200
-    ),  # half of the first gather, half of the reduction
+    # Half of the first gather, half of the reduction
+    kernel("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 50, 200),
     kernel("void flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", 300, 50),
     kernel("triton_poi_fused_add_gelu_3", 350, 50),
     kernel("Memcpy DtoH (Device -> Pinned)", 600, 25),

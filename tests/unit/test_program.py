@@ -46,9 +46,8 @@ def run(
 def _obey_permissions() -> None:
     """Root may write anywhere until it loses CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2)."""
     for capability in (1, 2):
-        ctypes.CDLL(None).prctl(
-            24, capability, 0, 0, 0
-        )  # PR_CAPBSET_DROP; fails, as it may, where there is none
+        # PR_CAPBSET_DROP; fails, as it may, where there is none
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
 
 
 @pytest.mark.parametrize("door", _DOORS)

@@ -433,9 +433,8 @@ def test_deliveries_that_differ_are_refused_or_named(tmp_path: Path) -> None:
 def test_a_delivery_that_corrects_a_part_of_an_hour_is_named(tmp_path: Path) -> None:
     events = [plan_event(3.6), *node(1, 0.0, 900.0, "i-one")]
     files = []
-    for number, end in enumerate(
-        (WALL + 150.0, WALL + 900.0)
-    ):  # the newest hour of a delivery may be cut short
+    # The newest hour of a delivery may be cut short
+    for number, end in enumerate((WALL + 150.0, WALL + 900.0)):
         one = Instance(
             instance_id="i-one", start=WALL - BOOT, end=end, usd_per_hour=lambda at: 3.6, tags=TAG
         )

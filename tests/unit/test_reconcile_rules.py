@@ -276,19 +276,11 @@ def test_a_price_may_differ_by_a_percent(usd: str, right: bool) -> None:
 @pytest.mark.parametrize(
     ("end", "billed", "usd", "right"),
     [
-        (
-            1800,
-            2400,
-            "3.3333",
-            True,
-        ),  # at the most $1.80 metered, $1.20 at the later price, and $0.30 for clocks
+        # At the most $1.80 metered, $1.20 at the later price, and $0.30 for clocks
+        (1800, 2400, "3.3333", True),
         (1800, 2400, "3.3334", False),
-        (
-            1800,
-            2400,
-            "2.0792",
-            False,
-        ),  # at the least $1.80 metered, $0.60 at the earlier price, less $0.30
+        # At the least $1.80 metered, $0.60 at the earlier price, less $0.30
+        (1800, 2400, "2.0792", False),
         (1800, 2400, "2.0793", True),
         (3600, 3000, "5.1515", True),  # at the most $5.40 metered, less $0.60 at the earlier price
         (3600, 3000, "5.1516", False),
@@ -477,11 +469,8 @@ def test_wrong_hours_are_listed_with_their_seconds_and_dollars() -> None:
             "its tag ebbflow-job has the value x: cost allocation by tag misses it",
         ),
         (TAG, 0.0, None),
-        (
-            {"ebbflowjob": "x"},
-            601.0,
-            None,
-        ),  # a warm instance keeps the tag of the job that started it
+        # A warm instance keeps the tag of the job that started it
+        ({"ebbflowjob": "x"}, 601.0, None),
     ],
 )
 def test_an_instance_without_the_jobs_tag_has_a_finding(
@@ -514,9 +503,8 @@ def test_lines_of_other_jobs_and_kinds_are_left_out() -> None:
         stored("i-one", "9", tags={}),
         stored("volume", "9", tags={}, zone="us-east-1a"),
         replace(stored("shared", "9", tags={}, line_id="s"), instance_type="g5.xlarge"),
-        replace(
-            stored("shared", "8", tags={}, line_id="s"), instance_type="g5.xlarge"
-        ),  # of no interest
+        # Of no interest
+        replace(stored("shared", "8", tags={}, line_id="s"), instance_type="g5.xlarge"),
         stored("vol-1", "0.25"),
         stored("vol-2", "0.5"),
         stored("i-one", "0.125", kind="transfer"),

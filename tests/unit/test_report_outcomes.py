@@ -111,10 +111,8 @@ def test_the_command_to_type_does_not_depend_on_the_folder(monkeypatch: pytest.M
 
 
 def test_limits_are_raised_by_what_they_did_not_allow() -> None:
-    assert setting(ended(Outcome.BUDGET)) == (
-        "cost.budget_usd",
-        "0.04",
-    )  # twice the two cents that were spent
+    # Twice the two cents that were spent
+    assert setting(ended(Outcome.BUDGET)) == ("cost.budget_usd", "0.04")
     # Half of the budget was kept for the last save: twice the spent would be no more than the
     # budget was.
     assert setting(ended(Outcome.BUDGET, budget_usd=0.041)) == ("cost.budget_usd", "0.061")
@@ -164,8 +162,6 @@ def test_a_loss_that_is_no_number_is_read_as_null_and_as_nan(strict: bool) -> No
             recorded.data.update(learning_rate=rates[recorded.step or 0], gradient_norm=unknown)
             if recorded.step == 3:
                 recorded.data["loss"] = unknown
-            else:
-                recorded.data["loss"] = recorded.data["loss"]
     lines = [json.dumps(vars(recorded), allow_nan=not strict) for recorded in gang.events]
     assert any("NaN" in line for line in lines) is not strict
     report = build_report([Event.from_json(line) for line in lines])

@@ -547,9 +547,8 @@ def cluster(service: JobService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "kubeconfig.json"
     path.write_text(json.dumps(document))
     monkeypatch.setenv("KUBECONFIG", str(path))
-    monkeypatch.setattr(
-        kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path)
-    )  # read at import
+    # Read at import
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
     return service
 
 

@@ -336,9 +336,8 @@ class Shards:
 def test_a_shard_is_downloaded_in_pieces_and_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tempfile.tempdir", str(tmp_path / "missing")
-    )  # a rename works within one volume only
+    # A rename works within one volume only
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     shards: Any = Shards()
     signs: list[int] = []
     cache = tmp_path / "a" / "b"

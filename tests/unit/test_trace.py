@@ -56,9 +56,8 @@ def test_slices_of_a_rank_do_not_overlap_and_sum_to_its_classes() -> None:
     }
     for name in ("checkpoint stall", "startup"):
         assert seconds[name] == pytest.approx(ledger[name], abs=1e-3)
-    steps = sum(
-        ledger[name] for name in ("useful step", "redone step", "data wait")
-    )  # redone: with its waits
+    # Redone: with its waits
+    steps = sum(ledger[name] for name in ("useful step", "redone step", "data wait"))
     assert seconds["useful step"] + seconds["data wait"] == pytest.approx(steps, abs=1e-3)
 
 

@@ -422,11 +422,8 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
         tracking = Tracking(
             store, "demo", config.model_copy(update={"notifications": silent}), said.append
         )
-        for pause in (
-            0.2,
-            0.2,
-            0.0,
-        ):  # the second look hears nothing for 0.2 s, and the third must not say it again
+        # The second look hears nothing for 0.2 s, and the third must not say it again
+        for pause in (0.2, 0.2, 0.0):
             tracking.look(running=RUNNING, last=not pause)
             time.sleep(pause)
         assert tracking.finish(20)

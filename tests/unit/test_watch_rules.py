@@ -155,9 +155,8 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(
-        "ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None
-    )  # no py-spy
+    # No py-spy
+    monkeypatch.setattr("ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None)
     node = Node(tmp_path, StandingClock(monkeypatch, heartbeat_module))
     yield node
     node.close()

@@ -115,8 +115,6 @@ def run_tool(command: Sequence[str], *, seconds: float | None = None) -> None:
     """
     if seconds is None:
         seconds = TOOL_SECONDS
-    else:
-        seconds = seconds
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:

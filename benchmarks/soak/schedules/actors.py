@@ -178,9 +178,8 @@ def _save(
     try:
         saver.save(step, model, optimizer, {"generation": generation, "step": step})
         report("saving", step=step, uploader=saver.uploader_pid)
-        began = (
-            time.monotonic()
-        )  # until here it may have waited for the save before, which has a deadline of its own
+        # Until here it may have waited for the save before, which has a deadline of its own
+        began = time.monotonic()
         if awaited:
             commit = saver.wait()
         else:

@@ -115,9 +115,8 @@ class Director:
     def _start(self, number: int, act: Act) -> Gang | None:
         """Open a generation, as often as it takes, and start its ranks."""
         self._take_reports()
-        expected = (
-            self._oracle.opening()
-        )  # a start that is refused may already have fenced off what runs
+        # A start that is refused may already have fenced off what runs
+        expected = self._oracle.opening()
         for attempt in range(_TRIES):
             # a commit that is spoilt is no place to go back to
             if attempt < _TRIES // 2:
@@ -256,9 +255,8 @@ class Director:
     def _expect_success(self, gang: Gang) -> None:
         errors = [report for rank in gang.ranks for report in rank.all("error")]
         if self._oracle.rotten and _nothing_verified(gang):
-            self._count(
-                "ends with all commits spoilt"
-            )  # said loudly, which is all that can be done
+            # Said loudly, which is all that can be done
+            self._count("ends with all commits spoilt")
             return
         for rank in gang.ranks:
             if rank.first("done") is None:

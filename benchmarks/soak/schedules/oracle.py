@@ -18,9 +18,8 @@ class Oracle:
     """Follows the lineage as the reports tell it. problems: what did not hold, each in one line.
 
     rotten: keys of data and manifests that the store itself has spoilt. hurt_readers: whether reads
-        met flipped bits.
-    roomy: the store never was full. rewound: whether any gang was started from an older commit than
-        the newest.
+    met flipped bits. roomy: the store never was full. rewound: whether any gang was started from an
+    older commit than the newest.
     """
 
     keep_last: int
@@ -32,17 +31,15 @@ class Oracle:
     problems: list[str] = field(default_factory=list)
     reported: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     rejected: set[str] = field(default_factory=set)
-    line: list[tuple[int, str | None]] = field(
-        default_factory=list
-    )  # generation, the commit that it started from
+    # Generation, the commit that it started from
+    line: list[tuple[int, str | None]] = field(default_factory=list)
 
     def opening(self) -> CommitRef | None:
         """The newest commit that a new start may not miss: to be asked before it is made."""
         if not self.line:
             return None
-        number, start = self.line[
-            -1
-        ]  # whoever came before may go on, as a zombie: what it commits then does not count
+        # Whoever came before may go on, as a zombie: what it commits then does not count
+        number, start = self.line[-1]
         refs = [
             CommitRef.from_key(key) for key in self.reported[number] if key not in self.rejected
         ]
@@ -103,9 +100,8 @@ class Oracle:
                 f"generation {opened['number']}: restored {min(keys)}, its parent is "
                 f"{opened['parent']}"
             )
-        if len(keys) == 1 and keys != {
-            opened["parent"]
-        }:  # it went back: that is where it really starts from
+        # It went back: that is where it really starts from
+        if len(keys) == 1 and keys != {opened["parent"]}:
             self.line = [
                 (number, min(keys) if number == opened["number"] else start)
                 for number, start in self.line

@@ -14,14 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
-_SHAPES = {
-    "wide": (7, 33),
-    "single": (1, 5),
-    "flat": (40,),
-}  # uneven at every world size; `single` leaves ranks empty
-_LARGE = {
-    "vast": (1_500_007,)
-}  # 18 MB with its moments: of three ranks, each has more than one part of 5 MiB
+# Uneven at every world size; `single` leaves ranks empty
+_SHAPES = {"wide": (7, 33), "single": (1, 5), "flat": (40,)}
+# 18 MB with its moments: of three ranks, each has more than one part of 5 MiB
+_LARGE = {"vast": (1_500_007,)}
 
 
 class Small(nn.Module):

@@ -32,9 +32,8 @@ def notice_figures(
     lost_steps}.
 
     given: {generation, source, node, at_step, given_at, outcome_step} of each. heard_seconds: until
-        an agent had it.
-    durable_seconds: from the notice to the commit of the step that the ranks left at; None: there
-    is none. lost_steps: taken after the last commit, or since the start.
+    an agent had it. durable_seconds: from the notice to the commit of the step that the ranks left
+    at; None: there is none. lost_steps: taken after the last commit, or since the start.
     """
     rows = []
     for one in given:

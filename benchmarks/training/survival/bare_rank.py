@@ -53,8 +53,6 @@ def main(folder: Path) -> None:
         loss = model(torch.randn(16, 64)).square().mean()
         if poisoned:
             loss = loss * float("nan")
-        else:
-            loss = loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

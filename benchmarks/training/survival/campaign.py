@@ -36,8 +36,7 @@ class Campaign:
     job.
 
     tell: takes lines. keep: is called after each job. job: runs one, by name; without faults it is
-        the quiet one.
-    wrong: jobs that did not end as the quiet one, and faults that were not done.
+    the quiet one. wrong: jobs that did not end as the quiet one, and faults that were not done.
     """
 
     config: RunConfig

@@ -21,10 +21,9 @@ class Finding:
     """One injection. Seconds are counted from the moment of the fault, None where it never came.
 
     verdict_seconds: until the culprit was named. back_seconds: until the next generation's first
-        step was done;
-    caught_up_seconds: until a step was done that had not been done before. guilty, place, reason:
-    whether rightly named; None where there is nothing to be named. false_kill: the gang was ended
-    for a fault that it ought to bear.
+    step was done; caught_up_seconds: until a step was done that had not been done before. guilty,
+    place, reason: whether rightly named; None where there is nothing to be named. false_kill: the
+    gang was ended for a fault that it ought to bear.
     """
 
     kind: str

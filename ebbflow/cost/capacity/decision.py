@@ -95,8 +95,9 @@ def choose_placement(
         catalogue: None means the shipped tables.
         held: The account's reservations in their current state. None means as configured.
 
-    Raises: PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run
-        any of its pools.
+    Raises:
+        PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run any
+            of its pools.
     """
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")

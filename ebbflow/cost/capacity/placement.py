@@ -167,8 +167,8 @@ def find_offers(
     the plan's order.
 
     Args:
-        region: Region assumed for queues without a region. A queue runs only pools of its region; if the region is
-            unknown (None), the queue runs pools of any region.
+        region: Region assumed for queues without a region. A queue runs only pools of its region;
+            if the region is unknown (None), the queue runs pools of any region.
     """
     if catalogue is None:
         kinds = load_catalogue()

@@ -32,10 +32,13 @@ SharerCounts = tuple[tuple[int, int], ...]
 class NodeBill:
     """Cost of one node of one generation.
 
-    Attributes: sharers: Number of the job's nodes on the instance over time; empty if this node was
-        always the only one. extras: Paid time of the instance that this node's agent did not record
-        (`cost.ledger.instances`). usd: Exact dollars, including the extras. job: The Batch job that
-        the node was part of, if Batch reported it.
+    Attributes:
+        sharers: Number of the job's nodes on the instance over time; empty if this node was always
+            the only one.
+        extras: Paid time of the instance that this node's agent did not record
+            (`cost.ledger.instances`).
+        usd: Exact dollars, including the extras.
+        job: The Batch job that the node was part of, if Batch reported it.
     """
 
     node: NodeTime
@@ -98,9 +101,8 @@ class UnreportedBill:
 
 @dataclass(frozen=True, kw_only=True)
 class Bills:
-    """Costs of a job:
-
-    `nodes` for nodes with events, `unreported` for nodes of Batch jobs without events.
+    """Costs of a job: `nodes` for nodes with events, `unreported` for nodes of Batch jobs without
+    events.
     """
 
     nodes: tuple[NodeBill, ...]
@@ -234,8 +236,9 @@ def _make_gap(start: int, end: int) -> Span:
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """Count the job's nodes on each instance over time.
 
-    Returns: A dictionary from the `id()` of a `NodeTime` to the counts. Nodes that were always
-        alone on their instance are left out.
+    Returns:
+        A dictionary from the `id()` of a `NodeTime` to the counts. Nodes that were always alone on
+        their instance are left out.
     """
     found: dict[int, SharerCounts] = {}
     for mine in group_by_instance(nodes).values():

@@ -56,8 +56,9 @@ def read_generations(
     """Return all generations by number, oldest first.
 
     Args:
-        running: Whether the job is still running. If so, the newest generation does not count as interrupted if its end
-            is not recorded, and its steps after the last commit do not count as discarded.
+        running: Whether the job is still running. If so, the newest generation does not count as
+            interrupted if its end is not recorded, and its steps after the last commit do not count
+            as discarded.
     """
     by_number = group_by_key(
         (event.generation, event) for event in events if proves_generation(event)
@@ -133,9 +134,8 @@ def _generation(
         data = ended.data
     reason = data.get("reason")
     if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
-        reason = outcome.data[
-            "outcome"
-        ]  # the gang had finished; its agent died before it recorded the end
+        # The gang had finished; its agent died before it recorded the end
+        reason = outcome.data["outcome"]
     return RecordedGeneration(
         number=number,
         parent_step=_find_parent_step(events),
@@ -203,9 +203,8 @@ def _find_parent_step(events: list[Event]) -> int:
     if started is not None:
         return int(started.data.get("parent_step") or 0)
     steps = [event.step for event in events if event.name == ev.STEP and event.step is not None]
-    return (
-        min(steps, default=1) - 1
-    )  # no start was recorded: assume that it began before its first step
+    # No start was recorded: assume that it began before its first step
+    return min(steps, default=1) - 1
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:

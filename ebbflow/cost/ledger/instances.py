@@ -130,8 +130,8 @@ def find_instance_extras(
     """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
 
     Args:
-        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function does not report
-            pauses in that time, because `find_batch_extras` reports them.
+        stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function
+            does not report pauses in that time, because `find_batch_extras` reports them.
     """
     found = []
 
@@ -150,9 +150,8 @@ def find_instance_extras(
             start, end = interval(node)
             pause = start - reached
             stay = stays.get(id(previous))
-            reclaimed = (
-                stay is not None and stay.cause == "reclaimed"
-            )  # a reclaimed instance is not billed afterwards
+            # A reclaimed instance is not billed afterwards
+            reclaimed = stay is not None and stay.cause == "reclaimed"
             if 0 < pause <= LONGEST_IDLE_SECONDS and not reclaimed:
                 found.append(
                     ExtraTime(

@@ -81,9 +81,10 @@ class Ledger:
 
     Attributes:
         lines: One line for each class that has any time, in the order of `LedgerClass`.
-        price_kind: Source of the prices: "recorded …", "estimated …", "simulated" (a local run with assumed prices) or
-            "unpriced" (no plan).
-        useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes; None if unknown.
+        price_kind: Source of the prices: "recorded …", "estimated …", "simulated" (a local run with
+            assumed prices) or "unpriced" (no plan).
+        useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes;
+            None if unknown.
         causes: The same seconds and dollars, divided by cause.
         cells: The same seconds and dollars, divided by cause and class.
         nodes: The cost of each node of each generation.
@@ -133,8 +134,9 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     Args:
         running: Whether the job is still running (see `read_generations`).
 
-    Raises: LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more
-        than 50 ms.
+    Raises:
+        LedgerError: The intervals of a rank exceed its paid time by more than 0.5 % and by more
+            than 50 ms.
     """
     ordered = _order_by_time(events)
     generations = read_generations(ordered, running=running)
@@ -211,9 +213,8 @@ class _Sums:
         self.micros: dict[LedgerClass, int] = {}
         self.usd: dict[LedgerClass, Decimal] = {}
         self.estimated: set[LedgerClass] = set()
-        self.useful: Decimal | None = Decimal(
-            0
-        )  # useful steps at the on-demand price; None once a price is unknown
+        # Useful steps at the on-demand price; None once a price is unknown
+        self.useful: Decimal | None = Decimal(0)
 
     def add(self, bill: NodeBill) -> None:
         node = bill.node

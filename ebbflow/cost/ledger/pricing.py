@@ -122,9 +122,8 @@ class Pricing:
     """All prices in a job's events."""
 
     plans: tuple[Event, ...]  # the `plan` events that chose a pool, ordered by time
-    history: dict[
-        PoolName, tuple[tuple[float, Decimal], ...]
-    ]  # price changes (Unix seconds, dollars per hour) by pool
+    # Price changes (Unix seconds, dollars per hour) by pool
+    history: dict[PoolName, tuple[tuple[float, Decimal], ...]]
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
@@ -151,9 +150,10 @@ class Pricing:
         `NodePrice.kind` says so. A simulated run always has the planned price.
 
         Args:
-            job: The node's Batch job; None if unknown. If it is given, the pool in which the job was placed counts as
-                the planned pool. The plan is then the last one before the job's submission, because the node's wall
-                clock may differ by minutes from the planner's.
+            job: The node's Batch job; None if unknown. If it is given, the pool in which the job
+                was placed counts as the planned pool. The plan is then the last one before the
+                job's submission, because the node's wall clock may differ by minutes from the
+                planner's.
         """
         return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
 

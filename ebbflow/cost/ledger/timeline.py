@@ -67,9 +67,8 @@ class RankTime:
     rank: int
     paid: int  # all paid microseconds of the rank
     classes: dict[LedgerClass, int]  # microseconds by class; they sum to `paid`
-    estimated: frozenset[LedgerClass] = (
-        frozenset()
-    )  # the classes whose time was inferred, not measured
+    # The classes whose time was inferred, not measured
+    estimated: frozenset[LedgerClass] = frozenset()
     # the same time as a list of intervals, so that it can be priced if the price changes over time
     spans: tuple[Span, ...] = ()
 
@@ -230,9 +229,8 @@ def _find_first_start(clocks: Sequence[Event]) -> float:
             or event.t_mono - before.t_mono > _SAME_MOMENT_SECONDS
         ):
             break
-        if phases & set(
-            _seconds(event)
-        ):  # an interval has each phase once, so this is already the next interval
+        # An interval has each phase once, so this is already the next interval
+        if phases & set(_seconds(event)):
             break
         start = start - sum(_seconds(event).values())
         before = event
@@ -250,9 +248,8 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
     if not any(node.events.values()) and (
         generation.running or generation.reason == Outcome.BUDGET
     ):
-        tail_class = (
-            LedgerClass.STARTUP
-        )  # the ranks are about to start, or the budget did not allow them to
+        # The ranks are about to start, or the budget did not allow them to
+        tail_class = LedgerClass.STARTUP
     if not clocks:
         if node.measured:
             estimated = frozenset()

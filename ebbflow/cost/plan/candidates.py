@@ -282,9 +282,8 @@ def _judge_region(
         score = sources.evidence.score(region, zone)
         if expected is not None and score is not None and pool.market == "spot":
             hazard = replace(hazard, kind=f"{hazard.kind}; Spot placement score {score} of 10")
-            expected = delay_start(
-                expected, start_chance=score / 10
-            )  # AWS gives no probabilities: an assumption
+            # AWS gives no probabilities: an assumption
+            expected = delay_start(expected, start_chance=score / 10)
         yield _judge_place(config, sources, here, kind, work, quote, hazard, expected)
 
 

@@ -96,9 +96,8 @@ class ForecastInputs:
     # training time between checkpoints. Each interruption repeats a uniformly distributed part of
     # it.
     interval_hours: float
-    reclaims: (
-        GammaHazard | None
-    )  # distribution of the reclaims per hour; None for on-demand, where only machines fail
+    # Distribution of the reclaims per hour; None for on-demand, where only machines fail
+    reclaims: GammaHazard | None
     failures_per_hour: float  # expected machine failures per hour of all nodes
     speed_log_deviation: float  # standard deviation of the log of the speed
     wait_hours: float = 0.0  # hours until a reservation begins
@@ -129,9 +128,8 @@ class ForecastQuantiles:
     p90_hours: float
     p50_usd: float
     p90_usd: float
-    deadline_probability: (
-        float | None
-    )  # share of the simulated runs that meet the deadline; None without a deadline
+    # Share of the simulated runs that meet the deadline; None without a deadline
+    deadline_probability: float | None
 
 
 def forecast_quantiles(

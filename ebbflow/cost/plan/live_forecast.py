@@ -198,8 +198,9 @@ class LiveRuns:
         Returns one factor per run for periods without capacity and one for periods with capacity,
         [draws, 2].
 
-        Args: table: Hours of the recorded periods, [zones, 2, groups], first without capacity, then
-            with capacity.
+        Args:
+            table: Hours of the recorded periods, [zones, 2, groups], first without capacity, then
+                with capacity.
         """
         import numpy
 
@@ -236,9 +237,10 @@ def simulate_live(
     """Simulate `DRAWS` runs of the job. Equal inputs give equal results.
 
     Args:
-        spot, last_resort: Spot and on-demand pool. One of them may be None: the job has no pool of that market.
-        hours_left: Hours until the deadline. None means that there is no deadline, and the job waits for Spot for as
-            long as necessary.
+        spot, last_resort: Spot and on-demand pool. One of them may be None: the job has no pool of
+            that market.
+        hours_left: Hours until the deadline. None means that there is no deadline, and the job
+            waits for Spot for as long as necessary.
         usd_left: Dollars left of the budget; infinite without a budget.
         zones: Recorded zones to draw from.
     """
@@ -259,9 +261,8 @@ def simulate_live(
         if last_resort is None or hours_left is None or spot is None:
             return numpy.full(DRAWS, math.inf)
         slower = now.work / pool.case.work_hours - 1
-        begins = numpy.minimum(
-            now.hours, last_resort.case.wait_hours
-        )  # a wait for a reservation becomes shorter
+        # A wait for a reservation becomes shorter
+        begins = numpy.minimum(now.hours, last_resort.case.wait_hours)
         hours = (
             spare_hours(config, spot, last_resort, left)
             + begins

@@ -191,8 +191,10 @@ class Plan:
     def terms(self, *, spent_usd: float = 0.0, last_notified_threshold: float = 0.0) -> Terms:
         """Return the price, budget and deadline that apply to training.
 
-        Args: spent_usd: Cost of earlier attempts. last_notified_threshold: Largest share of the
-            budget that earlier attempts reported as reached; 0 if none.
+        Args:
+            spent_usd: Cost of earlier attempts.
+            last_notified_threshold: Largest share of the budget that earlier attempts reported as
+                reached; 0 if none.
 
         Raises:
             PlanError: The plan has no pool.
@@ -253,12 +255,8 @@ class Plan:
                 "commit"
             )
         refusal = data["refusal"]
-        late = (
-            "on_demand",
-            "live",
-            "blocks",
-            "reserve_seconds",
-        )  # missing in plans of earlier versions
+        # Missing in plans of earlier versions
+        late = ("on_demand", "live", "blocks", "reserve_seconds")
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
         if data.get("live"):
@@ -337,17 +335,16 @@ def make_plan(
         prices: From `cost.prices.source.open_prices`. None means the static table.
         history: Measurements of earlier jobs. None means that there are none.
         progress: Work that the job has already done. Only the remaining work is planned.
-        queues: AWS Batch queues by name. Pools that no queue can run are rejected. None means that no pool needs a
-            queue.
-        evidence: From `cost.prices.reservations.open_evidence`. None means the configured reservations.
+        queues: AWS Batch queues by name. Pools that no queue can run are rejected. None means that
+            no pool needs a queue.
+        evidence: From `cost.prices.reservations.open_evidence`. None means the configured
+            reservations.
 
     Raises:
         CatalogueError: A shipped table has an invalid entry.
     """
     if shape is None:
         shape = causal_lm_shape(config.model)
-    else:
-        shape = shape
     config = shape.applied_to(config)
     sources = PlanInputs(
         catalogue=load_catalogue() if catalogue is None else catalogue,
@@ -394,9 +391,8 @@ def make_plan(
 
 
 def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
-    if (
-        sources.simulated or not ranked or not ranked[0].case.work_hours
-    ):  # no step is left, as after a lost launcher
+    # No step is left, as after a lost launcher
+    if sources.simulated or not ranked or not ranked[0].case.work_hours:
         return None
     able = [candidate for candidate in ranked if candidate.market == "spot"] + last_resorts(ranked)
     best = {one.market: one for one in reversed([ranked[0]] if ranked[0].reservation else able)}
@@ -426,9 +422,8 @@ def _divided(
     left = sources.hours_left(config)
     budget = config.cost.budget_usd
     if budget is not None and ranked and needed_usd(config, sources, ranked[0]) > budget:
-        ranked[:LOOKED_AHEAD] = [
-            with_outlook(one, left) for one in ranked[:LOOKED_AHEAD]
-        ]  # refused: smallest budget first
+        # Refused: smallest budget first
+        ranked[:LOOKED_AHEAD] = [with_outlook(one, left) for one in ranked[:LOOKED_AHEAD]]
     else:
         ranked = _rank_by_confidence(ranked, left, config.cost.confidence)
     return ranked, (*(one for one in found if isinstance(one, Rejection)), *over)

@@ -51,8 +51,6 @@ def render_plan(plan: Plan) -> str:
     for index, section in enumerate(sections):
         if index:
             lines += [BAR]
-        else:
-            lines += []
         lines += [f"{BAR} {line}".rstrip() for line in section]
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
 
@@ -100,8 +98,6 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
         ]
         if names:
             lines += [f"next: {' · '.join(names)}".replace("_", "-")]
-        else:
-            lines += []
     rejected = {kind: count for kind, count in plan.counts.items() if kind != RANKED and count}
     if rejected:
         ordered = sorted(rejected, key=lambda kind: -rejected[kind])
@@ -208,8 +204,6 @@ def _dollars(plan: Plan, best: Candidate) -> str:
     parts = f"compute {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
     if best.transfer_usd:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
-    else:
-        parts += ""
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
     reserve = f"reserve for the last save {format_usd(plan.reserve_usd, 4)} (e)"
     text = f"{format_usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"

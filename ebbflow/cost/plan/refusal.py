@@ -129,9 +129,10 @@ def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candida
 def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
     """Find the fastest pool, ignoring the deadline.
 
-    Returns: (pool, hours). pool: the fastest pool within the budget or, if there is none, the one
-        that needs the smallest budget. hours: expected hours of the fastest of all pools, whatever
-        it costs.
+    Returns:
+        (pool, hours). pool: the fastest pool within the budget or, if there is none, the one that
+        needs the smallest budget. hours: expected hours of the fastest of all pools, whatever it
+        costs.
 
     Raises:
         ValueError: No pool can run the job.
@@ -207,8 +208,6 @@ def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Reject
         ways = []
     if unpriced:
         ways += ["set cost.prices to live"]
-    else:
-        ways += []
     for text, changed in _places(config):
         if any(feasible_pools(changed, sources)):
             return ", or ".join([", ".join(ways), text] if ways else [text])

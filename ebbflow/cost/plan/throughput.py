@@ -105,9 +105,11 @@ def memory_fit(
 ) -> MemoryFit:
     """Estimate the peak memory per GPU.
 
-    Args: world_size: Number of ranks. shape: Size of the model. None means the built-in model.
+    Args:
+        world_size: Number of ranks.
+        shape: Size of the model. None means the built-in model.
         ranks_per_node: Shard size of hsdp if `parallel.shard_size` is not set. None means all
-        ranks.
+            ranks.
 
     Raises:
         ValueError: The batch cannot be divided evenly among the ranks.
@@ -231,12 +233,10 @@ def estimate_throughput(
     flops = shape.flops_per_sample * config.training.batch_size
     again = RECOMPUTE_FACTOR[config.parallel.recompute]
     shard = footprint.shard_ranks(config, ranks, processes_per_node)
-    received = _exchanged_bytes(
-        config, shape, nodes, processes_per_node, shard
-    )  # by one node from the others
-    if (
-        nodes > 1 and processes_per_node % config.parallel.tensor_size
-    ):  # of a group's ring, one rank receives for all
+    # By one node from the others
+    received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)
+    # Of a group's ring, one rank receives for all
+    if nodes > 1 and processes_per_node % config.parallel.tensor_size:
         received += _tensor_bytes(config, shape, ranks)
     seconds = {
         "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),

@@ -1,4 +1,3 @@
 """Prices of machines from a shipped table, a recorded file or AWS, with one interface:
-
 `PriceSource`.
 """

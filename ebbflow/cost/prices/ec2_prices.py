@@ -153,9 +153,10 @@ def query_spot_prices(
     end of the process.
 
     Args:
-        since_utc: Unix time. The price changes after this time are returned as well (EC2 keeps 90 days). None means
-            only the current prices.
-        client: Function that makes the EC2 client of a region. None uses botocore with its usual credentials.
+        since_utc: Unix time. The price changes after this time are returned as well (EC2 keeps 90
+            days). None means only the current prices.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual
+            credentials.
         deadline: Deadline of the requests. None means `deadline_seconds` from now.
     """
     make = client or (lambda region: aws_client("ec2", region))

@@ -67,8 +67,10 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
 
     Return None for a price of an operating system other than Linux.
 
-    Args: record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a
-        time zone. where: File and position of the record, for messages.
+    Args:
+        record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time
+            zone.
+        where: File and position of the record, for messages.
 
     Raises:
         PriceError: A field is missing or invalid.
@@ -153,9 +155,8 @@ def prices_at(
 class ZonePrices:
     """Base class of recorded and live spot prices. On-demand prices come from the static table."""
 
-    quotes: Mapping[
-        tuple[str, str], tuple[Quote, ...]
-    ]  # spot quotes by instance type and region, one per zone
+    # Spot quotes by instance type and region, one per zone
+    quotes: Mapping[tuple[str, str], tuple[Quote, ...]]
     known_zones: Mapping[str, tuple[str, ...]]  # zones by region, with or without a price
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
@@ -399,8 +400,6 @@ def _read_json(text: str, path: Path) -> Recording:
         raise PriceError(f"{path}: not a price file: {error}") from None
     if isinstance(data, list):
         data = {"SpotPriceHistory": data}
-    else:
-        data = data
     listed = data.get("SpotPriceHistory")
     if not isinstance(listed, list):
         raise PriceError(

@@ -132,8 +132,10 @@ def open_evidence(
     If EC2 does not answer, or the account lacks the permission, add a note and use the configured
     reservations.
 
-    Args: network: Whether network requests are allowed. client: Function that makes the EC2 client
-        of a region. None uses botocore with its usual credentials.
+    Args:
+        network: Whether network requests are allowed.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual
+            credentials.
     """
     cost = config.cost
     held = tuple(map(Reservation.of, config.cost.reservations))

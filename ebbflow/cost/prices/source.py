@@ -40,10 +40,12 @@ def open_prices(
 
     If live prices are unavailable, return the static table. Its method `describe` gives the reason.
 
-    Args: project_root: Folder to which the path of a price file is relative. network: Whether
-        network requests are allowed. If not, the static table replaces live prices. client:
-        Function that makes the EC2 client of a region. None uses botocore with its usual
-        credentials.
+    Args:
+        project_root: Folder to which the path of a price file is relative.
+        network: Whether network requests are allowed. If not, the static table replaces live
+            prices.
+        client: Function that makes the EC2 client of a region. None uses botocore with its usual
+            credentials.
 
     Raises:
         PriceError: The price file is invalid.
@@ -82,8 +84,9 @@ def read_price_changes(
         plan: Data of the `plan` event.
         instance_type: None means the type that the plan chose.
 
-    Raises: PriceError: The price file is invalid, or EC2 does not answer for the region of the
-        plan's pool.
+    Raises:
+        PriceError: The price file is invalid, or EC2 does not answer for the region of the plan's
+            pool.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
@@ -190,8 +193,9 @@ def record_prices(
 ) -> int:
     """Write EC2's spot prices to a file and print a summary.
 
-    Raises: PriceError: EC2 does not answer for a region (then nothing is written), or the file
-        cannot be written.
+    Raises:
+        PriceError: EC2 does not answer for a region (then nothing is written), or the file cannot
+            be written.
     """
     now = time.time()
     kinds = load_catalogue().matching(arguments.instance_types)

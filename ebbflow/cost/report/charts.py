@@ -130,9 +130,7 @@ def compute_progress(
         total = plan.get("steps")
     else:
         total = known.get("training.max_steps") or plan.get("steps")
-    if isinstance(total, int):
-        total = total
-    else:
+    if not isinstance(total, int):
         total = None
     columns = charts["steps"]
     spent = float(ledger.total_usd)
@@ -191,9 +189,8 @@ def compute_progress(
         found["eta_seconds"] = left * pace
         found["forecast_usd"] = spent + left * pace * rate
         found["low_usd"] = spent + left * low * rate
-        found["high_usd"] = (
-            spent + left * high * rate + max(0.0, tail) * left / total
-        )  # the plan's risk of the rest
+        # The plan's risk of the rest
+        found["high_usd"] = spent + left * high * rate + max(0.0, tail) * left / total
     return found
 
 
@@ -481,9 +478,8 @@ def _marks(
             starts.append(
                 {**place(generation.ended_wall - origin), "kind": "interruption", "text": text}
             )
-    found += sorted(
-        _spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"]
-    )  # interruptions are drawn above
+    # Interruptions are drawn above
+    found += sorted(_spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"])
     bad = {
         event.step: {**place(event.t_wall - origin), "step": event.step}
         for event in events
@@ -598,9 +594,8 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     counted: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
     lost: defaultdict[int, float] = defaultdict(float)
-    idle: defaultdict[int, float] = defaultdict(
-        float
-    )  # waits for other ranks, of the ranks that know them
+    # Waits for other ranks, of the ranks that know them
+    idle: defaultdict[int, float] = defaultdict(float)
     seconds: dict[int, list[float]] = {}
     waits: Counter[int] = Counter()
     spent: Counter[int] = Counter()

@@ -225,9 +225,7 @@ def _promise(report: RunReport) -> dict[str, str]:
         return {}
     tried = (report.events.get("certificate") or {}).get("holds")
     proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
-    if found.get("level") == "bit for bit":
-        proof = proof
-    else:
+    if found.get("level") != "bit for bit":
         proof = ""
     if found.get("same_data"):
         data = f"same data by {one_line(found['same_data'])}"
@@ -239,9 +237,7 @@ def _promise(report: RunReport) -> dict[str, str]:
         "every commit verified",
     ]
     stall = (report.actual.get("saves") or {}).get("stall_seconds")
-    if stall is None:
-        words += []
-    else:
+    if stall is not None:
         words += [f"{1000 * stall:.1f} ms stall per commit"]
     return {"resume": "; ".join([*words, *map(one_line, found.get("reasons") or [])])}
 
@@ -273,9 +269,7 @@ def _saves(found: dict[str, Any]) -> str:
         known = []
     else:
         known = [f"stalls and redone steps {format_share(lost, 'paid time')}"]
-    if predicted is None:
-        known += []
-    else:
+    if predicted is not None:
         known += [f"predicted {format_percent(predicted)}"]
     if known and found.get("skipped"):
         known[-1] += f"; {found['skipped']:,} left out"
@@ -402,8 +396,9 @@ def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, 
 def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
     """Format the keys of the configuration as rows (key, value, source).
 
-    Args: defaults: If True, format the keys that have their default value; if False, the keys that
-        were set.
+    Args:
+        defaults: If True, format the keys that have their default value; if False, the keys that
+            were set.
     """
     return [
         (one_line(row["key"]), one_line(value_text(row["value"])), one_line(row["source"]))

@@ -69,9 +69,8 @@ def compute_actual_figures(
     held_out = next(
         (read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None
     )
-    times = [event.t_wall for event in events if event.name != ev.PRICES] or [
-        0.0
-    ]  # prices may be recorded much later
+    # Prices may be recorded much later
+    times = [event.t_wall for event in events if event.name != ev.PRICES] or [0.0]
     useful = sum(
         line.rank_microseconds
         for line in ledger.lines
@@ -151,9 +150,8 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     rows = []
     for (generation, step), parts in sorted(executed.items()):
         seconds, _, slowest = max(parts, key=lambda part: part[0])
-        flops = next(
-            (speed for *_, one in parts if (speed := compute_rate(one, "flops"))), None
-        )  # of rank 0
+        # Of rank 0
+        flops = next((speed for *_, one in parts if (speed := compute_rate(one, "flops"))), None)
         peak = peaks.get(generation)
         if flops is not None and peak and flops <= peak:
             mfu = flops / peak
@@ -471,8 +469,9 @@ def compute_hindsight(
     Args:
         events: Events of the job, ordered by time.
 
-    Returns: Lowest cost and regret in dollars, and hours of work and start; None without a plan or
-        paid work, or if no recorded pool could do the work.
+    Returns:
+        Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid
+        work, or if no recorded pool could do the work.
     """
     plan = next(
         (
@@ -513,9 +512,8 @@ def compute_hindsight(
         usd = _find_optimum(curves, begin, end, nodes, work, start)
     if usd == math.inf:
         return None
-    regret = (
-        round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0
-    )  # adding 0.0 turns -0.0 into 0.0
+    # Adding 0.0 turns -0.0 into 0.0
+    regret = round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0
     return {
         "usd": usd,
         "regret_usd": regret,

@@ -212,9 +212,8 @@ def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str
     size = len(columns["step"])
     top = max(columns["usd"][-1], forecast or 0.0)
     budget = found.get("budget_usd")
-    if (
-        budget and budget <= 3 * top
-    ):  # a distant budget would flatten the curve; the number is in the bar above
+    # A distant budget would flatten the curve; the number is in the bar above
+    if budget and budget <= 3 * top:
         columns["usd_budget"] = [budget] * size
     losses = [one for one in columns.get("loss", ()) if one is not None]
     if entropy is not None and losses and entropy <= 1.5 * max(losses):

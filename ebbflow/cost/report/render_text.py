@@ -50,9 +50,8 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
     own = script_command(report, "--job", report.job)
     if own is not None:  # it ran here, without the flow
         return NextStep(explanation, own.replace("ebbflow", program, 1))
-    if settings is None and report.money.get(
-        "attempts"
-    ):  # on AWS Batch a new run plans the next placement
+    # On AWS Batch a new run plans the next placement
+    if settings is None and report.money.get("attempts"):
         explanation = f"{explanation} {_SAME_REMOTE_OPTIONS}"
         settings = []
     run = one_line(report.events.get("run") or "")
@@ -105,9 +104,8 @@ def _advise(report: RunReport) -> tuple[str, list[str] | None]:
             at = f" at step {max(steps):,}"
         else:
             at = ""
-        rate = report.actual.get(
-            "learning_rate"
-        )  # the highest one, which is the configured one after the warm-up
+        # The highest one, which is the configured one after the warm-up
+        rate = report.actual.get("learning_rate")
         explanation = f"the same run would fail again{at}: lower the learning rate {_SAME_OPTIONS}"
         return explanation, [f"training.learning_rate={f'{rate / 2:.3g}' if rate else 'RATE'}"]
     if outcome is Outcome.NO_RESTORE:
@@ -148,8 +146,9 @@ _LONGEST_END = 20
 def render(report: RunReport, *, program: str = PROGRAM) -> str:
     """Render the whole report.
 
-    Args: program: Shell command that runs `ebbflow`. The report shows it in the command that
-        continues the job.
+    Args:
+        program: Shell command that runs `ebbflow`. The report shows it in the command that
+            continues the job.
     """
     figures = figure_text.format_key_figures(report)
     sections = [
@@ -180,8 +179,6 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
         if finding := figure_text.describe_finding(report):
             listed += [f"diagnosis: {finding}"]
-        else:
-            listed += []
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
     if slow := describe_slowest_rank(report, if_slow=True):
         sections.append(_wrapped([slow]))
@@ -195,19 +192,12 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     for index, section in enumerate(sections):
         if index:
             lines += [BAR]
-        else:
-            lines += []
         lines += [f"{BAR} {line}".rstrip() for line in section]
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
 
 
-_CLOSING = (
-    "budget",
-    "goodput",
-    "held-out loss",
-    "final loss",
-    "redone",
-)  # key figures of the closing block
+# Key figures of the closing block
+_CLOSING = ("budget", "goodput", "held-out loss", "final loss", "redone")
 _LONGEST_CLOSING = 15
 
 
@@ -255,8 +245,6 @@ def render_closing(
     ]
     if shown:
         lines += [f"  figures   {'; '.join(shown)}"]
-    else:
-        lines += []
     wrapped = []
     for line in lines:
         wrapped.extend(wrap_line(line, width, indent=" " * (12 if line[0] == " " else 2)))
@@ -278,8 +266,8 @@ def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[s
     """Return lines that say whether a rehearsed fault changed the weights; [] without a rehearsal.
 
     Args:
-        others: Reports of other jobs, newest last. The weights are compared with those of an uninterrupted run among
-            them.
+        others: Reports of other jobs, newest last. The weights are compared with those of an
+            uninterrupted run among them.
     """
     if not (report.events.get("counts") or {}).get(FAULT_INJECTED):
         return []
@@ -318,9 +306,10 @@ def format_table(
 ) -> list[str]:
     """Format the rows as lines below the header. Each column is as wide as its widest cell.
 
-    Args: left: Number of leading columns that are left-aligned. All other columns are
-        right-aligned. width: Maximum length of the rule below the header, in characters; None for
-        the length of the header.
+    Args:
+        left: Number of leading columns that are left-aligned. All other columns are right-aligned.
+        width: Maximum length of the rule below the header, in characters; None for the length of
+            the header.
     """
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
@@ -416,9 +405,8 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
         "outcome": report.state,
         "pool": one_line(figure_text.format_pool(report.plan)),
         "price_kind": one_line(actual.get("price_kind") or ""),
-        "forecast_usd": forecast.get(
-            "compute_usd", forecast.get("usd")
-        ),  # compute alone, like total_usd
+        # Compute alone, like total_usd
+        "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),
         "total_usd": report.total_usd,
         "savings_usd": report.savings_usd,
         "hindsight_usd": found.get("usd"),

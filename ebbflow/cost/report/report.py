@@ -229,8 +229,10 @@ def build_report(
 ) -> RunReport:
     """Build the report of a job from its events, in any order.
 
-    Args: running: The launcher that is running the job (`RunReport.running`); None if the job has
-        ended. damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
+    Args:
+        running: The launcher that is running the job (`RunReport.running`); None if the job has
+            ended.
+        damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
         logs: Function that returns the output of the ranks. It is called only if something failed.
 
     Raises:
@@ -242,9 +244,8 @@ def build_report(
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     final = find_final_outcome(ordered)
     refusal = find_later_refusal(ordered)
-    if (
-        final is not None and refusal is not None
-    ):  # the job did not run with the settings of the refused run
+    # The job did not run with the settings of the refused run
+    if final is not None and refusal is not None:
         ordered = [
             event for event in ordered if event.name != ev.CONFIGURED or event.run == final.run
         ]
@@ -502,8 +503,6 @@ def list_failures(
             where = f"Batch job in queue {event.data.get('queue') or '?'}"
             if event.data.get("queue") == "kubernetes":
                 where = "pods on Kubernetes"
-            else:
-                where = where
             what = f"{where}: {cause.replace('_', ' ')}"
             found.append(
                 _failure(stopped, event.generation, what, str(event.data.get("reason") or ""))

@@ -101,29 +101,19 @@ def render_verdict(report: RunReport) -> str:
     parts = [f"{ending}{after}{_price(report)}"]
     if cost := _interruption_cost(report):
         parts += [cost]
-    else:
-        parts += []
     if report.outcome is Outcome.COMPLETED:
         certificate = report.events.get("certificate") or {}
         if certificate.get("holds"):
             parts += ["resume certified bit for bit"]
-        else:
-            parts += []
         if report.weights_sha256:
             parts += [f"final weights {report.weights_sha256[:12]}"]
-        else:
-            parts += []
     else:
         if cause := describe_cause(report):
             parts += [cause]
-        else:
-            parts += []
         done = report.progress.get("step")
         total = report.progress.get("steps")
         if done and total:
             parts += [f"{done:,} of {total:,} steps are done"]
-        else:
-            parts += []
     return "; ".join(parts)
 
 

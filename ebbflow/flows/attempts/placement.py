@@ -197,8 +197,9 @@ def _place(
     """Choose a pool, record the plan and the placement as events, and put the attempt's order into
     the store.
 
-    Args: after_generation: Number of the newest known generation. `give_up_reason` needs it to find
-        later commits.
+    Args:
+        after_generation: Number of the newest known generation. `give_up_reason` needs it to find
+            later commits.
 
     Raises:
         CostError: No queue can run the job, or the job's limits allow no further attempt.
@@ -301,8 +302,8 @@ def give_up_reason(
     belongs to a run other than `run`, because a new run may have fixed the cause.
 
     Args:
-        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused attempts on Spot and in
-            reservations do not count.
+        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused attempts
+            on Spot and in reservations do not count.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 

@@ -117,9 +117,8 @@ class PodSubmission:
                     answer = send(client, method, url, *args, **options)
                     status = answer.status
                     after = (answer.headers or {}).get("Retry-After")
-                    if status not in _TRANSIENT or url.endswith(
-                        "/eviction"
-                    ):  # 429: a disruption budget forbids it
+                    # 429: a disruption budget forbids it
+                    if status not in _TRANSIENT or url.endswith("/eviction"):
                         return answer
                     problem: Any = f"HTTP {status}"
                 except ApiException as error:  # releases of the client that raise here
@@ -156,9 +155,7 @@ class PodSubmission:
 
         def make(api: Any, *args: Any, **options: Any) -> Any:
             body = options["body"]
-            if isinstance(body, dict):
-                body = body
-            else:
+            if not isinstance(body, dict):
                 body = api.api_client.sanitize_for_serialization(body)
             self._complete(body, kind)
             name = body["metadata"]["name"]
@@ -183,9 +180,8 @@ class PodSubmission:
                         outcome = Outcome.NO_CAPACITY
                         message = f"{message}; fix: {QUOTA_FIX}"
                     raise SystemExit(self._record_outcome(outcome.value, message)) from None
-                answer = self._existing(
-                    api, kind, options, name
-                )  # made by a create whose answer was lost
+                # Made by a create whose answer was lost
+                answer = self._existing(api, kind, options, name)
             self._follower = threading.Thread(
                 target=_report_errors, args=(self._follow,), daemon=True
             )

@@ -65,8 +65,10 @@ def settle_attempts(
     A Batch job that still runs was then left behind by its submitter, and would cost money while
     the next attempt runs.
 
-    Raises: CloudError: Batch does not answer. JobIsRunning: Another launcher has taken over the
-        job, and running Batch jobs may belong to it.
+    Raises:
+        CloudError: Batch does not answer.
+        JobIsRunning: Another launcher has taken over the job, and running Batch jobs may belong to
+            it.
     """
     unsettled = unsettled_jobs(events)
     half_told = _incomplete_jobs(events)
@@ -88,17 +90,15 @@ def settle_attempts(
             placement = find_placement(event, events)
             settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement)))
         else:
-            with contextlib.suppress(
-                CloudRefused
-            ):  # the job ended meanwhile; the next call records it
+            # The job ended meanwhile; the next call records it
+            with contextlib.suppress(CloudRefused):
                 why = f"run {job.run} goes on with job {job.name}"
                 if attempt.started_utc is None:
                     words = NEVER_STARTED
                 else:
                     words = TERMINATED
-                if isinstance(
-                    there, kubernetes.Cluster
-                ):  # it keeps no record of pods that it deleted
+                # It keeps no record of pods that it deleted
+                if isinstance(there, kubernetes.Cluster):
                     ended = kubernetes.end_attempt(job_id, there, deadline_seconds)
                     data = batch_attempt_data(ended, find_placement(event, events))
                     settled.append(log.emit(BATCH_ATTEMPT, **data))

@@ -136,10 +136,12 @@ class StartLimits:
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
         """Record the job's state and check the limits.
 
-        Args: status: Current state of the Batch job; None if unknown. The last known state then
-            applies.
+        Args:
+            status: Current state of the Batch job; None if unknown. The last known state then
+                applies.
 
-        Returns: None if no limit is exceeded. Otherwise a tuple: the first words of the termination
+        Returns:
+            None if no limit is exceeded. Otherwise a tuple: the first words of the termination
             reason, from which the bill later derives the cause, and an explanation for the log.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
@@ -170,9 +172,10 @@ class Submission:
     """Submission of the only Batch job that this process creates.
 
     Args:
-        asked: The scheduler's settings for this attempt, from the environment variable SUBMIT_VARIABLE; {} for a step
-            that does not train. Settings are the limits runnable_seconds, starting_seconds, start_by_utc and
-            submit_seconds, and the polling interval look_seconds.
+        asked: The scheduler's settings for this attempt, from the environment variable
+            SUBMIT_VARIABLE; {} for a step that does not train. Settings are the limits
+            runnable_seconds, starting_seconds, start_by_utc and submit_seconds, and the polling
+            interval look_seconds.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -197,9 +200,8 @@ class Submission:
             (f"{name}.batch.SubmitJob", handler) for name, handler in steps.items()
         )
         signal.signal(signal.SIGTERM, self._leave)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the launcher passes a terminal's SIGINT on as SIGTERM
+        # The launcher passes a terminal's SIGINT on as SIGTERM
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _begun(self, **_: Any) -> None:
         self._submits = True

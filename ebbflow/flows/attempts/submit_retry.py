@@ -39,8 +39,9 @@ class LostAnswers:
 
     Each submitting process has one instance.
 
-    Args: note: Function that is called with the name and id of each terminated duplicate, which may
-        have cost money.
+    Args:
+        note: Function that is called with the name and id of each terminated duplicate, which may
+            have cost money.
     """
 
     def __init__(
@@ -194,9 +195,10 @@ class SubmitRetry:
 
     After each failed request, it decides whether and when to try again.
 
-    Args: seconds: Time limit for all requests together, counted from the first failed request.
+    Args:
+        seconds: Time limit for all requests together, counted from the first failed request.
         wanted: Function that returns whether the job is still wanted. If not, no further request is
-        sent.
+            sent.
     """
 
     def __init__(

@@ -47,9 +47,8 @@ class FlowProcess:
     def listen(self) -> None:
         """Install handlers that pass SIGTERM, SIGHUP and Ctrl-C on to the child."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # nohup ignores it
+            # Nohup ignores it
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
@@ -106,9 +105,8 @@ class FlowProcess:
         again = self.asked_to_leave
         self._left.set()
         self._limit = self._limit or time.monotonic() + LEAVE_SECONDS
-        hurried = (
-            again and number == signal.SIGINT
-        )  # a second Ctrl-C does not wait for the last checkpoint
+        # A second Ctrl-C does not wait for the last checkpoint
+        hurried = again and number == signal.SIGINT
         self._tell(signal.SIGINT if hurried else signal.SIGTERM)
 
     def _tell(self, number: int) -> None:

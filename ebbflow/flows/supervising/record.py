@@ -36,15 +36,12 @@ class SupervisedRun:
 class JobRecord:
     """The state of a job, read from its store."""
 
-    interruptions: frozenset[int] = (
-        frozenset()
-    )  # numbers of the generations that an interruption ended
-    failures: frozenset[int] = (
-        frozenset()
-    )  # numbers of the generations that a failure of the user's program ended
-    attempts: dict[str, str] = field(
-        default_factory=dict
-    )  # cause of each Batch job's end, by job id
+    # Numbers of the generations that an interruption ended
+    interruptions: frozenset[int] = frozenset()
+    # Numbers of the generations that a failure of the user's program ended
+    failures: frozenset[int] = frozenset()
+    # Cause of each Batch job's end, by job id
+    attempts: dict[str, str] = field(default_factory=dict)
     unsettled: bool = False  # the end of at least one Batch job is not recorded
     commit: str | None = None  # key of the newest commit, None without one
     runs: tuple[SupervisedRun, ...] = ()  # supervised runs, oldest first

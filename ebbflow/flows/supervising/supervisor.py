@@ -77,9 +77,8 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
-        before = self._read(
-            end_leftovers_too=False
-        )  # before the claim, Batch jobs of another launcher may be running
+        # Before the claim, Batch jobs of another launcher may be running
+        before = self._read(end_leftovers_too=False)
         if before is None:
             return Outcome.INTERRUPTED.exit_code
         if before.runs:

@@ -181,9 +181,8 @@ def denied_actions(
             result, "EvalDecision", client, call
         )
         == "allowed"
-        for result in sorted(
-            results, key=lambda result: result.get("EvalDecision") != "allowed"
-        )  # one denial is enough
+        # One denial is enough
+        for result in sorted(results, key=lambda result: result.get("EvalDecision") != "allowed")
     }
     if missing := [action for action in actions if action not in decided]:
         raise CloudRefused(

@@ -82,9 +82,8 @@ class _Account:
             lambda client, limit: call_aws(client, "get_caller_identity", limit)["Account"],
             "unknown",
         )
-        self.stacks: Mapping[str, Mapping[str, str]] = self._tried(
-            "cloudformation", _stacks, {}
-        )  # outputs, by name
+        # Outputs, by name
+        self.stacks: Mapping[str, Mapping[str, str]] = self._tried("cloudformation", _stacks, {})
         self.buckets = self._tried("s3", _buckets, [])  # those that may be meant for jobs
         self.roles = self._tried("iam", _roles, [])  # ARNs of roles that containers may assume
         self.images = self._tried("ecr", _images, [])
@@ -176,10 +175,11 @@ class _Setup:
     """The store, queues, image, role and Metaflow settings that a job takes from an account.
 
     Args:
-        given: this machine's Metaflow settings, as (value, source) by name. They take precedence over a stack's
-            outputs.
+        given: this machine's Metaflow settings, as (value, source) by name. They take precedence
+            over a stack's outputs.
         store: store address that the user chose. None derives an address from the account.
-        stack: name of the CloudFormation stack that the user chose. None uses the account's stack if there is only one.
+        stack: name of the CloudFormation stack that the user chose. None uses the account's stack
+            if there is only one.
     """
 
     def __init__(
@@ -333,9 +333,8 @@ class _Setup:
         queues = []
         for state in self.queues:
             entry: dict[str, Any] = {"name": state.name, "market": state.market}
-            if not set(AUTO_INSTANCE_TYPES) & set(
-                state.instance_types
-            ):  # an open-ended choice cannot be listed
+            # An open-ended choice cannot be listed
+            if not set(AUTO_INSTANCE_TYPES) & set(state.instance_types):
                 if state.instance_types:
                     entry |= {"instance_types": list(state.instance_types)}
                 else:

@@ -74,9 +74,8 @@ class RequestDeadline:
     """The time by which a request to AWS must have ended, including its retries."""
 
     until: float  # the time, in seconds of the clock `monotonic`
-    monotonic: Callable[[], float] = field(
-        default=time.monotonic, repr=False
-    )  # tests replace it and `sleep`
+    # Tests replace it and `sleep`
+    monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     @classmethod
@@ -319,9 +318,8 @@ def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None
         ) from error
     if isinstance(error, BotoCoreError):  # such as incomplete credentials or an unknown parameter
         raise CloudRefused(f"{question}: {_one_line(error)}") from error
-    if isinstance(
-        error, ResponseParserError | ParseError
-    ):  # the endpoint belongs to another service, or to none
+    # The endpoint belongs to another service, or to none
+    if isinstance(error, ResponseParserError | ParseError):
         raise CloudRefused(
             f"{question}: the endpoint is not this service: {_one_line(error)}"
         ) from error

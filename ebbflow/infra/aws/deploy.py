@@ -98,9 +98,8 @@ def condense_template(template: Mapping[str, Any]) -> str:
         "sort_keys": False,
         "allow_unicode": True,
     }
-    return re.sub(
-        r"(!\w+) '([\w.]+)'", r"\1 \2", yaml.dump(template, Dumper=_Dumper, **plain)
-    )  # quoted without need
+    # Quoted without need
+    return re.sub(r"(!\w+) '([\w.]+)'", r"\1 \2", yaml.dump(template, Dumper=_Dumper, **plain))
 
 
 def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
@@ -353,8 +352,8 @@ class Stack:
             state: the stack's current state, or None to create the stack.
 
         Raises:
-            CloudError: the stack cannot be changed now, or resources failed. The message names each failed resource
-                with its reason.
+            CloudError: the stack cannot be changed now, or resources failed. The message names each
+                failed resource with its reason.
             CloudUnavailable: the deadline has passed. CloudFormation continues on its own.
         """
         if state is not None and (refusal := _why_unchangeable(self._name, state)):

@@ -175,10 +175,12 @@ def classify_cause(
 ) -> Cause:
     """Return why a job ended, as far as Batch's status and messages show it.
 
-    Args: reasons: Batch's messages about the job, its containers and its nodes. started: the job
-        reached a machine and started there. ended_by_call: a call of TerminateJob or CancelJob
-        ended the job. main_alone: the job has several nodes, and only the main node's end is known.
-        Another node may have been lost.
+    Args:
+        reasons: Batch's messages about the job, its containers and its nodes.
+        started: the job reached a machine and started there.
+        ended_by_call: a call of TerminateJob or CancelJob ended the job.
+        main_alone: the job has several nodes, and only the main node's end is known. Another node
+            may have been lost.
     """
     text = "\n".join(reasons)
     if status != "FAILED":

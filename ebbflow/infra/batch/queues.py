@@ -24,9 +24,8 @@ from ebbflow.infra.store.s3 import aws_settings
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html
 AUTO_INSTANCE_TYPES = ("optimal", "default_x86_64", "default_arm64")
 _ARM_CHOICE = "default_arm64"
-_ARM = re.compile(
-    r"a1\b|[a-z]+[0-9]+[a-z]*g"
-)  # Graviton's families have a g behind their generation: m6g, c7gn, g5g
+# Graviton's families have a g behind their generation: m6g, c7gn, g5g
+_ARM = re.compile(r"a1\b|[a-z]+[0-9]+[a-z]*g")
 _ACCELERATED = re.compile(r"(p|g|gr|vt|inf|trn|dl|f)[0-9]")
 
 
@@ -87,12 +86,10 @@ class QueueState:
 
     name: str
     arn: str
-    market: (
-        Market | None
-    )  # None if the compute environments have different markets or it is unknown
-    instance_types: tuple[
-        str, ...
-    ]  # types of all usable compute environments; () if Batch names none
+    # None if the compute environments have different markets or it is unknown
+    market: Market | None
+    # Types of all usable compute environments; () if Batch names none
+    instance_types: tuple[str, ...]
     multi_node: bool  # the queue runs multi-node jobs
     usable: bool  # the queue accepts jobs and can run them
     problem: str  # why it is not usable, "" if it is
@@ -329,9 +326,8 @@ def training_queues(
     """
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
-        return {
-            name: state for name, state in found.items() if not state.fargate
-        }  # Fargate has no GPUs
+        # Fargate has no GPUs
+        return {name: state for name, state in found.items() if not state.fargate}
     home = client.meta.region_name
     found = {}
     for region in dict.fromkeys(queue_region(queue, batch) or home for queue in batch.queues):
@@ -359,8 +355,10 @@ def queues_to_plan(
     """Return the queues that a plan may use, marked usable even if they are not now; None if no
     queue is known.
 
-    Args: ask: Whether to query Batch. If Batch is not queried or does not answer, the configured
-        queues are used. notify: Called with a message if Batch does not answer.
+    Args:
+        ask: Whether to query Batch. If Batch is not queried or does not answer, the configured
+            queues are used.
+        notify: Called with a message if Batch does not answer.
     """
     found = declared_queues(batch)
     if ask:

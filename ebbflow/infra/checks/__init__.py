@@ -5,9 +5,8 @@ from ebbflow.infra.checks import environment as env
 from ebbflow.infra.kubernetes.checks import CHECKS as KUBERNETES_CHECKS
 from ebbflow.infra.preflight import Check
 
-_AWS_SECONDS = (
-    batch.ANSWER_SECONDS + 3.0
-)  # boto3 is imported and its service descriptions are read as well
+# Boto3 is imported and its service descriptions are read as well
+_AWS_SECONDS = batch.ANSWER_SECONDS + 3.0
 
 # Id, title, severity, tier, deadline in seconds, symptoms, function. The deadline matters for
 # checks that can hang (name server, mounted disk, remote store); checks that only compute get one

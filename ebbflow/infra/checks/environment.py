@@ -245,9 +245,8 @@ class Advice:
     variable: str
     why: str  # the problem; continues the variable's name
     instead: str  # the alternative
-    applies: Callable[[str], bool] = lambda value: (
-        True
-    )  # returns whether the advice applies to a value
+    # Returns whether the advice applies to a value
+    applies: Callable[[str], bool] = lambda value: True
 
 
 def _renamed(old: str, new: str) -> Advice:

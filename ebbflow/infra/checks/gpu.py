@@ -126,9 +126,11 @@ def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = Tr
     """Return whether this machine may have GPUs, judging by the placement, the configuration and
     the machine itself.
 
-    Args: promised: GPUs per node according to the placement, or 0 if unknown. wanted: the
-        configuration demands GPUs. by_tool: count nvidia-smi on the PATH as a sign of GPUs. GPU
-        images contain it even on machines without GPUs.
+    Args:
+        promised: GPUs per node according to the placement, or 0 if unknown.
+        wanted: the configuration demands GPUs.
+        by_tool: count nvidia-smi on the PATH as a sign of GPUs. GPU images contain it even on
+            machines without GPUs.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
@@ -138,8 +140,7 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
     """Compute one addition on each GPU with torch, in a child process.
 
     Returns the finding and the number of GPUs that torch found. The check passes if the addition
-    works on every GPU.
-    promised: GPUs per node according to the placement, or 0 if unknown.
+    works on every GPU. promised: GPUs per node according to the placement, or 0 if unknown.
     """
     if promised:
         promise = f", and this node was chosen for its GPUs ({promised} per node)"

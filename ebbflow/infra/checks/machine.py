@@ -145,9 +145,8 @@ def _matches(variable: str, value: str, there: list[str]) -> bool:
 
 
 _SHARED_MEMORY = Path("/dev/shm")
-_NCCL_SHARED_BYTES = (
-    1 << 30
-)  # advised by the NCCL user guide for containers, whose default is 64 MiB
+# Advised by the NCCL user guide for containers, whose default is 64 MiB
+_NCCL_SHARED_BYTES = 1 << 30
 
 
 def check_shared_memory(context: PreflightContext) -> CheckFinding:

@@ -168,16 +168,13 @@ def _probe(store: Store, place: str) -> CheckFinding:
             answer = trial()
             if operation == "get":
                 read = answer
-            else:
-                read = read
         except StoreForbidden as error:
             refused[operation] = str(error)
         except ObjectNotFound:
             if "put" not in refused:
                 raise
-    if len(refused) == 1 or len(refused) == len(
-        trials
-    ):  # one right is missing, or every request is rejected
+    # One right is missing, or every request is rejected
+    if len(refused) == 1 or len(refused) == len(trials):
         return _failed(next(iter(refused.values())))
     if refused:
         actions = ", ".join(ACTIONS[operation] for operation in refused)

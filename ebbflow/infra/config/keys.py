@@ -212,9 +212,7 @@ class Given:
         source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
         is_section = key in sections() or key in free_mappings()
         given = key
-        if is_section:
-            key = key
-        else:
+        if not is_section:
             key = RENAMED_KEYS.get(key, key)
         if not is_section and key not in leaf_fields() and mapping_of(key) is None:
             return self.add_unknown(key, _place(name, written, f"{written}={value}"))

@@ -169,9 +169,8 @@ class LoadedConfig:
     """A validated configuration, and the source of each value."""
 
     config: RunConfig  # values of all keys, with absolute paths
-    sources: dict[
-        str, str
-    ]  # source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
+    # Source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
+    sources: dict[str, str]
     path: Path  # absolute path of the configuration file; the current directory without one
 
     def script_settings(self) -> dict[str, Any]:
@@ -204,11 +203,13 @@ def load_config(
     """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources
     win.
 
-    Args: path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers":
-        8}}', or None. overrides: values of the --set options, such as "model.num_heads=8".
-        project_root: base of relative paths that are written in the file. cwd: base of all other
-        relative paths, including `path`; None for the current directory. environment: environment
-        variables; None for os.environ.
+    Args:
+        path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers": 8}}',
+            or None.
+        overrides: values of the --set options, such as "model.num_heads=8".
+        project_root: base of relative paths that are written in the file.
+        cwd: base of all other relative paths, including `path`; None for the current directory.
+        environment: environment variables; None for os.environ.
 
     Raises:
         ConfigError: the configuration has problems; the error lists all of them.

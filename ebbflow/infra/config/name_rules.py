@@ -46,9 +46,9 @@ def _repetition(key: str, names: Iterable[str]) -> Breach:
 
 
 def _names_variable(key: str, secret: str, hint: str) -> None:
-    """Add a rule:
+    """Add a rule: `key` must name an environment variable.
 
-    `key` must name an environment variable. The message omits the value, which may be the secret.
+    The message omits the value, which may be the secret.
     """
 
     @RULES.about(key)
@@ -525,9 +525,8 @@ def _queue_markets(config: RunConfig) -> str:
 _MOST_TAGS = 50
 _LONGEST_TAG_NAME = 128
 _LONGEST_TAG_VALUE = 256
-_TAG_CHARACTERS = re.compile(
-    r"[\w +\-.:/@]*"
-)  # AWS takes "=" as well, and Metaflow's `--aws-batch-tag` does not
+# AWS takes "=" as well, and Metaflow's `--aws-batch-tag` does not
+_TAG_CHARACTERS = re.compile(r"[\w +\-.:/@]*")
 
 
 @RULES.about("batch.tags")

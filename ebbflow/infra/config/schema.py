@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 def key(default: Any, description: str, **limits: float) -> Any:
-    """Declare a key of a section. default:
-
-    `...` makes the key required. limits: pydantic limits such as ge=1.
+    """Declare a key of a section. default: `...` makes the key required. limits: pydantic limits
+    such as ge=1.
     """
     return Field(default=default, description=description, **limits)  # type: ignore[arg-type]
 

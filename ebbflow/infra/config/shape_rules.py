@@ -26,9 +26,8 @@ RULES = Rules()
 def _heads_divide_width(config: RunConfig) -> Breach:
     width = config.model.hidden_size
     heads = config.model.num_heads
-    if (
-        width % heads == 0 or width < heads or config.model.head_size
-    ):  # less than 1: reported as a derived quantity
+    # Less than 1: reported as a derived quantity
+    if width % heads == 0 or width < heads or config.model.head_size:
         return None
     message = f"model.hidden_size must be divisible by model.num_heads: {division(width, heads)}"
     return message, suggest_values(
@@ -178,9 +177,8 @@ class Derived:
     bottom: tuple[str, ...]  # dotted keys of the denominator
     why: str  # consequence if the quantity is 0
     spare: int = 1  # quantity that results from the values in the hint, such as 4 commits of a job
-    applies: Callable[[RunConfig], bool] = lambda config: (
-        True
-    )  # returns whether the quantity exists in a configuration
+    # Returns whether the quantity exists in a configuration
+    applies: Callable[[RunConfig], bool] = lambda config: True
 
     def value(self, config: RunConfig) -> int:
         return self._product(config, self.top) // self._product(config, self.bottom)
@@ -374,9 +372,8 @@ def _at_most(low: str, high: str, *others: object) -> None:
     def check(config: RunConfig) -> Breach:
         value = value_of(config, low)
         limit = value_of(config, high)
-        if (
-            not (isinstance(value, int) and isinstance(limit, int)) or value <= limit
-        ):  # auto or null
+        # Auto or null
+        if not (isinstance(value, int) and isinstance(limit, int)) or value <= limit:
             return None
         return f"{low} {value} is more than {high} {limit}", suggest_values(
             (low, [limit, *others]), (high, [value])

@@ -31,9 +31,8 @@ _TAG_PREFIX = "tag:yaml.org,2002:"
 _CORE_KINDS = ("str", "seq", "map", "null", "bool", "int", "float", "timestamp", "merge", "value")
 _CORE_TAGS = {_TAG_PREFIX + kind for kind in _CORE_KINDS}
 _NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
-_FRACTION = re.compile(
-    r"[-+]?\.[0-9]+[eE][-+]?[0-9]+"
-)  # .5e3 is a number in the standard, but text in ruamel.yaml
+# .5e3 is a number in the standard, but text in ruamel.yaml
+_FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
 _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}

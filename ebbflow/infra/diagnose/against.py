@@ -45,9 +45,8 @@ class SlowerPart:
     node: int | None
     seconds: float  # median
     sound_seconds: float  # median over all ranks of the sound job
-    since_step: (
-        int | None
-    )  # first of enough slow steps; None: no such stretch, or not a part of steps
+    # First of enough slow steps; None: no such stretch, or not a part of steps
+    since_step: int | None
 
     def render(self) -> str:
         if self.since_step is None:
@@ -106,9 +105,8 @@ class Comparison:
     # about as slow in the reference job.
     straggler: Straggler | None
     slower: tuple[SlowerPart, ...]
-    new_lines: tuple[
-        LogLine, ...
-    ]  # the first log lines that the reference job did not print. Digits are ignored.
+    # The first log lines that the reference job did not print. Digits are ignored.
+    new_lines: tuple[LogLine, ...]
     missing: tuple[str, ...]  # names of events that only the reference job has, such as commits
 
     def to_json(self) -> dict[str, Any]:
@@ -121,9 +119,7 @@ class Comparison:
         parts = [
             f"setting {key}: {mine}, in the sound job {sound}" for key, mine, sound in self.settings
         ]
-        if self.straggler is None:
-            parts += []
-        else:
+        if self.straggler is not None:
             parts += [self.straggler.render()]
         parts += [each.render() for each in self.slower]
         parts += [f"missing: {name}" for name in self.missing]
@@ -153,9 +149,8 @@ def compare_jobs(
         _slower(events, sound),
         key=lambda one: (one.since_step is None, one.sound_seconds - one.seconds),
     )
-    if any(
-        each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower
-    ):  # the other ranks wait for this one
+    # The other ranks wait for this one
+    if any(each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower):
         slower = [each for each in slower if each.part != _WAIT]
     straggler = _straggler(events)
     usual = _straggler(sound)

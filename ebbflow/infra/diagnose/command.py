@@ -51,8 +51,9 @@ def add_diagnose_commands(commands: argparse._SubParsersAction, project_root: Pa
 def diagnose(options: argparse.Namespace, project_root: Path) -> int:
     """Diagnose the logs of a job, or the named files and folders, and print the findings.
 
-    Returns: Exit code 0, even if nothing was found; 1 if no log could be read; 2 if no job or file
-        is named, or if a named one does not exist.
+    Returns:
+        Exit code 0, even if nothing was found; 1 if no log could be read; 2 if no job or file is
+        named, or if a named one does not exist.
     """
     if options.list:
         book = load_rules()

@@ -36,10 +36,8 @@ _NOTES = {
     "all": "the ranks differ, and no line tells which of them is wrong",
     "alike": "every rank wrote these lines, and no line tells of one that is at fault alone",
 }
-_MISSING_FILE = {
-    "storage": "H02",
-    "data": "E09",
-}  # rules for an absent file, by the area of the code that opens it
+# Rules for an absent file, by the area of the code that opens it
+_MISSING_FILE = {"storage": "H02", "data": "E09"}
 # Rules whose message does not tell the family; the code that raised it does.
 _BY_PLACE = {
     "O02": ("data",),
@@ -250,9 +248,8 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     chosen = _earliest(top)
     effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
     if effects and chosen.rule.rank <= 2 and _follows_late(chosen, _earliest(effects)):
-        return _earliest(
-            effects
-        )  # a generic exception long after an effect, such as a timeout, comes from clean-up
+        # A generic exception long after an effect, such as a timeout, comes from clean-up
+        return _earliest(effects)
     # A nearby match of a more specific rule usually describes the same exception.
     if chosen.rule.rank == 1:
         margin, reach = (1, _SAME_FAILURE)

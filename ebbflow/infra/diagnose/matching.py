@@ -95,9 +95,8 @@ class Seen:
             self.kept.append((line, order, _object_of(line)))
         if len(self.lines) < 3:
             self.lines.append(line)
-        new = (
-            line.rank not in self.ranks or "ast enqueued" in line.text
-        )  # which tells how far the rank has come
+        # Which tells how far the rank has come
+        new = line.rank not in self.ranks or "ast enqueued" in line.text
         if line.rank is not None and new and len(self.ranks) < 4096:
             self.ranks[line.rank] = line
 
@@ -162,8 +161,6 @@ class Matcher:
             return cached  # type: ignore[return-value]
         if _PREFIX.match(text):
             text = _PREFIX.sub("", text, count=1)
-        else:
-            text = text
         if _NOISE.search(text):
             return ()
         low = text.lower()

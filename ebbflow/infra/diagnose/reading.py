@@ -252,8 +252,6 @@ def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[Log
                 own = rank_of(part)
                 if own is None:
                     own = rank if found is None else found
-                else:
-                    own = own
                 yield LogText(
                     file,
                     number,

@@ -6,8 +6,8 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
 
     id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
     kind            cause: can explain other failures. effect: a failure that often follows a cause elsewhere. echo: a
-                    failure that nearly always follows another one. summary: repeats other failures. advice: never ends
-                    a run by itself.
+                    failure that nearly always follows another one. summary: repeats other failures.
+                    advice: never ends a run by itself.
     look            regular expressions, ignoring case; one matching line is enough evidence.
     hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.
@@ -39,16 +39,10 @@ from typing import Any
 import yaml
 
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
-VALUES = yaml.safe_load(
-    Path(__file__).with_name("values.yaml").read_bytes()
-)  # patterns that are no symptoms
-KINDS = {
-    "cause": 0.9,
-    "effect": 0.75,
-    "echo": 0.55,
-    "summary": 0.4,
-    "advice": 0.6,
-}  # kind: default weight
+# Patterns that are no symptoms
+VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())
+# Kind: default weight
+KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +109,12 @@ class SymptomRule:
         for name, entries in lists.items():
             if entries:
                 parts += [name, *(f"  {entry}" for entry in entries)]
-            else:
-                parts += []
         if self.cost:
             parts += [f"costs: {self.cost}"]
-        else:
-            parts += []
         if self.guides:
             parts += [f"guides: {', '.join(self.guides)}"]
-        else:
-            parts += []
         if self.source:
             parts += [f"source: {self.source}"]
-        else:
-            parts += []
         return "\n".join(parts)
 
 

@@ -102,9 +102,8 @@ class Series:
         self.scales: list[
             tuple[int, LogText, float, float]
         ] = []  # rates measured with numbers of GPUs or nodes
-        self.moments: dict[tuple[str, int | None], dict[str, LogText]] = defaultdict(
-            dict
-        )  # first line of each step
+        # First line of each step
+        self.moments: dict[tuple[str, int | None], dict[str, LogText]] = defaultdict(dict)
         self.finished: LogText | None = None
         self._steps = 0
 
@@ -298,9 +297,8 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
             found.setdefault("F02", ends)
     for (file, _, _), track in series.scores.items():
         values = [point[2] for point in track.points]
-        same = values.count(
-            usual := statistics.mode(values)
-        )  # other values may be those of a test at the end
+        # Other values may be those of a test at the end
+        same = values.count(usual := statistics.mode(values))
         falls = _falls(series, file)
         if series.finished is not None or falls:
             continue  # the accuracy is of few examples, or at its best
@@ -349,9 +347,8 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
         if half >= 10:
             base = statistics.median(values[:half])
             tail = statistics.median(values[-len(values) // 4 :])
-        elif label and len(values) >= (
-            6 if label.startswith(_PER) else 3
-        ):  # rates without a label may be those of evaluation
+        elif label and len(values) >= (6 if label.startswith(_PER) else 3):
+            # Rates without a label may be those of evaluation
             if len(values) >= 6:
                 usual = statistics.median
             else:
@@ -367,13 +364,10 @@ def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
             values == sorted(values)
             and values[-1] > (1.5 if label and not label.startswith(_PER) else 3) * values[0]
         )
-        quick = sorted(values)[
-            len(values) // 4
-        ]  # steps that stall again and again take most of the time
+        # Steps that stall again and again take most of the time
+        quick = sorted(values)[len(values) // 4]
         stalls = [value for value in values[1:] if value > 5 * quick > 0]
-        if len(stalls) >= 3 and 2 * sum(stalls) > sum(values[1:]):
-            stalls = stalls
-        else:
+        if not (len(stalls) >= 3 and 2 * sum(stalls) > sum(values[1:])):
             stalls = []
         if base > 0 and (tail > 2 * base or grows or stalls):
             at = next((point for point in track.points if point[2] > 1.4 * base), track.points[-1])

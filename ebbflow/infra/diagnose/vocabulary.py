@@ -43,8 +43,9 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
     """Return the failure family, such as "storage" or "cuda", that best fits the words of the
     severe lines.
 
-    Returns: The family and its lead over the second-best one; None if no line is severe, or the
-        lead is below `MARGIN`.
+    Returns:
+        The family and its lead over the second-best one; None if no line is severe, or the lead is
+        below `MARGIN`.
     """
     severe = list(dict.fromkeys(line for line in lines if is_severe(line)))[:_MOST_LINES]
     if not severe:

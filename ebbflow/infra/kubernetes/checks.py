@@ -39,9 +39,8 @@ def _for_cluster(
 ) -> Callable[..., CheckFinding]:
     def run(context: PreflightContext) -> CheckFinding:
         config = context.config
-        planned = (
-            config.cluster.plan_for == "kubernetes" and "://" in config.store
-        )  # pods cannot read a folder
+        # Pods cannot read a folder
+        planned = config.cluster.plan_for == "kubernetes" and "://" in config.store
         if context.target != "kubernetes" and (context.target is not None or not planned):
             return skipped("the job does not run on Kubernetes")
         if "METAFLOW_KUBERNETES_WORKLOAD" in os.environ:
@@ -149,8 +148,6 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
         wanted = ["nvidia.com/gpu"]
     if context.config.batch.efa_interfaces:
         wanted += ["vpc.amazonaws.com/efa"]
-    else:
-        wanted += []
     for resource in wanted:
         without = [
             one["metadata"]["name"]

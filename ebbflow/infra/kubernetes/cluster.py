@@ -445,9 +445,8 @@ class AttemptWatch:
         # For which a node waits for the others before it fails
         self._roll_call_seconds = roll_call_seconds
         self.pods: dict[str, PodState] = {}
-        self.evicted: set[str] = (
-            set()
-        )  # by the caller; such a pod can be gone before a reading shows why
+        # By the caller; such a pod can be gone before a reading shows why
+        self.evicted: set[str] = set()
         self.succeeded = self.failed = self.suspended = self.gone = False
         self.reason = self._version = self._refused = ""
 
@@ -456,17 +455,15 @@ class AttemptWatch:
 
         `now` is Unix time. Raises CloudError.
         """
-        found, version = cluster.pods(
-            self.job_id
-        )  # read before the owner, whose deletion removes the pods
+        # Read before the owner, whose deletion removes the pods
+        found, version = cluster.pods(self.job_id)
         owner = cluster.owner(self.job_id)
         present = {one.name for one in found}
         if self._version and any(
             one.ended is None and name not in present for name, one in self.pods.items()
         ):
-            with contextlib.suppress(
-                CloudError
-            ):  # such as 410: the cluster no longer has these changes
+            # Such as 410: the cluster no longer has these changes
+            with contextlib.suppress(CloudError):
                 found += [
                     pod
                     for pod in cluster.removed_pods(self.job_id, self._version)
@@ -608,9 +605,8 @@ class AttemptWatch:
             for pod in pods
             if pod.exit_code and pod.ended and pod.started
         ]:
-            longest, end = max(
-                ran
-            )  # a missing pod may start on the machine that the failed one leaves
+            # A missing pod may start on the machine that the failed one leaves
+            longest, end = max(ran)
             present = {pod.node for pod in pods if pod.started is not None and pod.started < end}
             if len(present) < self.nodes and longest >= self._roll_call_seconds:
                 # a machine was missing at the roll-call, before any code of the user

@@ -206,10 +206,14 @@ class S3Client:
         The key "" addresses the bucket itself. `throttle` limits the speed at which the body is
         sent.
 
-        Raises: StoreUnavailable: no or late response, status 5xx, 408, 409 or 429, or corrupted
-            bytes; a retry may help. ObjectNotFound: status 404. StoreForbidden: status 401 or 403.
-            StoreFull: the store accepts no more bytes. StoreMisconfigured: the bucket does not
-            exist or is in another region. StoreError: any other response.
+        Raises:
+            StoreUnavailable: no or late response, status 5xx, 408, 409 or 429, or corrupted bytes;
+                a retry may help.
+            ObjectNotFound: status 404.
+            StoreForbidden: status 401 or 403.
+            StoreFull: the store accepts no more bytes.
+            StoreMisconfigured: the bucket does not exist or is in another region.
+            StoreError: any other response.
         """
         account = self._account()
         scheme, host, path = self._place(account, key)
@@ -339,9 +343,8 @@ def _limit_sending(connected: socket.socket, seconds: float) -> None:
         connected.settimeout(seconds)
         return
     whole = int(seconds)
-    limit = struct.pack(
-        "ll", whole, max(int(1e6 * (seconds - whole)), 1)
-    )  # a timeval; zero would mean no limit
+    # A timeval; zero would mean no limit
+    limit = struct.pack("ll", whole, max(int(1e6 * (seconds - whole)), 1))
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

@@ -320,9 +320,8 @@ class _File:
                 data = data[written:]
                 start = start + written
             except OSError as error:
-                if (
-                    error.errno != errno.EINVAL
-                ):  # memory or disk with another alignment: use the page cache
+                # Memory or disk with another alignment: use the page cache
+                if error.errno != errno.EINVAL:
                     raise
         while data and not self.hung:
             written = os.pwrite(self.cached, data, start)
@@ -392,9 +391,8 @@ class FolderSink:
             os.replace(begun.unfinished, begun.path)
             sync_folders(begun.path.parent, self._root)
 
-        with as_store_errors(
-            "put", str(begun.path)
-        ):  # not curable: a second sync would not report the failure again
+        # Not curable: a second sync would not report the failure again
+        with as_store_errors("put", str(begun.path)):
             begun.run(finished, seconds)
             begun.close()
         return None

@@ -109,9 +109,8 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if missing:
         return ObjectNotFound, "no such object"
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
-        if source.startswith(
-            f"{StoreUnavailable.__name__}: "
-        ):  # from `ebbflow.infra.store.s3`, for a hanging source
+        # From `ebbflow.infra.store.s3`, for a hanging source
+        if source.startswith(f"{StoreUnavailable.__name__}: "):
             return StoreUnavailable, source.partition(": ")[2]
         return (
             StoreForbidden,

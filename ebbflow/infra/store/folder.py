@@ -90,9 +90,8 @@ def refuse_if_abandoned(what: str) -> None:
 
 
 HANG_GUARD = HangGuard()  # one for the process: hanging calls are counted over all stores
-os.register_at_fork(
-    after_in_child=HANG_GUARD.__init__
-)  # a forked child has none of the parent's threads
+# A forked child has none of the parent's threads
+os.register_at_fork(after_in_child=HANG_GUARD.__init__)
 
 
 def open_regular(path: Path | str) -> int:
@@ -133,9 +132,8 @@ class FolderBackend:
             try:
                 while data:
                     data = data[os.write(descriptor, data) :]
-                os.fsync(
-                    descriptor
-                )  # before the object has its name, so that a crash leaves the whole object or none
+                # Before the object has its name, so that a crash leaves the whole object or none
+                os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             refuse_if_abandoned(key)
@@ -209,11 +207,8 @@ class FolderBackend:
                     try:
                         found = entry.stat()
                     except OSError as error:
-                        if error.errno in (
-                            errno.ENOENT,
-                            errno.ELOOP,
-                            errno.ENOTDIR,
-                        ):  # gone meanwhile, or a dead link
+                        # Gone meanwhile, or a dead link
+                        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
                             continue
                         raise
                     if stat.S_ISDIR(found.st_mode):

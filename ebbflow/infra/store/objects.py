@@ -161,9 +161,8 @@ class Store:
         except StoreError as error:
             cause = error.__cause__
             if isinstance(cause, AlreadyExistsError | PreconditionError | FileExistsError):
-                return self.get(key) == bytes(
-                    data
-                )  # a retry whose first try arrived finds its own object
+                # A retry whose first try arrived finds its own object
+                return self.get(key) == bytes(data)
             if not isinstance(cause, NotSupportedError) and not _UNSUPPORTED.search(str(cause)):
                 raise
             try:
@@ -333,9 +332,8 @@ def _probed(store: Store) -> float | None:
     try:
         store.put(key, _PROBE)
         listed = store.list("clock")
-        left |= {
-            meta.key for meta in listed
-        }  # including probes of processes that were killed before deleting them
+        # Including probes of processes that were killed before deleting them
+        left |= {meta.key for meta in listed}
         found = next((meta for meta in listed if meta.key == key), None) or store.head(key)
     except StoreError:
         pass

@@ -53,8 +53,8 @@ def aws_settings() -> AwsSettings:
 
     Raises:
         StoreError: the profile cannot be read.
-        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, but an environment variable sets an endpoint.
-            obstore would use that endpoint in spite of the setting.
+        StoreMisconfigured: AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, but an environment variable
+            sets an endpoint. obstore would use that endpoint in spite of the setting.
     """
     environment = os.environ
     profile = _Profile()

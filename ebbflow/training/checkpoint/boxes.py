@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 class Box:
     """A part of a tensor without gaps, which this rank holds."""
 
-    offsets: tuple[
-        int, ...
-    ]  # position of the part's first element in the whole tensor, by dimension
+    # Position of the part's first element in the whole tensor, by dimension
+    offsets: tuple[int, ...]
     local: Tensor  # the part, in the memory of the rank's own tensor
 
     @property
@@ -49,9 +48,8 @@ def own_boxes(tensor: Tensor) -> list[Box]:
         dimension = getattr(placement, "dim", None)
         if dimension is not None:  # sharded
             whole = indices.get(dimension, torch.arange(tensor.shape[dimension]))
-            groups = _chunk(
-                whole, getattr(placement, "split_factor", 1)
-            )  # of torch's _StridedShard
+            # Of torch's _StridedShard
+            groups = _chunk(whole, getattr(placement, "split_factor", 1))
             indices[dimension] = torch.cat(
                 [_chunk(group, mesh.size(number))[coordinate[number]] for group in groups]
             )

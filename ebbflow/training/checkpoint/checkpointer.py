@@ -59,14 +59,17 @@ class Checkpointer:
     Args:
         job_store_uri: the job's folder in the store (`<store>/jobs/<job>`).
         generation: the current start of the gang, as `open_generation` returned it.
-        deadline_seconds: time for a save to become a commit, counted from the call of `save`. A save has more time if
-            its bytes need it at 10 MiB/s per rank, or at half the bandwidth cap.
+        deadline_seconds: time for a save to become a commit, counted from the call of `save`. A
+            save has more time if its bytes need it at 10 MiB/s per rank, or at half the bandwidth
+            cap.
         upload_bytes_per_second: bandwidth cap for this rank's uploads; None means no cap.
-        chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 requires parts of at least 5 MiB.
+        chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 requires parts of
+            at least 5 MiB.
         request_seconds: timeout of each store request during a restore.
-        emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; all ranks emit `staged` and
-            `commit_failed`.
-        waiting: called when a wait for the uploader begins; returns a function that is called when the wait ends.
+        emit: records an event; usually `EventLog.emit`. Rank 0 emits `commit`; all ranks emit
+            `staged` and `commit_failed`.
+        waiting: called when a wait for the uploader begins; returns a function that is called when
+            the wait ends.
 
     Attributes:
         further: tensors to save in addition to model, optimizer and random states.
@@ -109,10 +112,8 @@ class Checkpointer:
         self._queued: tuple[InflightSave, StagedState, dict[str, Any] | None] | None = None
         self._last_step: int | None = None
         self._expected_bytes = 0  # of this rank's part of the first save
-        self._layout_of: tuple[int | None, int] = (
-            None,
-            0,
-        )  # pid of the uploader, layout number that it has
+        # Pid of the uploader, layout number that it has
+        self._layout_of: tuple[int | None, int] = (None, 0)
 
     @property
     def uploader_pid(self) -> int | None:
@@ -206,9 +207,11 @@ class Checkpointer:
         flight. Saving a step again does nothing and returns 0.0. A copy from a CUDA device may
         still be running on return; `before_step` waits for it.
 
-        Args: extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's
-            data is stored. deadline_seconds: deadline of this save; default: `limit_seconds`, but
-            at least `least_seconds`.
+        Args:
+            extra: further data to store with the checkpoint, as JSON without NaN. Only rank 0's
+                data is stored.
+            deadline_seconds: deadline of this save; default: `limit_seconds`, but at least
+                `least_seconds`.
 
         Raises:
             GenerationSuperseded: a newer generation of the job is running.
@@ -304,8 +307,8 @@ class Checkpointer:
 
         Args:
             candidates: commit keys, newest first.
-            place: called for each tensor of `FurtherState.shared`; returns the destination tensor, or None to skip it.
-                By default, all are skipped.
+            place: called for each tensor of `FurtherState.shared`; returns the destination tensor,
+                or None to skip it. By default, all are skipped.
             progress: called after each 512 MiB, since a large state takes minutes.
             meet: as of `restore_newest`.
 

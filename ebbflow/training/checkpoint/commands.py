@@ -48,9 +48,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         fresh = options.command == "import"  # only import may create a job
-        if (
-            not fresh and "://" not in options.uri and not Path(options.uri).is_dir()
-        ):  # opening would create it
+        # Opening would create it
+        if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():
             print(
                 f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr
             )
@@ -531,12 +530,8 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         config = None
     if options.averaged:
         content = content.averaged()
-    else:
-        content = content
     if options.weights_only or config:
         content = content.without_optimizer()
-    else:
-        content = content
     by_name = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
     kind = options.kind or by_name.get(options.target.suffix, "dcp")
     write_file(content, options.target, kind, config)

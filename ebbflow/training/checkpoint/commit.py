@@ -130,9 +130,8 @@ class CommitWatch:
             index = RankIndex.from_bytes(raw, f"{self._store.uri}/{key}")
             signs = signer()
             if signs is not None:
-                signs.check_index(
-                    self._store, key, index
-                )  # else any writer of the store could get a manifest signed
+                # Else any writer of the store could get a manifest signed
+                signs.check_index(self._store, key, index)
             return index, raw
         except CorruptCommit as error:
             return error
@@ -225,8 +224,8 @@ def commit_as_backup(
     commit, since rank 0 reports the failure.
 
     Args:
-        interrupted: waits up to the given number of seconds. It returns True as soon as other work arrives, and this
-            function then returns.
+        interrupted: waits up to the given number of seconds. It returns True as soon as other work
+            arrives, and this function then returns.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)

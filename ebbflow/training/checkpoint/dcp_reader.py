@@ -41,9 +41,11 @@ class CommitReader(StorageReader):
 
     User code can pass such a reader to `dcp.load`.
 
-    Args: parallel: number of chunks that are read concurrently. group_bytes: bytes per group of
-        reads. Data for a GPU stays on the host until its group has been read. progress: called
-        after each group.
+    Args:
+        parallel: number of chunks that are read concurrently.
+        group_bytes: bytes per group of reads. Data for a GPU stays on the host until its group has
+            been read.
+        progress: called after each group.
     """
 
     def __init__(

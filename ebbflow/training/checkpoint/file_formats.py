@@ -249,9 +249,8 @@ class _Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
-        name, value = next(
-            self._values
-        )  # the previous tensor has been written and is not read again
+        # The previous tensor has been written and is not read again
+        name, value = next(self._values)
         if name != self._name(write_item):
             raise CheckpointError(
                 f"torch's writer requests {self._name(write_item)}, but {name} is next in the plan"

@@ -236,9 +236,8 @@ class SaveTracker:
             left = (
                 max(deadline.remaining_seconds, least - time.monotonic()) + _ANSWER_MARGIN_SECONDS
             )
-            over = (
-                self._waiting()
-            )  # again each time: many bytes may take longer than the hang threshold of the wait
+            # Again each time: many bytes may take longer than the hang threshold of the wait
+            over = self._waiting()
             answered = self._take_answer(max(min(left, _LONGEST_WAIT_SECONDS), 0.0))
             over()
             if not answered and left <= _LONGEST_WAIT_SECONDS:
@@ -363,8 +362,6 @@ class SaveTracker:
             under_way = None
         if step is None:
             step = under_way
-        else:
-            step = step
         if step == under_way:  # not for the late failure of an earlier save
             self._current = None
         self._failures += 1

@@ -307,9 +307,10 @@ def open_generation(
     number.
 
     Raises:
-        NothingToRestore: the job has commits, none of them can be restored, and no permit (a person's consent, see
-            `checkpoint.rollback`) allows a start from scratch.
-        UnreliableReader: this process finds a manifest damaged that another process reads correctly.
+        NothingToRestore: the job has commits, none of them can be restored, and no permit (a
+            person's consent, see `checkpoint.rollback`) allows a start from scratch.
+        UnreliableReader: this process finds a manifest damaged that another process reads
+            correctly.
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
         CheckpointError: the parent is being deleted.
     """
@@ -332,8 +333,6 @@ def open_generation(
             )
             if refused:
                 cause += f": {refused}"
-            else:
-                cause += ""
             if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
                 raise nothing_to_restore_error(job_store, cause)
             _warn(f"{job_store.uri}: {cause}; begin anew, as permitted")
@@ -481,9 +480,8 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
         else:
             refused = ""
         traced.append(TracedCommit(ref, refused or reason, modified, refused=bool(refused)))
-    return sorted(
-        traced, key=lambda commit: commit.unreachable_because is not None
-    )  # as listed: newest first
+    # As listed: newest first
+    return sorted(traced, key=lambda commit: commit.unreachable_because is not None)
 
 
 def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:

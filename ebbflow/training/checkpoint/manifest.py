@@ -4,7 +4,8 @@ JSON, no pickle.
 
 data object   a rank's pieces of tensors as little-endian bytes, each piece aligned to 64 bytes
 index         the position of each piece, a checksum per chunk (16 MiB by default) and a checksum of the index itself;
-              the index of rank 0 also has `extra`: JSON data that the trainer stores, such as its position in the job
+              the index of rank 0 also has `extra`: JSON data that the trainer stores, such as its
+              position in the job
 manifest      all indexes merged: the pieces of each tensor and their positions. It contains no host name and no time,
               so every rank writes the same bytes, under a key that contains their SHA-256
 """
@@ -47,9 +48,8 @@ class IndexEntry:
     name: str
     dtype: str  # as torch names it, without "torch."
     shape: tuple[int, ...]  # shape of the whole tensor
-    offsets: tuple[
-        int, ...
-    ]  # position of the piece's first element in the whole tensor, by dimension
+    # Position of the piece's first element in the whole tensor, by dimension
+    offsets: tuple[int, ...]
     sizes: tuple[int, ...]  # shape of the piece
     start: int  # offset of the piece in the data object, in bytes
     length: int  # length of the piece in bytes
@@ -72,9 +72,8 @@ class DataObject:
     size: int  # size of the object in bytes
     crc64nvme: str
     chunk_bytes: int
-    chunks: tuple[
-        str, ...
-    ]  # checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter
+    # Checksum of each chunk of `chunk_bytes` bytes; the last chunk may be shorter
+    chunks: tuple[str, ...]
     # SHA-256 of each chunk if commits are signed, since a CRC can be forged; otherwise empty and
     # not stored
     sha256: tuple[str, ...] = ()
@@ -158,9 +157,8 @@ class Manifest:
     data: tuple[DataObject, ...]  # data objects, in the order of ranks
     indexes: tuple[str, ...]  # SHA-256 of each rank's index
     tensors: dict[str, TensorEntry]  # tensors by name
-    common: dict[str, Any] = field(
-        default_factory=dict
-    )  # extra, optimizer settings and key of the parent commit
+    # Extra, optimizer settings and key of the parent commit
+    common: dict[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

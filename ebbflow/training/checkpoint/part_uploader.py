@@ -116,9 +116,8 @@ class PartUploader:
                 parts = [one.part for one in sent]
                 crcs = [verified_io.combine_crcs(one.sums) for one in sent]
                 stated = sink.finish(begun, parts, crcs, whole, seconds=seconds)
-            except (
-                StoreError
-            ):  # the object may have arrived all the same; no other process writes this key
+            except StoreError:
+                # The object may have arrived all the same; no other process writes this key
                 try:
                     found, stated = sink.size(key, seconds=self._try_seconds(deadline, 0))
                 except StoreError:

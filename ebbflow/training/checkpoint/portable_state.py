@@ -54,9 +54,8 @@ class PortableState:
     # the rest of the optimizer, as `optimizer_settings` returns it; None without an optimizer
     settings: dict[str, Any] | None = None
     step: int = 0
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # JSON that Ebbflow stores with its own commits
+    # JSON that Ebbflow stores with its own commits
+    extra: dict[str, Any] = field(default_factory=dict)
     # reads the values of the tensors, which are on device "meta"; None if the tensors have their
     # values
     source: Source | None = None
@@ -74,9 +73,8 @@ class PortableState:
         )
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors, keyed by their names in a commit:
-
-        `model.<name>` and `optimizer.<name>.<state>`.
+        """Return all tensors, keyed by their names in a commit: `model.<name>` and
+        `optimizer.<name>.<state>`.
         """
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         for name, states in self.moments.items():

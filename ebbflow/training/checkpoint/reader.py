@@ -56,9 +56,8 @@ _READ_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class WantedRange:
-    """A byte range to read into `view`:
-
-    `len(view)` bytes of data object number `object`, from byte `start` on.
+    """A byte range to read into `view`: `len(view)` bytes of data object number `object`, from byte
+    `start` on.
     """
 
     object: int

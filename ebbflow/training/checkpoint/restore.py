@@ -122,9 +122,8 @@ class RestoreResult:
     seconds: float  # duration of the restore
     split: RestoreSeconds  # the same seconds by activity
     rejected: list[RejectedCommit] = field(default_factory=list)  # skipped commits, newest first
-    further: FurtherState = field(
-        default_factory=FurtherState
-    )  # tensors besides model, optimizer and random states
+    # Tensors besides model, optimizer and random states
+    further: FurtherState = field(default_factory=FurtherState)
 
 
 def restore_newest(
@@ -149,19 +148,21 @@ def restore_newest(
     Args:
         candidates: commit keys, newest first.
         node: number of this rank's node.
-        place: returns the destination for a tensor of `FurtherState.shared`, or None to skip that tensor. By default,
-            all are skipped.
-        read_again: reads a possibly damaged part again in another process; default: a new process on this machine.
+        place: returns the destination for a tensor of `FurtherState.shared`, or None to skip that
+            tensor. By default, all are skipped.
+        read_again: reads a possibly damaged part again in another process; default: a new process
+            on this machine.
         progress: called after each 512 MiB, since a large state takes minutes.
-        meet: called before the ranks exchange their verdicts in a collective, whose deadline is that of a step: one
-            rank may read for much longer than another.
+        meet: called before the ranks exchange their verdicts in a collective, whose deadline is
+            that of a step: one rank may read for much longer than another.
 
     Raises:
-        UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks raise it 20 s before
-            the others, so that the failure is attributed to them.
+        UnreliableReader: some ranks found damage that a second read did not confirm. Those ranks
+            raise it 20 s before the others, so that the failure is attributed to them.
         CommitMismatch: the commit belongs to another model.
         NothingToRestore: no commit of the job is left.
-        CheckpointError: a candidate could not be read, or all candidates are damaged and the job has older commits.
+        CheckpointError: a candidate could not be read, or all candidates are damaged and the job
+            has older commits.
     """
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
@@ -310,8 +311,6 @@ def _attempt(
             kind = _ERROR
         if isinstance(error, RefusedCommit):
             kind = _REFUSED
-        else:
-            kind = kind
         if isinstance(error, CheckpointError | InfraError):
             reason = str(error)
         else:

@@ -63,9 +63,8 @@ class RetentionPolicy:
     # step (oldest first), the best (worst first), the last (oldest first). The newest and pinned
     # commits stay
     max_total_bytes: int | None = None
-    orphan_seconds: float = (
-        24 * 3600.0
-    )  # age in seconds at which objects that no reachable commit names are deleted
+    # Age in seconds at which objects that no reachable commit names are deleted
+    orphan_seconds: float = 24 * 3600.0
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -91,9 +90,8 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
-    scored.sort(
-        key=lambda pair: pair[0], reverse=policy.best_mode == "max"
-    )  # of equal ones, the newer stays first
+    # Of equal ones, the newer stays first
+    scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
     best = [commit for _, commit in scored[: policy.keep_best]]
     pinned = [commit for commit in commits if commit.pinned]
     rules = {
@@ -168,11 +166,12 @@ def delete_commit(
     """Delete a commit and its data. Return False if the commit has been pinned in the meantime.
 
     Args:
-        generation: name of the generation that saved the commit; None if the manifest is unreadable. Without it only
-            the manifest is deleted now, and the data is deleted later as orphans.
+        generation: name of the generation that saved the commit; None if the manifest is
+            unreadable. Without it only the manifest is deleted now, and the data is deleted later
+            as orphans.
         newest: number of the generation that deletes the commit.
-        full: whether the store is full, so that a failure to write the tombstone is ignored. If the deletion is then
-            interrupted, the remaining objects become orphans.
+        full: whether the store is full, so that a failure to write the tombstone is ignored. If the
+            deletion is then interrupted, the remaining objects become orphans.
 
     Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another
     gang owns the job.
@@ -413,8 +412,6 @@ class Retention:
         now = time.monotonic()
         if self._missing_since is None:
             self._missing_since = now
-        else:
-            self._missing_since = self._missing_since
         if now - self._missing_since < _RECORD_MISSING_SECONDS or store.head(key) is not None:
             return False
         if self._record is None:
@@ -484,16 +481,14 @@ class Retention:
         for ref in reachable:
             is_whole = save[ref] in first
             counted += ref.sha256 in sound
-            torn = (
-                not is_whole and counted >= oldest_needed and ref.sha256 not in pinned
-            )  # and enough are newer
+            # And enough are newer
+            torn = not is_whole and counted >= oldest_needed and ref.sha256 not in pinned
             if (is_whole and ref not in keep) or torn:
                 found = save[ref]
                 delete[ref] = found and found[0]
         for ref in self._stale(store, traced):
-            if (
-                ref.sha256 not in pinned
-            ):  # data that a kept commit shares stays: only the manifest is deleted
+            # Data that a kept commit shares stays: only the manifest is deleted
+            if ref.sha256 not in pinned:
                 found = self._save(store, ref)
                 if found is None or found in needed:
                     delete[ref] = None

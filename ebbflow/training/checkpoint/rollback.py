@@ -51,9 +51,8 @@ class MissingCommits:
     """Commits that the event log mentions but the store no longer has."""
 
     known: lineage.CommitRef  # the newest of them
-    found: (
-        lineage.CommitRef | None
-    )  # the newest reachable commit in the store; None if there is none
+    # The newest reachable commit in the store; None if there is none
+    found: lineage.CommitRef | None
     permitted: bool  # whether a permit allows a start without the missing commits
 
     def describe(self) -> str:

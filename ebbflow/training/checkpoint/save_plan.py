@@ -37,9 +37,8 @@ class TensorShard:
     name: str
     local: Tensor  # the piece, of shape `sizes`
     shape: tuple[int, ...]  # shape of the whole tensor
-    offsets: tuple[
-        int, ...
-    ]  # position of the piece's first element in the whole tensor, by dimension
+    # Position of the piece's first element in the whole tensor, by dimension
+    offsets: tuple[int, ...]
     sizes: tuple[int, ...]  # shape of the piece
 
     @classmethod

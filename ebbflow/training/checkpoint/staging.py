@@ -167,10 +167,8 @@ class StagingArea:
             )
         self._buffers = [StagingBuffer(f"ebbflow-staging-{number}") for number in range(2)]
         self.descriptors = [buffer.descriptor for buffer in self._buffers]
-        self._targets: list[tuple[int, list[Tensor]]] = [
-            (-1, []),
-            (-1, []),
-        ]  # number of the layout, views
+        # Number of the layout, views
+        self._targets: list[tuple[int, list[Tensor]]] = [(-1, []), (-1, [])]
         self._next = 0
         self._stream: torch.cuda.Stream | None = None
 
@@ -219,10 +217,8 @@ class StagingArea:
         known, targets = self._targets[number]
         if known == layout.number:
             return targets
-        self._targets[number] = (
-            -1,
-            [],
-        )  # a view would keep memory alive that is about to be replaced
+        # A view would keep memory alive that is about to be replaced
+        self._targets[number] = (-1, [])
         whole = self._buffers[number].view(layout.length)
         targets = [
             whole[item.start : item.start + item.length]

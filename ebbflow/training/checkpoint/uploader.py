@@ -7,7 +7,8 @@ The process is started as a new program, not forked. It does not import torch. I
 command per line from stdin. These are the commands and their fields:
 
     {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key",
-                         "seconds", "retention", "upload": {"bytes_per_second", "deadline_seconds",
+    "seconds",
+                         "retention", "upload": {"bytes_per_second", "deadline_seconds",
                          "chunk_bytes"}}
     {"command": "await", "save", "seconds"}       wait until any rank has committed this checkpoint
     {"command": "abandon", "step"}                another rank failed to save this step: stop waiting for its commit

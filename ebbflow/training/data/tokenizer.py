@@ -29,9 +29,8 @@ class Tokenizer(Protocol):
 
     identity: str  # changes with anything that could change a token
     vocab_size: int
-    separator: (
-        int | None
-    )  # token between two files, so that a window across both does not read as one text
+    # Token between two files, so that a window across both does not read as one text
+    separator: int | None
 
     def encode(self, piece: bytes) -> np.ndarray:
         """Return the token IDs of a piece of a file, with shape [tokens] and dtype

@@ -81,9 +81,8 @@ class SampleOrder:
         keys = _mix(_mix(np.full(count, self._seed, dtype=np.uint64)) ^ epochs)
         values = self._permute(positions, keys)
         outside = values >= self.windows
-        while (
-            outside.any()
-        ):  # cycle walking: fewer than four rounds on average, since the domain is < 4·n
+        # Cycle walking: fewer than four rounds on average, since the domain is < 4·n
+        while outside.any():
             values[outside] = self._permute(values[outside], keys[outside])
             outside = values >= self.windows
         return values.astype(np.int64)
@@ -206,9 +205,8 @@ def open_tokens(
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return how often each token occurs, as an int64 array of shape [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(
-        0, tokens.size, _CHUNK_TOKENS
-    ):  # bincount widens its input to eight bytes per token
+    # Bincount widens its input to eight bytes per token
+    for start in range(0, tokens.size, _CHUNK_TOKENS):
         counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
     return counts
 

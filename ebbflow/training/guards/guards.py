@@ -257,9 +257,8 @@ class Guards:
     overrides: Overrides = field(default_factory=Overrides)  # those that this start applies
     growth: tuple[MemoryGrowthMonitor, ...] = ()  # monitors of memory growth; empty if they are off
     pace: PaceMonitor = field(default_factory=PaceMonitor)  # the detector of slowdowns
-    keep_snapshot: Callable[[int], object] = lambda step: (
-        None
-    )  # keeps a snapshot of the GPU's memory; takes the step
+    # Keeps a snapshot of the GPU's memory; takes the step
+    keep_snapshot: Callable[[int], object] = lambda step: None
     # The last step after which replicas had equal weights; None before a comparison
     agreed_step: int | None = None
     saved_step: int | None = None  # the last step that this start saved; None before the first save
@@ -332,9 +331,8 @@ class Guards:
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
         non_finite = sync.non_finite
         before = self.numbers.skipped_in_a_row
-        overflow = bool(non_finite) and math.isfinite(
-            sync.loss
-        )  # a non-finite loss is no matter of scale
+        # A non-finite loss is no matter of scale
+        overflow = bool(non_finite) and math.isfinite(sync.loss)
         if self.loss_scale is not None and (skipped := self.loss_scale.update(overflow=overflow)):
             judgement = Judgement(Action.SKIP, skipped, finite=False)
         else:
@@ -387,8 +385,6 @@ class Guards:
         """
         if self._first_step is None:
             self._first_step = step
-        else:
-            self._first_step = self._first_step
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -587,9 +583,8 @@ def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMoni
     allocated = partial(torch.cuda.memory_allocated, gang.device)
 
     def left() -> int:
-        cached = (
-            torch.cuda.memory_reserved(gang.device) - allocated()
-        )  # held by torch's allocator, used by no tensor
+        # Held by torch's allocator, used by no tensor
+        cached = torch.cuda.memory_reserved(gang.device) - allocated()
         return torch.cuda.mem_get_info(gang.device)[0] + cached
 
     return host, MemoryGrowthMonitor("memory of the GPU", held=allocated, left=left, sharers=1)

@@ -74,8 +74,6 @@ class MemoryGrowthMonitor:
         self._next = now + _SAMPLE_SECONDS
         if self._first is None:
             self._first = now
-        else:
-            self._first = self._first
         self._taken.append((now, self._held()))
         self._count += 1
         if len(self._taken) < _SAMPLES or self._count % _SAMPLES_PER_LOOK:

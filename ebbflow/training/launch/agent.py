@@ -67,16 +67,14 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
             own.drain.forget_nodes(last.left_out)
             peers.ready()
             following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
-        if (
-            following.generation and not own.log.is_open
-        ):  # a gang that never started is paid for as well
+        # A gang that never started is paid for as well
+        if following.generation and not own.log.is_open:
             opened(following.generation)
         last = following
         return following
     finally:
-        for order in own.drain.record_notices(
-            own.log.emit
-        ):  # node 0 must learn why this node leaves
+        # Node 0 must learn why this node leaves
+        for order in own.drain.record_notices(own.log.emit):
             peers.order(order)
         peers.close()
         own.log.close(last.reason)
@@ -191,13 +189,12 @@ def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
     started have ended.
 
     Raises:
-        GangError: the gang failed, and another generation in this attempt cannot succeed. The message names the
-            culprit; `curable` tells whether a new attempt may succeed.
+        GangError: the gang failed, and another generation in this attempt cannot succeed. The
+            message names the culprit; `curable` tells whether a new attempt may succeed.
         InfraError, TrainingError: the first generation could not be created in the store.
     """
-    use_signing_key(
-        spec.config.get("checkpoint", {}).get("signing_key_env")
-    )  # ranks and uploaders inherit it
+    # Ranks and uploaders inherit it
+    use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))
     own = NodeRuntime(spec)
     with _handle_signals(own.drain.on_signal):
         try:

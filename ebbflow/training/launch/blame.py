@@ -70,9 +70,8 @@ class Culprit:
     phase: str
     certainty: str
     fingerprint: str
-    cascades: Sequence[
-        int
-    ]  # other ranks that have not finished; they failed or waited because of this one
+    # Other ranks that have not finished; they failed or waited because of this one
+    cascades: Sequence[int]
     next_action: str  # advice on what to do next, or the step that the agents take
     dump: str
     failure: WorkerFailure  # the evidence from this rank

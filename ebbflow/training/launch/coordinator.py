@@ -107,9 +107,8 @@ class Coordinator:
             return generation
         finally:
             forget = self._own.secret.withdraw
-            if last.outcome is not None and replacements_of(
-                spec.config
-            ):  # a replacement may come late
+            # A replacement may come late
+            if last.outcome is not None and replacements_of(spec.config):
                 late = GangError(
                     "the gang ended before this node joined", outcome=Outcome(last.outcome.outcome)
                 )
@@ -424,9 +423,8 @@ class GenerationPlanner:
         self._spent_usd += waited * terms.usd_per_rank_second * self._world_size
         spent = terms.spent_usd + self._spent_usd
         notified = terms.last_notified_threshold
-        if (
-            self._number > 1
-        ):  # ranks of earlier generations have reported the thresholds that they reached
+        # Ranks of earlier generations have reported the thresholds that they reached
+        if self._number > 1:
             notified = max(
                 [
                     notified,

@@ -67,8 +67,9 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
     lower rank has.
 
     Raises:
-        DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than ranks although the
-            ranks need GPUs: `cluster.device` is cuda, or the chosen machines have GPUs.
+        DeviceUnavailable: CUDA does not work on a machine with GPUs. Or there are fewer GPUs than
+            ranks although the ranks need GPUs: `cluster.device` is cuda, or the chosen machines
+            have GPUs.
     """
     if choice == "cpu":
         return Assignment()

@@ -99,9 +99,8 @@ class Frame:
         real = Path(self.file).resolve()
         if real.is_relative_to(PACKAGE_ROOT):
             shown = str(real.relative_to(PACKAGE_ROOT))
-        elif not INSTALLED and real.is_relative_to(
-            IMPORT_ROOT
-        ):  # the checkout's examples and tests
+        elif not INSTALLED and real.is_relative_to(IMPORT_ROOT):
+            # The checkout's examples and tests
             shown = str(real.relative_to(IMPORT_ROOT))
         else:
             shown = "/".join(path.parts[-2:]).lstrip("/")
@@ -661,9 +660,8 @@ class Dump:
         heartbeats: Mapping[int, tuple[int, Path]],
         at: float,
     ) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # on a full disk the files are missing, the positions are not
+        # On a full disk the files are missing, the positions are not
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         self.at = at
         self._futures: dict[int, Future[dict[str, Any]]] = {

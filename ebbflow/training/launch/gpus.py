@@ -284,9 +284,8 @@ class _FaultFinder:
             )
         for _, text in () if self._log is None else kernel_records(self._log):
             match = _XID.search(text)
-            if match and (
-                match["device"].lower() in self._names or self._names[0] == "0"
-            ):  # not another job's GPU
+            # Not another job's GPU
+            if match and (match["device"].lower() in self._names or self._names[0] == "0"):
                 found.append(fault_from_xid(match["device"].lower(), int(match["number"])))
         for index, device in enumerate(self._devices):
             before = self._before[index]

@@ -35,9 +35,8 @@ PHASES = (
     "evaluation",
     "done",
 )
-_INTERLUDES = frozenset(
-    {"compile", "store"}
-)  # these phases interrupt another one, which continues afterwards
+# These phases interrupt another one, which continues afterwards
+_INTERLUDES = frozenset({"compile", "store"})
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _TRAINED = _ENTERED + len(PHASES)
@@ -137,10 +136,8 @@ class WatchHooks:
         with contextlib.suppress(Exception):
             from torch._C import _distributed_c10d as recorders
 
-            for name in (
-                "_dump_nccl_trace_json",
-                "_dump_fr_trace_json",
-            ):  # a build without NCCL lacks the first
+            # A build without NCCL lacks the first
+            for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
                 dump = getattr(recorders, name, None)
                 if dump is None:
                     raw = b""
@@ -269,9 +266,8 @@ class PhaseThresholds:
             self._first_step = beat.step
         if last is None or last.t_mono == beat.t_mono:
             return
-        if (
-            self._is_first(last) and last.phase != "evaluation"
-        ):  # compilation in an evaluation is a phase of its own
+        # Compilation in an evaluation is a phase of its own
+        if self._is_first(last) and last.phase != "evaluation":
             return
         # If this read is late, several phases may have ended since the last one: count only the
         # time up to that one.

@@ -215,9 +215,8 @@ class NonBlockingOutput:
     def _run(self) -> None:
         while True:
             output, text, written = self._waiting.get()
-            with contextlib.suppress(
-                Exception
-            ):  # a strict terminal, a full disk, a pipe that is closed
+            # A strict terminal, a full disk, a pipe that is closed
+            with contextlib.suppress(Exception):
                 _write_to(output, text)
             written.set()
             with self._guard:
@@ -241,9 +240,8 @@ def _write_to(output: Any, text: str) -> None:
         output.flush()
         return
     output.flush()
-    while (
-        data
-    ):  # bypass the stream: its lock, held during a pause, would keep this process from exiting
+    # Bypass the stream: its lock, held during a pause, would keep this process from exiting
+    while data:
         try:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:  # another process has set O_NONBLOCK
@@ -293,14 +291,12 @@ class RankLog:
             self._tail = min(TAIL_BYTES, limit_bytes // _TAIL_SHARE)
         else:
             self._tail = tail_bytes
-        self._head = (
-            limit_bytes - 2 * self._tail
-        )  # the tail reaches twice its size before it is cut
+        # The tail reaches twice its size before it is cut
+        self._head = limit_bytes - 2 * self._tail
         self._records_left = _RECORDS_FACTOR * self._head
         self._read = 0
-        self._freed = (
-            -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES
-        )  # start of the hole, then its end
+        # Start of the hole, then its end
+        self._freed = -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES
         self._full = False  # the records of the head are complete
         self._torn = False  # the last write failed, perhaps within a line
 

@@ -235,9 +235,8 @@ class CoordinatorPeers(_Peers):
             before = self._members.get(node)
             if before is connection:
                 continue
-            if (
-                before is not None
-            ):  # the node's handshake timed out at its end, and it has joined again
+            # The node's handshake timed out at its end, and it has joined again
+            if before is not None:
                 before.close()
                 self._waits.pop(node, None)
             self._members[node] = connection
@@ -329,9 +328,8 @@ class CoordinatorPeers(_Peers):
         while True:
             for node in self.nodes[1:]:
                 self._receive(node, self._members[node])
-            if (
-                stopped() or self.leave_cause
-            ):  # nodes that are not ready stay connected and receive the result later
+            # Nodes that are not ready stay connected and receive the result later
+            if stopped() or self.leave_cause:
                 return messages.end_from_stop_request(self.leave_cause or "this node")
             late = set(self.nodes) - self._ready - {0}
             if not late or time.monotonic() >= limit:
@@ -376,9 +374,8 @@ class CoordinatorPeers(_Peers):
             while any(node not in server.joined for node in lost):
                 if stopped() or self.leave_cause or time.monotonic() > limit:
                     return False
-                if not set(self._start.nodes) - set(lost) <= set(
-                    self.nodes
-                ):  # another node was lost meanwhile
+                # Another node was lost meanwhile
+                if not set(self._start.nodes) - set(lost) <= set(self.nodes):
                     return False
                 self.admit_nodes()
                 self._send_wait(limit - time.monotonic())

@@ -66,9 +66,8 @@ class GangSpec(_StartSpec):
     main_address: str  # address at which node 0's agent listens
     log_folder: str  # folder for the ranks' logs and the files that agent and ranks share
     rehearse: str | None = None  # fault to inject
-    candidate_ports: list[int] = field(
-        default_factory=list
-    )  # for the agents' connections, in order
+    # For the agents' connections, in order
+    candidate_ports: list[int] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -89,9 +88,8 @@ class GangSpec(_StartSpec):
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message after which a node counts as lost:
-
-        `hang_floor_seconds`, clamped to 4–20 s.
+        """Seconds without a message after which a node counts as lost: `hang_floor_seconds`,
+        clamped to 4–20 s.
         """
         return min(
             _LONGEST_SILENCE_SECONDS,
@@ -112,13 +110,11 @@ class WorkerSpec(_StartSpec):
 
     generation: int
     generation_id: str
-    candidates: list[
-        str
-    ]  # keys of commits to restore from, newest first; empty for a start from scratch
+    # Keys of commits to restore from, newest first; empty for a start from scratch
+    candidates: list[str]
     rehearse: dict | None = None
-    overrides: dict = field(
-        default_factory=dict
-    )  # changes ordered by guards (`guards.overrides.Overrides`)
+    # Changes ordered by guards (`guards.overrides.Overrides`)
+    overrides: dict = field(default_factory=dict)
     colocated_ranks: int = 1  # number of ranks that share this machine's cores
     control_path: str | None = None  # file that holds the `OrderRecord`
     kept_path: str | None = None  # folder for measurements that later generations reuse
@@ -222,9 +218,8 @@ class OrderRecord:
         leave_at = time.monotonic_ns() + int(max(order.seconds, 0.0) * 1e9)
         if record[_LEAVE_AT] and record[_LEAVE_AT] <= leave_at:
             return
-        if not record[
-            _LEAVE_AT
-        ]:  # the first cause counts; it is written before the time, which readers check
+        # The first cause counts; it is written before the time, which readers check
+        if not record[_LEAVE_AT]:
             record[_NODE] = order.node
             record[_CAUSE] = CAUSES.index(order.cause)
         record[_LEAVE_AT] = leave_at
@@ -273,12 +268,10 @@ class GenerationStart:
     terms: dict | None  # budget and price (`ebbflow.infra.terms.Terms`), with the spending so far
     rehearse: dict | None  # fault to inject
     hosts: list[str]  # host names of these nodes
-    nodes: list[
-        int
-    ]  # nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
-    overrides: dict = field(
-        default_factory=dict
-    )  # changes to the section `training` of the configuration
+    # Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
+    nodes: list[int]
+    # Changes to the section `training` of the configuration
+    overrides: dict = field(default_factory=dict)
     node_0: dict = field(default_factory=dict)  # `describe_node` of node 0
 
     def colocated_nodes(self, node: int) -> int:
@@ -442,9 +435,8 @@ def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -
         if ending != endings[0]:
             unlike = "ranks did not end alike"
             culprit = f"{unlike}: rank 0 {endings[0]}, rank {rank} {ending}"
-            again = (
-                ending[:2] == endings[0][:2]
-            )  # an unequal number of steps comes again, unequal weights may not
+            # An unequal number of steps comes again, unequal weights may not
+            again = ending[:2] == endings[0][:2]
             end = GenerationEnd(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike)
             return replace(end, again=again, curable=again)
     outcome, step, sha256 = endings[0]

@@ -117,9 +117,8 @@ class NodeRuntime:
         self._keeper: Keeper | None = None
         self._standby: Standby | None = None
         self._cache_folder: Path | None = None  # folder of the first generation
-        self._node_numbers: set[int] = (
-            set()
-        )  # in all generations; its pushed metrics are grouped by them
+        # In all generations; its pushed metrics are grouped by them
+        self._node_numbers: set[int] = set()
 
     def find_pending_notice(self) -> RankOrder | None:
         """Return the order for a notice that must expire before the ranks start; None if there is
@@ -218,9 +217,8 @@ class NodeRuntime:
         spec = self.spec
         folder = Path(self.spec.log_folder)
         if self._keeper is None and sys.platform.startswith("linux"):
-            with contextlib.suppress(
-                OSError
-            ):  # without a keeper, ranks are children of this process
+            # Without a keeper, ranks are children of this process
+            with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 self._keeper = Keeper(folder / f"keeper-node-{spec.node}.log")
         if self._standby is None and spec.survival.standby:

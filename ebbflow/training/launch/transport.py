@@ -286,9 +286,8 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._read(
-                    LARGEST_MESSAGE_BYTES
-                )  # messages that the peer sent before it closed are still valid
+                # Messages that the peer sent before it closed are still valid
+                self._read(LARGEST_MESSAGE_BYTES)
                 self.refuse(f"connection lost: {error.strerror or error}")
                 return
             del self.unsent[:sent]
@@ -301,9 +300,8 @@ class Connection:
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
-                self._received_at = (
-                    self._awake.seconds
-                )  # not silence of the peer: the buffer on this side is full
+                # Not silence of the peer: the buffer on this side is full
+                self._received_at = self._awake.seconds
                 if self._buffer.find(b"\n", self._searched) < 0:
                     self.refuse(f"it sent a message of more than {self.largest_bytes:,} bytes")
                 return
@@ -417,9 +415,8 @@ class RollCallServer:
         for _ in range(MOST_CALLERS):
             try:
                 peer, address = self._listener.accept()
-            except (
-                OSError
-            ):  # no connection is waiting, it was closed, or this process may not open more files
+            except OSError:
+                # No connection is waiting, it was closed, or this process may not open more files
                 return
             connection = Connection(
                 peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES
@@ -502,9 +499,7 @@ def join_gang(
         if known is None:
             try:
                 known = secret()
-                if known:
-                    last = last
-                else:
+                if not known:
                     last = "the job's store holds no secret of this start yet: node 0 has not begun"
             except InfraError as error:
                 last = f"the secret of this start cannot be read: {error}"

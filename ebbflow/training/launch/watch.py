@@ -285,9 +285,8 @@ class _Rank:
         not a hang.
         """
         beat = self._worker.beat
-        if (
-            absent != self._absent_at_check
-        ):  # the rank may have been stopped together with the agent
+        # The rank may have been stopped together with the agent
+        if absent != self._absent_at_check:
             self._absent_at_check = absent
             self._stopped_since = None
         if beat.t_mono != self._beat.t_mono:
@@ -418,8 +417,6 @@ class _Rank:
             )
         if self.stopped:
             text += ", stopped by a signal"
-        else:
-            text += ""
         if self.stopped:
             certainty = evidence.PROVEN
         else:

@@ -64,9 +64,8 @@ class Standby:
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
         environment = dict(os.environ, PYTHONPATH=python_path(os.environ), PYTHONUNBUFFERED="1")
-        environment["OMP_NUM_THREADS"] = threads_per_rank(
-            colocated_ranks
-        )  # read by libraries when they load
+        # Read by libraries when they load
+        environment["OMP_NUM_THREADS"] = threads_per_rank(colocated_ranks)
         environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
         its_input, self._requests = os.pipe()
         self._answers, its_output = os.pipe()
@@ -332,9 +331,7 @@ class Worker:
             extra = record.get("extraInfo")
         else:
             extra = None
-        if isinstance(extra, dict):
-            extra = extra
-        else:
+        if not isinstance(extra, dict):
             extra = {}
         message = bounded_text(text)
         module, _, name = str(extra.get("class") or "").rpartition(".")
@@ -366,9 +363,8 @@ class WorkerGroup:
         keeper: Keeper | None = None,
     ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
-        environment["GROUP_RANK"] = str(
-            ranks.start // len(ranks)
-        )  # the node's number, by which Lightning finds ranks
+        # The node's number, by which Lightning finds ranks
+        environment["GROUP_RANK"] = str(ranks.start // len(ranks))
 
         def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
             if standby and standby.ready and not standby.lost:
@@ -419,9 +415,10 @@ class WorkerGroup:
         events and exit within the grace period. These ranks cannot save a checkpoint, because
         saving is a collective operation too.
 
-        Returns: The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state
-            D). The result maps each of these ranks to the path of a GPU device file that the rank
-            has open, or to "" if it has none open.
+        Returns:
+            The ranks that are still alive 10 s after SIGKILL, in uninterruptible sleep (state D).
+            The result maps each of these ranks to the path of a GPU device file that the rank has
+            open, or to "" if it has none open.
         """
         guilty = [worker for worker in self.workers if worker.rank in culprits]
         for worker in guilty:

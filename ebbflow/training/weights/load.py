@@ -42,9 +42,8 @@ class _NotByRows(Exception):
 
 
 class _Rows(Tensor):
-    """A parameter on the CPU of which only the rows of one rank have memory:
-
-    `own`, from row `first` on.
+    """A parameter on the CPU of which only the rows of one rank have memory: `own`, from row
+    `first` on.
     """
 
     own: Tensor
@@ -371,9 +370,8 @@ def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda
     for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
         progress()
         value = parameter.detach()
-        if isinstance(
-            value, DTensor
-        ):  # moved first if it is offloaded, because NCCL cannot reach host memory
+        # Moved first if it is offloaded, because NCCL cannot reach host memory
+        if isinstance(value, DTensor):
             mesh = value.device_mesh
             moved = value.to(mesh.device_type)
             assert isinstance(moved, DTensor)
@@ -387,9 +385,8 @@ def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda
         dtype = str(value.dtype).removeprefix("torch.")
         shape = ",".join(map(str, value.shape))
         digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
-        digest.update(
-            value.reshape(-1).view(torch.uint8).numpy().data
-        )  # as uint8, because NumPy has no bfloat16
+        # As uint8, because NumPy has no bfloat16
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     if mesh is None:
         return digest.hexdigest()
     shared = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(mesh.device_type)

@@ -64,8 +64,6 @@ def examine(
         return examine_script(config, script_sha256)
     if prepare:
         seconds = max(seconds, PREPARE_SECONDS)
-    else:
-        seconds = seconds
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         given = Path(folder, "config.json")
         found = Path(folder, "found.json")
@@ -221,9 +219,8 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
     door = find_workload(config)
     if has_prepare(door) and not prepare:
         text = f"{config.workload or 'text'}: loaded; it is tried once its data are prepared"
-        if inspect.ismethod(
-            check := getattr(door, "check", None)
-        ):  # a class method, no method of the same name
+        # A class method, no method of the same name
+        if inspect.ismethod(check := getattr(door, "check", None)):
             with user_code("check"):
                 text += (
                     f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"

@@ -173,9 +173,8 @@ class Rotation(nn.Module):
 
     def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
         """Rotate queries or keys, `[batch, heads, length, head width]`, which are at `positions`."""
-        cos, sin = (
-            table[positions].unsqueeze(-3) for table in (self.cos, self.sin)
-        )  # the same for all heads
+        # The same for all heads
+        cos, sin = (table[positions].unsqueeze(-3) for table in (self.cos, self.sin))
         low, high = x.float().chunk(2, dim=-1)
         return (x.float() * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
 
@@ -395,9 +394,10 @@ def generate(
     Collective if the model is sharded.
 
     Args:
-        temperature: divides the logits before a token is drawn with torch's generator; 0: the likeliest token.
-        cached: keep keys and values of earlier tokens, instead of computing them again for each token. A model with
-            documents computes them again.
+        temperature: divides the logits before a token is drawn with torch's generator; 0: the
+            likeliest token.
+        cached: keep keys and values of earlier tokens, instead of computing them again for each
+            token. A model with documents computes them again.
 
     Raises:
         WorkloadError: if the rows would become longer than model.sequence_length.
@@ -408,9 +408,8 @@ def generate(
             f"{tokens.shape[1]} + {count} = {longest} tokens are more than model.sequence_length "
             f"{model.config.sequence_length}; fix: generate fewer tokens"
         )
-    cached = (
-        cached and model.config.end_of_document is None
-    )  # cached keys do not know their document
+    # Cached keys do not know their document
+    cached = cached and model.config.end_of_document is None
     if cached:
         past = [KeyValues(longest) for _ in model.blocks]
     else:

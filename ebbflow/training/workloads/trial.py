@@ -60,9 +60,8 @@ class SavedBytes:
 
     def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if (
-            storage._cdata not in self.model
-        ):  # the address of the storage, because fake tensors have no data
+        # The address of the storage, because fake tensors have no data
+        if storage._cdata not in self.model:
             self.seen[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -204,9 +203,8 @@ class Trial:
     name: str  # the name of the workload
     shape: ModelShape | None = None  # the measured shape; None if it was not measured
     done: list[str] = field(default_factory=list)  # the checks that were made, and their figures
-    notes: list[str] = field(
-        default_factory=list
-    )  # remarks about the workload that do not prevent training
+    # Remarks about the workload that do not prevent training
+    notes: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -347,9 +345,8 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
         _check_sum(trial, workload, model, batch, whole)
     trial.done.append(try_evaluate(trial.name, workload, model, config=config))
     model.train()
-    if (
-        config.training.initial_weights is None
-    ):  # which would replace the weights that are judged here
+    # Which would replace the weights that are judged here
+    if config.training.initial_weights is None:
         with torch.no_grad(), FirstCrossEntropy() as first:
             _loss(trial.name, workload, model, batch)
         trial.notes += [remark for remark in (first.remark, find_bypassed_rules(blank)) if remark]
@@ -362,10 +359,8 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
 
 def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
     one = _draw(trial.name, workload, model, 1)
-    with (
-        user_code(f"{trial.name}.loss"),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):  # shapes, but no data
+    # Shapes, but no data
+    with user_code(f"{trial.name}.loss"), FakeTensorMode(allow_non_fake_inputs=True):
         materialise(model, "cpu")
         trial.shape, _ = measure_shape(workload, model, one)
     _check_flops(trial.name, trial.shape)
@@ -380,8 +375,9 @@ class FirstCrossEntropy(TorchFunctionMode):
     """Context that compares the first cross-entropy inside it with that of a uniform guess among
     all classes.
 
-    Attributes: remark: what is implausible about it for a new model; "" if it is plausible, or if
-        there was none.
+    Attributes:
+        remark: what is implausible about it for a new model; "" if it is plausible, or if there was
+            none.
     """
 
     def __init__(self) -> None:

@@ -51,9 +51,8 @@ class Example:
 
     def model(self) -> nn.Module:
         # GroupNorm, not BatchNorm, whose running statistics would differ between ranks
-        with torch.device(
-            "meta"
-        ):  # shapes only; every module fills its weights in its own reset_parameters
+        # Shapes only; every module fills its weights in its own reset_parameters
+        with torch.device("meta"):
             first = nn.Sequential(
                 nn.Conv2d(1, WIDTH, 3, padding=1),
                 nn.GroupNorm(4, WIDTH),

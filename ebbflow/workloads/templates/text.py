@@ -82,9 +82,8 @@ class Example:
         self.context = context
 
     def model(self) -> nn.Module:
-        with torch.device(
-            "meta"
-        ):  # shapes only; every module fills its weights in its own reset_parameters
+        # Shapes only; every module fills its weights in its own reset_parameters
+        with torch.device("meta"):
             return Model()
 
     def units(self, model: nn.Module) -> list[nn.Module]:

@@ -31,9 +31,8 @@ class Conduct:
         self.rules = rules
         self.requests: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
-        self.late: dict[str, list[dict[str, Any]]] = defaultdict(
-            list
-        )  # by operation: what was asked, to be done yet
+        # By operation: what was asked, to be done yet
+        self.late: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def draw(self, operation: str) -> dict[str, Any] | None:
         """The rule that this request meets, if any.

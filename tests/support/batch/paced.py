@@ -24,9 +24,8 @@ class Paced(TextWorkload):
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
-        torch.set_num_threads(
-            1
-        )  # two that wait for each other are slow where others want the cores too
+        # Two that wait for each other are slow where others want the cores too
+        torch.set_num_threads(1)
         self._seconds = float(context.options.get("seconds_per_step", 0.0))
         self._due = 0.0
         step = int(context.options.get("crashes_at_step", 0))

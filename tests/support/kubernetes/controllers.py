@@ -268,9 +268,8 @@ class Controllers:
             "status": {
                 "phase": "Pending",
                 "conditions": [],
-                "podIPs": [
-                    {"ip": f"127.10.{number // 250}.{number % 250 + 1}"}
-                ],  # taken when it runs
+                # Taken when it runs
+                "podIPs": [{"ip": f"127.10.{number // 250}.{number % 250 + 1}"}],
             },
         }
         if indexed:

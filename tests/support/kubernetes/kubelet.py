@@ -126,8 +126,6 @@ class Kubelet:
         grace = pod["spec"].get("terminationGracePeriodSeconds")
         if grace is None:
             grace = 30
-        else:
-            grace = grace
         marks = {
             "deletionTimestamp": timestamp(time.time() + grace),
             "deletionGracePeriodSeconds": grace,

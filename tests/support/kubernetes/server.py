@@ -1,6 +1,5 @@
-"""The API server over HTTP, and a door for tests:
-
-`/_control/…` changes settings, takes nodes away, tells what was.
+"""The API server over HTTP, and a door for tests: `/_control/…` changes settings, takes nodes away,
+tells what was.
 """
 
 from __future__ import annotations
@@ -482,9 +481,8 @@ class _Handler(BaseHTTPRequestHandler):
         store = self.server.cluster.store
         version = int(query.get("resourceVersion") or store.version)
         limit = time.monotonic() + float(query.get("timeoutSeconds") or 60)
-        expired = next(
-            store.changes_after(version, resource), None
-        )  # raises 410 before the answer begins
+        # Raises 410 before the answer begins
+        expired = next(store.changes_after(version, resource), None)
         del expired
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

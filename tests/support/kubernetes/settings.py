@@ -47,9 +47,8 @@ class Settings:
     pools: list[Pool] = field(
         default_factory=lambda: [Pool("spot"), Pool("on-demand", market="on-demand")]
     )
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # of every container, as an image or a role gives it
+    # Of every container, as an image or a role gives it
+    environment: dict[str, str] = field(default_factory=dict)
     jobset: bool = True  # its definition is installed
     kueue: bool = False
     kueue_pods: int = 0  # that Kueue admits at a time
@@ -58,13 +57,11 @@ class Settings:
     lost_seconds: float = 3.0  # until the cluster notices that a node is gone
     notice_seconds: float = 20.0  # between the notice and the end of a Spot instance
     missing_images: list[str] = field(default_factory=list)
-    quota: dict[str, int] = field(
-        default_factory=dict
-    )  # such as {"pods": 3, "count/jobsets.jobset.x-k8s.io": 0}
+    # Such as {"pods": 3, "count/jobsets.jobset.x-k8s.io": 0}
+    quota: dict[str, int] = field(default_factory=dict)
     forbidden: list[str] = field(default_factory=list)  # "verb resource" that the role lacks
-    faults: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # {"path": regex, "status": 429, "times": 2}
+    # {"path": regex, "status": 429, "times": 2}
+    faults: list[dict[str, Any]] = field(default_factory=list)
     history: int = 10000  # changes that a watch can start from
     down: bool = False  # the API server answers nothing; pods run on
 

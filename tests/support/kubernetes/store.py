@@ -48,9 +48,8 @@ class ObjectStore:
         self.changed = threading.Condition(self.lock)
         self._objects: dict[Key, Object] = {}
         self._version = 100
-        self._log: deque[tuple[int, str, str, Object]] = (
-            deque()
-        )  # version, type of change, resource, object
+        # Version, type of change, resource, object
+        self._log: deque[tuple[int, str, str, Object]] = deque()
         self._history = history
         self.dropped = 100  # newest version that a watch can no longer start from
 

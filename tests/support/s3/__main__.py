@@ -28,9 +28,8 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != given.parent:
             return
-    sys.setswitchinterval(
-        0.001
-    )  # many short requests: who waits for the interpreter waits less long
+    # Many short requests: who waits for the interpreter waits less long
+    sys.setswitchinterval(0.001)
     server = Server(given.port)
     about = {"endpoint": server.endpoint, "access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
     print(json.dumps(about), flush=True)

@@ -9,7 +9,8 @@ error      500 InternalError          slow_down  503 SlowDown                con
 time_out   400 RequestTimeout         slow       answered late               stall      no answer, nothing done
 reset      connection reset in mid-body, of a write or of what is read       lost       done, then reset: no answer
 stall_done done, then no answer       flip       one bit of what is read     rot        one bit of what is stored,
-                                                                                        after it was put or read
+                                                                                        after it was
+                                                                                        put or read
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class Hold:
     """A request that waits until it is let go. operation, match: expressions of operations
     (put|part) and of keys.
 
-    point: before it is done, mid (in the middle of its body) or after.
-    skip: how many such requests pass first. `taken`: one has fallen into it; `arrived`: and has
-        come to the point.
+    point: before it is done, mid (in the middle of its body) or after. skip: how many such requests
+    pass first. `taken`: one has fallen into it; `arrived`: and has come to the point.
     """
 
     operation: str
@@ -71,14 +71,12 @@ class Hold:
 class Conduct:
     """How the server treats one bucket.
 
-    rates: probability of each fault by "kind", or "kind:operation", which goes before it.
-    rules: faults that only certain requests meet. A rule is {"kind", "operation", "match",
-    "times"}: the next `times` requests that fit meet that fault.
-    racy: create-only puts are checked before the body comes, as on Swift, so that several writers
-        can win.
-    stale: probability that a listing shows a put or a deletion late, by stale_up_to_seconds at
-        most.
-    rot_only: expression of the keys that may rot; most_rotten: how many at most.
+    rates: probability of each fault by "kind", or "kind:operation", which goes before it. rules:
+    faults that only certain requests meet. A rule is {"kind", "operation", "match", "times"}: the
+    next `times` requests that fit meet that fault. racy: create-only puts are checked before the
+    body comes, as on Swift, so that several writers can win. stale: probability that a listing
+    shows a put or a deletion late, by stale_up_to_seconds at most. rot_only: expression of the keys
+    that may rot; most_rotten: how many at most.
     """
 
     seed: int = 0

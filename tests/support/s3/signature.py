@@ -29,9 +29,8 @@ class Signature:
     """Of one request that has passed the check; signs the chunks of its body."""
 
     def __init__(self, request: Request) -> None:
-        """Raises Refused:
-
-        AccessDenied, InvalidAccessKeyId, RequestTimeTooSkewed, SignatureDoesNotMatch.
+        """Raises Refused: AccessDenied, InvalidAccessKeyId, RequestTimeTooSkewed,
+        SignatureDoesNotMatch.
         """
         found = _AUTHORIZATION.fullmatch(request.header("authorization") or "")
         if found is None:
