@@ -1,8 +1,7 @@
 """Cost-aware PyTorch training on Metaflow that survives spot interruptions.
 
-The folders `flows`, `training`, `cost` and `infra` at the top of the repository are linked into
-this package, so that everything is imported as `ebbflow.…` in the repository, in an installation
-and in Metaflow's code package alike.
+Everything is imported as `ebbflow.…`, in a checkout, in an installation and in Metaflow's code
+package alike. The links at the top of the repository serve paths, not imports.
 """
 
 from typing import TYPE_CHECKING, Any
