@@ -30,7 +30,7 @@ _SETTINGS = ("cluster.nodes=1", "cluster.processes_per_node=2")
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if the job holds on every pair; the last lines are a table of the results."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.compat", description=str(__doc__).splitlines()[0]
+        prog="python -m tests.compat", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     pairs = " ".join(f"{python}:{torch}" for python, torch in PAIRS)
     parser.add_argument(

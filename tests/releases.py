@@ -33,7 +33,7 @@ _SECONDS = 1800
 def main(arguments: list[str]) -> int:
     """0 when all tests pass on all releases; the table of what was run comes last."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.releases", description=__doc__.splitlines()[0]
+        prog="python -m tests.releases", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument(
         "releases", nargs="*", default=RELEASES, help=f"of Metaflow ({', '.join(RELEASES)})"

@@ -47,7 +47,9 @@ class Tally:
 
 def main(arguments: list[str]) -> int:
     """0 when the soaked job ends like the quiet one, else 1."""
-    parser = argparse.ArgumentParser(prog="ebbflow soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="ebbflow soak", description=" ".join(__doc__.split("\n\n")[0].split())
+    )
     parser.add_argument("--kills", type=int, default=20, help="how many (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule (default 0)")
     given = parser.parse_args(arguments)

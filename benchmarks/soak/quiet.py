@@ -53,7 +53,9 @@ class Calm:
 
 def main(arguments: list[str]) -> int:
     """0 when nobody was blamed for anything, else 1."""
-    parser = argparse.ArgumentParser(prog="ebbflow soak quiet", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="ebbflow soak quiet", description=" ".join(__doc__.split("\n\n")[0].split())
+    )
     parser.add_argument("--minutes", type=float, default=120.0, help="how long (default 120)")
     parser.add_argument(
         "--floor", type=float, default=_DEFAULT_FLOOR_SECONDS, help="survival.hang_floor_seconds"

@@ -79,7 +79,7 @@ class BalancedJob(DatasetWorkload):
 def main(arguments: list[str]) -> int:
     """Returns 1 if a job ended badly, or waited for more than --at-most of its time with workers."""
     parser = argparse.ArgumentParser(
-        prog="ebbflow bench input", description=(__doc__ or "").splitlines()[0]
+        prog="ebbflow bench input", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("--steps", type=int, default=300, help="steps that are counted (300)")
     parser.add_argument(

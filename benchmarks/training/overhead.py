@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     an error.
     """
     parser = argparse.ArgumentParser(
-        prog="ebbflow bench overhead", description=__doc__.splitlines()[0]
+        prog="ebbflow bench overhead", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("--rounds", type=int, default=300, help="steps of each kind (default 300)")
     parser.add_argument(

@@ -151,7 +151,7 @@ _MACHINES += [("8 × H100", _H100, 1), ("2 × 8 × H100", _H100, 2)]
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="ebbflow bench published", description=__doc__.partition("\n")[0]
+        prog="ebbflow bench published", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args(arguments)

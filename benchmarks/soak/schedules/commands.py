@@ -37,10 +37,11 @@ def play(schedule: Schedule, folder: Path, server: FailingS3) -> Outcome:
     try:
         director = Director(schedule, stage)
         outcome.problems = director.play()
-        outcome.tally = director.tally
         told = stage.told()
+        outcome.tally = director.tally
+        requests = sum(told["requests"].values())
         outcome.faults = told["met"]
-        outcome.requests = sum(told["requests"].values())
+        outcome.requests = requests
     except Exception as error:  # in the play, not in what is played: the other seeds go on
         outcome.problems = [f"the play itself: {error!r}"]
     finally:
@@ -102,7 +103,7 @@ def play_all(seeds: list[int], folder: str, workers: int) -> list[Outcome]:
 def main(arguments: list[str]) -> int:
     """0 when everything held in every schedule."""
     parser = argparse.ArgumentParser(
-        prog="ebbflow soak schedules", description=__doc__.splitlines()[0]
+        prog="ebbflow soak schedules", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("--count", type=int, default=1000, help="how many seeds (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="ebbflow bench mutations", description=__doc__.splitlines()[0]
+        prog="ebbflow bench mutations", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
