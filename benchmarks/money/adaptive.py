@@ -351,8 +351,9 @@ class Adaptive:
     def _solved(self, state: State) -> SlackTable:
         key = self._question(state)
         if key != self._table_key or self._table is None:
+            table = solve(key)
             self._table_key = key
-            self._table = solve(key)
+            self._table = table
         return self._table
 
     def _question(self, state: State) -> SlackProblem:

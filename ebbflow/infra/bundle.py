@@ -305,8 +305,10 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:
     try:
         store = place.open_store()
         if store is not None:
-            stored = _stored_files(store)
-            events = read_events(store)
+            stored_files = _stored_files(store)
+            stored_events = read_events(store)
+            stored = stored_files
+            events = stored_events
         logs = read_logs(place.folders, [] if store is None else [store])
         lines = logs.lines
         problems = [*problems, *logs.notices]

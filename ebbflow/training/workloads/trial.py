@@ -97,7 +97,7 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
         other_bytes=int(getattr(workload, "other_bytes", int)()),
         optimizer_in_host_memory=bool(getattr(workload, "offloads_optimizer", False)),
         hidden_parameters=sum(
-            matrice.numel() for matrice in hidden_matrices(model) if matrice.requires_grad
+            matrix.numel() for matrix in hidden_matrices(model) if matrix.requires_grad
         ),
         weight_unit=_unit(workload),
         kind="measured",
