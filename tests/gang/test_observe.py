@@ -333,10 +333,8 @@ def test_without_prometheus_one_line_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert (
-        observe(None, tmp_path) == 3
-        and "fix: apt-get install prometheus" in capsys.readouterr().err
-    )  # type: ignore[arg-type]
+    assert observe(None, tmp_path) == 3  # type: ignore[arg-type]
+    assert "fix: apt-get install prometheus" in capsys.readouterr().err
 
 
 @installed

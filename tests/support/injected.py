@@ -475,9 +475,8 @@ def slow_loader(_: Injected) -> None:
 @injects("F06")
 def half_gradients(_: Injected) -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    # type: ignore[attr-defined]
     optimizer = torch.optim.SGD([weight])
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
 

@@ -490,9 +490,8 @@ def test_memory_that_runs_out_orders_a_split(tmp_path: Path) -> None:
         "reason": reason,
     }
     assert rank.events == [event] and rank.snapshots == [5]
-    assert [meta.key for meta in rank.guards.store.list("overrides")] == [
-        "overrides/000003-1-split-2.json"
-    ]  # type: ignore[union-attr]
+    stored = rank.guards.store.list("overrides")  # type: ignore[union-attr]
+    assert [meta.key for meta in stored] == ["overrides/000003-1-split-2.json"]
     unstored = Rank()
     with pytest.raises(errors.MicroBatchTooLarge), unstored.guards.catch_out_of_memory(5):
         raise MemoryError

@@ -338,9 +338,8 @@ def test_a_trial_takes_the_largest_micro_batch_and_leaves_no_trace(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     gc.disable()
     try:
-        assert (
-            try_micro_batch(task, model, Samples([2.0, 5.0, 3.0]), 3, has_state=has_state) is fits
-        )  # type: ignore[arg-type]
+        fitted = try_micro_batch(task, model, Samples([2.0, 5.0, 3.0]), 3, has_state=has_state)  # type: ignore[arg-type]
+        assert fitted is fits
         assert task.activations is not None and task.activations() is None, (
             "the activations are freed"
         )

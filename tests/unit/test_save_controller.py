@@ -90,9 +90,9 @@ class Bench:
         self.controller = SaveController(
             config=config,
             rank=rank,
-            spread=SimpleNamespace(
+            spread=SimpleNamespace(  # type: ignore[arg-type]
                 module="module", reset_compression=lambda: self.resets.append(True)
-            ),  # type: ignore[arg-type]
+            ),
             optimizer="optimizer",  # type: ignore[arg-type]
             saver=self.saver,  # type: ignore[arg-type]
             limits=self.limits,
