@@ -392,9 +392,9 @@ class RunView:
 
     @property
     def closing_width(self) -> int:
-        # log viewers wrap lines themselves, and searches want them whole
         if self.fancy:
             return self.width
+        # Log viewers wrap lines themselves, and a search needs whole lines
         return 10_000
 
     def say(self, text: str) -> None:

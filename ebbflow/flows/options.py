@@ -66,9 +66,8 @@ def check_run_options(options: list[str]) -> list[str]:
             nodes = cluster.nodes
             processes = cluster.processes_per_node
             if isinstance(nodes, int) and isinstance(processes, int):
-                # a script's are not known yet
                 if loaded.config.script:
-                    steps = sys.maxsize
+                    steps = sys.maxsize  # the steps of a script are not known yet
                 fault.check(max_steps=steps, nodes=nodes, world_size=nodes * processes)
         if known.job:
             check_job_name(known.job)

@@ -320,9 +320,8 @@ def require_completion(flow: Any) -> None:
     """
     outcome = Outcome(flow.run_report["outcome"])  # a dictionary in runs of older releases
     if outcome is not Outcome.COMPLETED:
-        # the launcher fetches a container's report
         if in_container():
-            runs = "runs"
+            runs = "runs"  # of the launcher, which fetches the report
         else:
             runs = RUNS
         raise StepFailed(outcome, f"the job is not complete; report: {runs}/{flow.job}/report.html")

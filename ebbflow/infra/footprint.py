@@ -321,9 +321,8 @@ def rank_bytes(
         state = trained = 0
     gradients = FLOAT32_BYTES * trained
     buckets = mode == "ddp" and ranks > 1
-    # allocated before backward ends
     if buckets or several:
-        early = gradients
+        early = gradients  # allocated before backward ends
     else:
         early = 0
     unsharded = gathered_bytes(config, shape, ranks)

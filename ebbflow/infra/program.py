@@ -140,9 +140,8 @@ def python_path(environment=os.environ):  # type: ignore[no-untyped-def]
     """Return the PYTHONPATH with which a child process, whose variables are `environment`, can
     import ebbflow.
     """
-    # site-packages must not come before the standard library
     if INSTALLED:
-        own = None
+        own = None  # site-packages must not come before the standard library
     else:
         own = str(IMPORT_ROOT)
     return os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))

@@ -89,9 +89,8 @@ class StepProfiler:
         self._reporter = reporter
         self._rank = gang.rank
         self._on_gpu = False
-        # gloo does not record its group
         if config.parallel.mode == "hsdp":
-            self._ranks = None
+            self._ranks = None  # gloo does not record its group
         else:
             self._ranks = gang.world_size
         self._profile: profile | None = None

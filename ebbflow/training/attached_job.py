@@ -131,7 +131,7 @@ class AttachedJob:
         self._model = model
         self._optimizer = optimizer
         self._states = states
-        # as tensors of a commit
+        # The model and the optimizer whose tensors Ebbflow itself writes into a commit
         if self._by_library:
             self._saved = (nn.Module(), None)
         else:

@@ -435,8 +435,7 @@ class BatchSource:
 
     def _from_sampler(self, seed: int, skip: int) -> Iterator[Any]:
         loader = self.loader
-        # a loader without automatic batches
-        if loader.batch_sampler is None:
+        if loader.batch_sampler is None:  # the loader makes no batches
             name = "sampler"
         else:
             name = "batch_sampler"
@@ -550,10 +549,9 @@ def restore_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
 
 
 def _is_trained(tensor: Tensor) -> bool | None:
-    # None: a buffer
     if isinstance(tensor, nn.Parameter):
         return tensor.requires_grad
-    return None
+    return None  # a buffer
 
 
 def find_frozen(model: nn.Module) -> list[str]:

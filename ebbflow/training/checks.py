@@ -116,8 +116,8 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
         every = 0
     rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
     rules["best"] = checkpoint.keep_best.count
-    # and the last
     if checkpoint.interval == "steps":
+        # Rounded up, because the last step is committed in any case
         made = -(-steps // checkpoint.interval_steps)
     else:
         made = steps

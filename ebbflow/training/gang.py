@@ -252,7 +252,7 @@ def _probe(
         with contextlib.suppress(OSError):
             if mark is not None and links is not None:
                 mark.touch()
-    # all ranks time the all-reduce, or none
+    # Rank 0 decides, because either all ranks time the all-reduce or none does
     if store.get("probed") == b"yes":
         return links or []
     return None

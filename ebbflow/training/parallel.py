@@ -81,9 +81,8 @@ def make_mesh(gang: Gang, *, shard: int, tensor: int = 1) -> DeviceMesh:
     consecutive ranks compute each layer together. They are among the `shard` ranks.
     """
     if not dist.is_initialized():  # a single rank without torchrun's environment
-        # gloo would copy a GPU's weights through the host
         if gang.device.type == "cuda":
-            backend = "nccl"
+            backend = "nccl"  # gloo would copy the weights through the host
         else:
             backend = "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

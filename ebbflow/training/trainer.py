@@ -336,7 +336,6 @@ class Trainer:
         clock = self.reporter.clock
         taken = at.step - self.start.step
         to_go = self.config.training.max_steps - at.step
-        # mean step time × steps
         if taken:
             seconds_to_go = clock.elapsed_seconds / taken * to_go
         else:

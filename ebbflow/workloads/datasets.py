@@ -83,8 +83,7 @@ def _slice(content: Any, first: int, end: int, count: int) -> Any:
             if hasattr(content, "_fields"):
                 return type(content)(*parts)
             return type(content)(parts)
-        # texts, one for each sample
-        if len(content) == count:
+        if len(content) == count:  # texts, one for each sample
             return content[first:end]
         return content
     return content

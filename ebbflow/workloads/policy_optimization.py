@@ -145,7 +145,7 @@ class PolicyOptimization:
         self._round_steps = self._round_batches * options.max_epochs
         self._dtype = DTYPES[context.config.fsdp.compute_dtype]
         sharded = context.config.parallel.mode != "ddp"
-        # of models beside the policy, as it computes
+        # The models beside the policy have the type in which it computes
         if sharded:
             self._kept_dtype = self._dtype
         else:

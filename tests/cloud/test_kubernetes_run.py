@@ -98,9 +98,8 @@ def test_every_attempt_is_billed_by_its_pods_own_times(lost: Ran) -> None:
             key=lambda one: one["pod"],
         )
         for (start, stop), one in zip(attempt["node_times"], mine, strict=True):
-            # the cluster notices a loss late
             if one["exit_code"] is None:
-                late = 8
+                late = 8  # the cluster notices the loss of a node late
             else:
                 late = 1
             assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(

@@ -52,7 +52,7 @@ class Rank:
         beat = self.heartbeat.read()
         self.limits.observe(beat, beat.t_mono)
         self.seen.append((step, phase, self.limits.hang_threshold(beat)))
-        # has passed in the phase that ends
+        # The phase that ends has taken this long
         if self._phase == "compile":
             self.now += 7.0
         else:

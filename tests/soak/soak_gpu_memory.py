@@ -46,9 +46,8 @@ def test_the_plan_has_room_for_the_peak(
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     monkeypatch.setattr("ebbflow.training.workloads.trial.LARGEST_TRIED_BYTES", 0)
-    # the tracker has one device
     if name.endswith("ddp"):
-        words = ["workload_options.adam_offload=false"]
+        words = ["workload_options.adam_offload=false"]  # the tracker has one device
     else:
         words = []
     config = load_gpu_config(name, tmp_path, *words)

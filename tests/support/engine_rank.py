@@ -59,11 +59,10 @@ class ScenarioWorkload(TextWorkload):
             )
             return Loss(losses.sum(), batch.weight)
         loss = super().loss(model, batch)
-        # not in an evaluation
         if loss.sum.requires_grad:
             slow = self.scenario.get("slow")
         else:
-            slow = None
+            slow = None  # an evaluation
         if slow and self._context.rank == slow["rank"]:
             if slow["phase"] == "backward":
                 loss.sum.register_hook(lambda _: time.sleep(slow["seconds"]))

@@ -209,10 +209,9 @@ class Faulty(Library):
         return self.link
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:  # noqa: N802
-        # hardware is too hot; a power cap, which is usual
         if device:
-            return 0x40
-        return 0x4
+            return 0x40  # the hardware is too hot
+        return 0x4  # a power cap, which is usual
 
     def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         if self.lost and device:

@@ -118,11 +118,10 @@ class Director:
         # A start that is refused may already have fenced off what runs
         expected = self._oracle.opening()
         for attempt in range(_TRIES):
-            # a commit that is spoilt is no place to go back to
             if attempt < _TRIES // 2:
                 rewind = act.rewind
             else:
-                rewind = 0
+                rewind = 0  # the commit to go back to may be spoilt
             if attempt == 0:
                 count = act.launchers
             else:

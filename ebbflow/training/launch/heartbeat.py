@@ -95,11 +95,10 @@ class Heartbeat:
 
     def read(self) -> HeartbeatReading:
         record = self._record
-        # user code may overwrite it
         if 0 <= record[_PHASE] < len(PHASES):
             number = record[_PHASE]
         else:
-            number = 0
+            number = 0  # user code has overwritten the record
         at = record[_NANOSECONDS] / 1e9
         entered = record[_ENTERED + number]
         trained = record[_TRAINED]

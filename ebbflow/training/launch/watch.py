@@ -308,11 +308,10 @@ class _Rank:
                 since = now
             else:
                 since = self._stopped_since
-            # "t": stopped by a debugger
             if process_state(self.pid) == "T":
                 self._stopped_since = since
             else:
-                self._stopped_since = None
+                self._stopped_since = None  # also in state "t": stopped by a debugger
         self.stopped = (
             self._stopped_since is not None and now - self._stopped_since > _STOPPED_SECONDS
         )
