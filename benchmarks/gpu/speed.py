@@ -52,9 +52,8 @@ _SOURCE_TARGET = "a target of this project"
 # Calls of CUDA's runtime that hold the host until the device has done its work.
 _BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 _PROFILED_AFTER = 3  # steps
-# there are two staging buffers
 _SAVES = 6
-_COLD_SAVES = 2
+_COLD_SAVES = 2  # one for each staging buffer
 
 
 def open_engine(bench: Bench, name: str, config: RunConfig, **options: Any) -> EngineLoop:

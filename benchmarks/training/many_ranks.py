@@ -40,7 +40,7 @@ _REQUEST_SECONDS = 0.02
 _SKEW_SECONDS = 2.0  # between the first rank whose upload ends and the last
 _TENSORS = 300  # sharded over all ranks: 100 parameters with two moments each
 _WORLDS = (16, 64, 256, 1024)
-# of the job, before the save: each more than a page of a listing
+# What the job has before the save: each is more than a page of a listing
 _PAST_GENERATIONS = 3000
 _PAST_COMMITS = 5000
 _DEADLINE_SECONDS = 120.0

@@ -45,9 +45,8 @@ _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log
 _IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
 _COMPARED_JOBS = 8
-# events
-_MOST_UNMERGED = 20_000
-_MOST_PLOTTED = 8192
+_MOST_UNMERGED = 20_000  # events
+_MOST_PLOTTED = 8192  # events
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
@@ -174,9 +173,8 @@ class LivePage:
         """
         with self._lock:
             if last or not self._built or time.monotonic() >= self._due:
-                # only the first look reads the whole log
                 began = time.monotonic()
-                first = not self._built
+                first = not self._built  # only the first look reads the whole log
                 try:
                     self._refresh(last)
                 except (CostError, InfraError) as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ebbflow.cost.report.report import RunReport
 
 _CARD_TYPE = "ebbflow"  # no hyphen: Metaflow splits file names there
-# one file, which is replaced
+# Parts of the name of one file, which each page replaces
 _LIVE_ID = "live"
 _LIVE_HASH = "0" * 20
 

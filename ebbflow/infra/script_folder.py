@@ -66,7 +66,7 @@ def pack_script(config: RunConfig, store: Store) -> str:
                     f"{path}: {what}; fix: {fix}, and read data from the store or another bucket"
                 )
             entry = tarfile.TarInfo(name)
-            # no times, so equal files have equal archives
+            # The entry has no times, so that equal files have equal archives
             entry.size = size
             entry.mode = path.stat().st_mode & 0o777
             with path.open("rb") as file:

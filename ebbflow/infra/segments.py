@@ -35,9 +35,8 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 
 _READERS = 16
-# segments that are read in one guarded call, and held in memory at a time
-_FILES_TOGETHER = 64
-_MOST_HELD = 512
+_FILES_TOGETHER = 64  # segments that are read in one guarded call
+_MOST_HELD = 512  # segments that are held in memory at a time
 # Wait for writers without any listed segment; most were killed before they wrote
 _PATIENCE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.25

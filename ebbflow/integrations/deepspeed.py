@@ -23,8 +23,7 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.weights.load import weights_sha256
 
-# in the working folder, which all ranks must see
-_FOLDER = Path("ebbflow-checkpoints")
+_FOLDER = Path("ebbflow-checkpoints")  # in the working folder, which all ranks must see
 _TAG = "engine"
 
 

@@ -469,7 +469,7 @@ class _TrackerFeed:
         run = self._tracking.run
         if run is None:
             return
-        # after an error it is opened again, and says what it has
+        # After an error it is opened again, and says what it has
         tracker = self._tracker
         self._tracker = None
         if tracker is None:

@@ -53,9 +53,8 @@ from ebbflow.infra.untrusted_text import guard_terminal, one_line
 _MARKS = frozenset(
     {COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE}
 )
-# spans in a request, and its time limit
-_BATCH = 1000
-_POST_SECONDS = 20.0
+_BATCH = 1000  # spans in a request
+_POST_SECONDS = 20.0  # time limit of a request
 _GANG = -1  # the process that shows generations and nodes
 # The order in which a step spends its time; what is not named here comes between.
 _FIRST = (LedgerClass.DATA_WAIT,)

@@ -22,7 +22,7 @@ from ebbflow.infra.config.schema import TrackerConfig
 from ebbflow.infra.errors import InfraError, Outcome
 
 _LONGEST_TEXT = 500  # characters of a setting; MLflow accepts 6,000
-# limits of one request
+# Limits of one request
 _MLFLOW_METRICS = 1000
 _MLFLOW_PARAMETERS = 100
 

@@ -169,9 +169,9 @@ def random_numbers_of(seed: int) -> Iterator[None]:
             numpy.random.set_state(kept[2])
 
 
-# of a list, and in all, in which random generators are looked for
-_MOST_ITEMS = 64
-_MOST_OBJECTS = 10_000
+# Limits of the search for random generators
+_MOST_ITEMS = 64  # of a list
+_MOST_OBJECTS = 10_000  # in all
 
 
 def find_generators(dataset: Any) -> list[Any]:

@@ -52,10 +52,9 @@ from ebbflow.workloads.point_model import PointDenoiser, count_flops
 
 _HELD_OUT = 2**40  # first synthetic shape that is never trained on
 _PICTURED = 6
-# pixels of a cloud's square, of its margin, and of a row's label
-_SIZE = 120
-_MARGIN = 6
-_LABEL = 16
+_SIZE = 120  # pixels of a cloud's square
+_MARGIN = 6  # pixels of its margin
+_LABEL = 16  # pixels of a row's label
 _MOST_POINTS = 256
 _NEAR = "#0b4f6c"
 _FAR = "#7fb7be"

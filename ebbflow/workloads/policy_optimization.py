@@ -718,7 +718,7 @@ def _prompts_of(context: WorkloadContext, options: PolicyOptions, fingerprint: s
     return additions(options.held_out_prompts, context.config.training.seed)
 
 
-# pixels of the report's table
+# Pixels of the report's table
 _ROW = 18
 _WIDTHS = (260, 260, 160, 60)
 

@@ -20,7 +20,7 @@ from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
 from ebbflow.workloads.rows import find_rows, read_rows
 
-# addends of the arithmetic task
+# Range of the addends of the arithmetic task
 _LOWEST = 10
 _HIGHEST = 99
 _NUMBERS = _HIGHEST - _LOWEST + 1

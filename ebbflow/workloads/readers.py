@@ -35,9 +35,8 @@ from ebbflow.infra.store.s3 import split_uri
 from ebbflow.training.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-# for one request, and with its retries
-_REQUEST_SECONDS = 30.0
-_ALL_SECONDS = 120.0
+_REQUEST_SECONDS = 30.0  # of one request
+_ALL_SECONDS = 120.0  # of a request with its retries
 _AHEAD_BYTES = 256 * 1024  # read at once from a bucket when a file is read in order
 
 # The store's own client hangs in a process that is forked after its first request, such as a

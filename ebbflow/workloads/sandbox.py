@@ -15,27 +15,26 @@ import resource
 import sys
 
 PASSED = b"passed"
-# of prctl
-_NO_NEW_PRIVILEGES = 38
-_SECCOMP = 22
-_FILTER = 2
-# AUDIT_ARCH_X86_64, and the bit of x32's system calls
-_X86_64 = 0xC000003E
-_X32 = 0x40000000
-# what a filter returns
+_NO_NEW_PRIVILEGES = 38  # option of prctl
+_SECCOMP = 22  # option of prctl
+_FILTER = 2  # mode of seccomp
+_X86_64 = 0xC000003E  # AUDIT_ARCH_X86_64
+_X32 = 0x40000000  # the bit of x32's system calls
+# Results of a filter
 _ALLOW = 0x7FFF0000
 _ERROR = 0x00050000
 _KILL = 0x80000000
-# instructions of BPF
+# Instructions of BPF
 _LOAD = 0x20
 _EQUAL = 0x15
 _AT_LEAST = 0x35
 _HAS_BIT = 0x45
 _RETURN = 0x06
+# Numbers of system calls
 _CLONE = 56
 _CLONE3 = 435
 _PRLIMIT = 302
-_CLONE_THREAD = 0x10000
+_CLONE_THREAD = 0x10000  # flag of clone for a new thread
 # System calls of x86-64 by number (arch/x86/entry/syscalls/syscall_64.tbl).
 _REFUSED = {
     "processes and programs": (57, 58, 59, 322, 101, 310, 311, 109, 112, 272, 308, 434, 438),
@@ -71,11 +70,11 @@ _PATH_TRUNCATE = 76
 # By these commands of fcntl and ioctl the kernel sends a signal for the program (F_SETOWN,
 # F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP).
 _COMMANDS = {72: (8, 10, 15), 16: (0x8901, 0x8902)}
-# system calls on every architecture
+# Numbers of Landlock's system calls on every architecture
 _LANDLOCK_CREATE = 444
 _LANDLOCK_ADD = 445
 _LANDLOCK_RESTRICT = 446
-# rights of Landlock
+# Rights of Landlock
 _EXECUTE = 1
 _WRITE = 2
 _READ = 4

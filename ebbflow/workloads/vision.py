@@ -31,12 +31,11 @@ from ebbflow.workloads.readers import IMAGE_SUFFIXES, ImageFolder, find_files, l
 
 _HELD_OUT = ("val", "validation", "test")
 _KINDS = ("disc", "square", "cross", "ring")
-# synthetic images to train on, and to evaluate on
-_DRAWN = 4096
-_DRAWN_HELD_OUT = 512
+_DRAWN = 4096  # synthetic images to train on
+_DRAWN_HELD_OUT = 512  # synthetic images to evaluate on
 _GROUPS = 8  # of channels, in a group normalisation
 _MARGIN = 1.15  # an image is scaled to this multiple of the crop
-# of pixels between 0 and 1, by which images are normalised
+# Images are normalised by these values of pixels between 0 and 1
 _MEAN = 0.5
 _DEVIATION = 0.25
 _MOST_CELLS = 20  # classes that a drawn confusion matrix can have

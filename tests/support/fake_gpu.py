@@ -120,8 +120,7 @@ class Event:
         self.gpu = gpu
         self.stream = None
         self.count = 0
-        # its number among all recordings, from 1
-        self.place = 0
+        self.place = 0  # its number among all recordings, from 1
         self.timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:

@@ -159,7 +159,7 @@ def test_a_sample_is_a_function_of_seed_sample_and_epoch(tmp_path: Path) -> None
     parts = [workload.next_batch(model, Cursor(first, 5)) for first in (0, 5, 10)]
     for number in range(4):
         assert torch.equal(torch.cat([part[number] for part in parts]), whole[number][:15])
-    # two epochs of eight clouds: other noise, the same clouds
+    # Two epochs of eight clouds have other noise, but the same clouds
     first = whole.t[:8]
     second = whole.t[8:]
     assert not torch.equal(first, second) and sorted(whole.category[:8].tolist()) == [

@@ -9,7 +9,7 @@ from typing import Any
 
 WAYS = ("quiet", "rank", "uploader", "all", "zombie", "frozen")  # what becomes of a gang
 _RANKS = 3
-# about one save of two ranks
+# About one save of two ranks, of the small and of the large model
 _SMALL_BYTES = 50_000
 _LARGE_BYTES = 19_000_000
 _REQUESTS = ("data", "index", "commits")

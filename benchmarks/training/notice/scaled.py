@@ -21,7 +21,7 @@ from benchmarks.training.notice.job import SOURCES, NoticeJob
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
 
 _ENDLESS = 10**7
-# of a start, after which its notice comes
+# Range of the steps after a start at which its notice comes
 _FIRST_STEPS = 5
 _LAST_STEPS = 60
 

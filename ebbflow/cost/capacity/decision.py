@@ -384,9 +384,8 @@ def _placement(
     )
 
 
-# the latter is the most that AWS Batch takes
 LEAST_WALL_SECONDS = 60
-_MOST_WALL_SECONDS = 2**31 - 1
+_MOST_WALL_SECONDS = 2**31 - 1  # the most that AWS Batch takes
 # Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's
 # own limit.
 _WALL_TIMES = 4

@@ -15,9 +15,8 @@ from ebbflow.infra.events import COMMIT, CONFIGURED, PHASE, STEP, Event, LedgerC
 from ebbflow.infra.rank_logs import LogLine
 from ebbflow.infra.untrusted_text import one_line
 
-# a duration this many times the sound job's is reported; of few ones, the second
-SLOWER = 1.3
-_RARELY_SLOWER = 2.0
+SLOWER = 1.3  # a duration this many times the sound job's is reported
+_RARELY_SLOWER = 2.0  # the same of a duration with fewer than `_FEW` values
 _FEW = 10
 _SHORTEST_SECONDS = 0.01  # a shorter difference is noise
 _WARM_UP_STEPS = 3

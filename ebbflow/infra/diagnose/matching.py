@@ -197,9 +197,8 @@ class Matcher:
 
         order: number of lines processed so far; the function returns the new number.
         """
-        # the last frame of a traceback, and where its `File` begins
-        frame = None
-        column = 0
+        frame = None  # the last frame of a traceback
+        column = 0  # where its `File` begins
         for line in lines:
             order += 1
             if found := _FRAME.search(line.text):

@@ -48,9 +48,8 @@ _LAUNCHER = re.compile(
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
-# magnitude of a loss that has diverged; a stalled step takes so many times the median
-_DIVERGED = 1e9
-_STALL = 20
+_DIVERGED = 1e9  # magnitude of a loss that has diverged
+_STALL = 20  # a stalled step takes this many times the median
 _MOST_SEVERE = 12
 _SINCE = "since "  # label of durations that may count from the start of the run
 _PER = "per "  # label of rates, which vary more than step times

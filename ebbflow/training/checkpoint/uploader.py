@@ -55,9 +55,8 @@ _LONGEST_REQUEST_SECONDS = 60.0
 _NICENESS = 10
 _DATA_SHARE = 0.9
 _CHUNKS_PER_PART = 2
-# the next save may be waiting
 _SWEEP_EVERY_SECONDS = 600.0
-_SWEEP_SECONDS = 5.0
+_SWEEP_SECONDS = 5.0  # the next save may be waiting
 _SECONDS_TO_MAKE_ROOM = 2.0
 _ABANDONED_SECONDS = 2.0
 _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours

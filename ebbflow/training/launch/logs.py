@@ -367,7 +367,7 @@ class RankLog:
             records.append(record)
             at += len(piece)
         self._append(records)
-        # after the write: a failed one is tried again
+        # After the write, because a failed one is tried again
         self._read = at
         self._records_left = room
         self._full = full

@@ -165,10 +165,10 @@ PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # default limit
 LARGEST_MESSAGE_BYTES = 16 * 2**20
 DEEPEST_MESSAGE = 64  # nesting of objects and lists
-# connections before the end of their handshake
+# Limits of the connections before the end of their handshake
 MOST_CALLERS = 64
 MOST_CALLERS_OF_ONE_SOURCE = 32
-# per peer, so that one peer cannot delay all others
+# Limits per peer, so that one peer cannot delay all others
 _BYTES_PER_LOOK = 2**20
 _MESSAGES_PER_LOOK = 1000
 _CLOSE_SECONDS = 1.0

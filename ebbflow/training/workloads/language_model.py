@@ -132,9 +132,9 @@ class Attention(nn.Module):
         return self.projection(_attend(query, key, value, past))
 
 
-# low_freq_factor and high_freq_factor of all published Llama 3 models
-_LOW_TURNS = 1.0
-_HIGH_TURNS = 4.0
+# Factors of all published Llama 3 models
+_LOW_TURNS = 1.0  # low_freq_factor
+_HIGH_TURNS = 4.0  # high_freq_factor
 
 
 class Rotation(nn.Module):

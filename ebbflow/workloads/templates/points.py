@@ -7,11 +7,10 @@ from torch import Tensor, nn
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
-# HELD_OUT: first index that is never trained on
 KINDS = 2
 POINTS = 64
 WIDTH = 64
-HELD_OUT = 2**40
+HELD_OUT = 2**40  # first index that is never trained on
 
 
 class Clouds(NamedTuple):

@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
-# HELD_OUT: first index that is never trained on
 VOCABULARY = 64
 LENGTH = 32
 WIDTH = 64
 HEADS = 4
-HELD_OUT = 2**40
+HELD_OUT = 2**40  # first index that is never trained on
 
 
 class Texts(NamedTuple):
