@@ -29,9 +29,9 @@ class Symptom(StrEnum):
 
     VERDICT = "verdict"  # fault_detected, which names the guilty; the job goes on from a commit
     OUTCOME = "outcome"  # the job ends with an outcome of its own, which names the guilty
-    # training goes on as if nothing were: whoever is killed for this is killed falsely
+    # Training goes on as if nothing were: whoever is killed for this is killed falsely
     NOTHING = "nothing"
-    # it goes on, or there is a verdict: what counts is that the weights are right in the end
+    # It goes on, or there is a verdict: what counts is that the weights are right in the end
     EITHER = "either"
 
 

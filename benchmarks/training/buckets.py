@@ -21,7 +21,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.errors import GangError
 
 _START_SECONDS = 60.0
-# of the project's tests: a checkout has it, an installed package does not
+# Of the project's tests: a checkout has it, an installed package does not
 _SWIFT = "tests.support.swift_server"
 
 

@@ -30,7 +30,7 @@ from ebbflow.infra.store import Store
 from ebbflow.workloads.datasets import DatasetWorkload
 
 _BATCH = 8
-# steps that are not counted: the rank reads the first itself, and workers start with the second
+# Steps that are not counted: the rank reads the first itself, and workers start with the second
 _WARM_UP = 5
 _JOB = "input"
 

@@ -74,7 +74,7 @@ class BillLine:
     market: str  # "spot" or "on_demand" for instances, else empty
     tags: Mapping[str, str]  # values by normalised key (`normalise_tag`)
     synthetic: bool = False  # whether the report's invoice id marks it as synthetic
-    # the report's id for the line, unique within one delivery; empty if the report has no ids
+    # The report's id for the line, unique within one delivery; empty if the report has no ids
     line_id: str = ""
     # Index of the file that contains the line, if several report files are read together
     delivery: int = 0

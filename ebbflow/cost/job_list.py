@@ -59,7 +59,7 @@ class TeamJob:
     forecast_usd: float | None = None  # estimated dollars of the whole job; None if unknown
     # The job's charges as FOCUS rows (`cost.focus`)
     rows: tuple[dict[str, str], ...] = field(default=(), repr=False)
-    # for a waiting job, a text that says whether it may start, and why; empty for other jobs
+    # For a waiting job, a text that says whether it may start, and why; empty for other jobs
     words: str = ""
 
     @property

@@ -82,7 +82,7 @@ class ClockReading:
     Both clocks are read, so that a jump of this machine's clock does not move a job's deadline.
     """
 
-    # the store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc
+    # The store's time if the two differ by more than `CLOCK_TOLERANCE_SECONDS`, else own_utc
     utc: float
     own_utc: float
 

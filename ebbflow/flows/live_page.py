@@ -80,7 +80,7 @@ class LivePageWriter:
 
     def _keep(self) -> None:
         while not self._run_id() and not self._ending.wait(_WAIT_SECONDS):
-            # until Metaflow has accepted the options: before, there is no run whose page `latest`
+            # Until Metaflow has accepted the options: before, there is no run whose page `latest`
             # could be
             pass
         if self._ending.is_set():

@@ -42,12 +42,12 @@ class LedgerClass(StrEnum):
     Ranks report the classes up to HANG. The ledger derives the other classes from all events.
     """
 
-    # forward, backward, optimizer of a completed step that is in the final weights
+    # Forward, backward, optimizer of a completed step that is in the final weights
     USEFUL_STEP = "useful_step"
     DATA_WAIT = "data_wait"  # waiting for the next batch
     CHECKPOINT_STALL = "checkpoint_stall"  # training waits for a save
     EVALUATION = "evaluation"
-    # from the node's start to the first step: processes, rendezvous, model, compilation
+    # From the node's start to the first step: processes, rendezvous, model, compilation
     STARTUP = "startup"
     RESTORE = "restore"  # reading a commit
     SHUTDOWN = "shutdown"  # from the last step to the node's end
@@ -104,7 +104,7 @@ PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 # steps first to last of a rank: trace (key), classes (seconds), collectives, overlap_share; lines:
 # these as text
 PROFILE = "profile"
-# written by rank 0: figures of the worst links between machines (training/network_probe.py)
+# Written by rank 0: figures of the worst links between machines (training/network_probe.py)
 NETWORK = "network"
 # Metrics {name: value}; of a workload with pictures also pictures {name: SVG}
 EVALUATION = "evaluation"
@@ -123,7 +123,7 @@ GUARD = "guard"
 # it), where, step, phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds
 # and usd_lost since the newest commit.
 FAULT_DETECTED = "fault_detected"
-# the same, of an idle rank for which the others wait; it is not ended yet, and may continue
+# The same, of an idle rank for which the others wait; it is not ended yet, and may continue
 STALL = "stall"
 # Written by the flow's steps, or by rank 0 without a flow.
 # Settings (list of {key, value, source}, one for each key of the configuration)
@@ -643,7 +643,7 @@ def _missing_writers(
             )
         elif name.isdecimal():
             must = int(folder) in closed_by_plan
-        # a process that waits for AWS Batch may be killed at any time; a flow step may be retried
+        # A process that waits for AWS Batch may be killed at any time; a flow step may be retried
         else:
             tried_again = any(
                 other == prefix and again != token for other, again in unsealed.writers

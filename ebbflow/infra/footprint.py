@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
-# activations of a block in the residual stream, per token and unit of width: inputs of both norms
+# Activations of a block in the residual stream, per token and unit of width: inputs of both norms
 STREAM_FLOATS = 2
 NORM_FLOATS = 2  # in addition, if norms are not fused (CPUs): their normalized inputs
 
@@ -27,9 +27,9 @@ class ModelShape:
     flops_per_sample: (
         float  # forward and backward of one sequence; a multiplication and an addition count as two
     )
-    # sequence length; with a workload of the user, the weight of a sample in `weight_unit`
+    # Sequence length; with a workload of the user, the weight of a sample in `weight_unit`
     tokens_per_sample: float
-    # number of modules that are sharded as one: blocks, embeddings and head of the built-in model
+    # Number of modules that are sharded as one: blocks, embeddings and head of the built-in model
     units: int
     # Gradients of activations inside one unit; 0: included, or unknown
     backward_bytes_per_sample: int = 0
@@ -273,7 +273,7 @@ class RankBytes:
     parameters: int
     gradients: int
     optimizer: int
-    # gathered parameters and unreduced gradients (sharded), buckets and copies (ddp), other models
+    # Gathered parameters and unreduced gradients (sharded), buckets and copies (ddp), other models
     unsharded: int
     activations: int
     logits: int  # the logits and what the loss computes from them

@@ -146,7 +146,7 @@ class Keeper:
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     pass_fds=[other.fileno()],
-                    # signals to the agent's process group must not reach the keeper
+                    # Signals to the agent's process group must not reach the keeper
                     start_new_session=True,
                 )
         except OSError:

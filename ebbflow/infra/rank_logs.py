@@ -54,7 +54,7 @@ class LogLine:
     start: int
     end: int
     more: bool = False  # whether the line was too long and continues in the next record
-    # number of bytes after `end` that have no record, because the rank printed more than is kept
+    # Number of bytes after `end` that have no record, because the rank printed more than is kept
     dropped: int = 0
 
     @property

@@ -60,7 +60,7 @@ class GammaHazard:
     arrivals.
     """
 
-    # number of interruptions: those observed plus those that the prior counts as observed
+    # Number of interruptions: those observed plus those that the prior counts as observed
     shape: float
     hours: float  # hours in which they occurred
 

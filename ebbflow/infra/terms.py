@@ -35,7 +35,7 @@ class Fallback:
     # on-demand machines
     begin_utc: float = 0.0
     end_utc: float | None = None
-    # whether deadline and budget are guarded; if not, only the move to a reservation remains
+    # Whether deadline and budget are guarded; if not, only the move to a reservation remains
     guards: bool = True
     # move_utc, move_to, move_end_utc: begin (Unix time), id and end of a reservation in which the
     # remaining steps cost less

@@ -97,7 +97,7 @@ class CommitCallback(Callback):
     def _attach(self, trainer: Trainer) -> FolderJob:
         if self._job is None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                # joins the process group, which `fit` would do later
+                # Joins the process group, which `fit` would do later
                 trainer.strategy.setup_environment()
             self._job = attach_folder(self._folder(trainer), **self._wanted)
         return self._job

@@ -230,7 +230,7 @@ class FolderJob(AttachedJob):
             self._resized = describe_resize(restored.world_size, self._gang.world_size)
             self.say(f"{self._resized}; the rest of this epoch may have other samples")
         if self._resized:
-            # frameworks skip batches, which had other samples from then on
+            # Frameworks skip batches, which had other samples from then on
             self.record_inexact_data()
         if self._writes:
             for name in known["empty"]:

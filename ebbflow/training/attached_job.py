@@ -109,7 +109,7 @@ class AttachedJob:
     _kept_steps = 0  # events of steps that are not emitted yet, because their loss may follow
     _max_steps = 0  # of the job; 0 if unknown
     _divided = False  # whether more ranks take fewer steps, because they divide each epoch
-    # how a resumed run reads the same data if the job has no loader; "" if it may not
+    # How a resumed run reads the same data if the job has no loader; "" if it may not
     _same_data = "random states"
     _by_library = False  # whether a library writes the state of model and optimizer
     _resized = ""  # why results may differ after a change of the number of ranks

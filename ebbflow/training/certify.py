@@ -47,10 +47,10 @@ _SAVES = 6
 _SECONDS = 900.0  # for one start of the gang
 _MOST_STARTS = 4
 _NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
-# The rehearsed fault of each interruption. It occurs between commits, so that work is lost or must
-# be saved in time.
 UNINTERRUPTED = "none"
 NODE_LOST = "a node is lost"
+# The rehearsed fault of each interruption. It occurs between commits, so that work is lost or must
+# be saved in time.
 INTERRUPTIONS = {
     "a rank is killed": "rank-kill@55%",
     NODE_LOST: "node-loss@70%",

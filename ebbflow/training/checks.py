@@ -368,7 +368,7 @@ def _check(
     run: Callable[[PreflightContext], CheckFinding],
     *symptoms: str,
     tier: Tier = "quick",
-    # a large tree on a cold disk; the standard library takes a tenth of a second
+    # A large tree on a cold disk; the standard library takes a tenth of a second
     seconds: float = 30.0,
 ) -> Check:
     return Check(

@@ -14,7 +14,7 @@ LONGEST_TRACEBACK = 256 * 1024
 class TrainingError(EbbflowError):
     """Base class of the errors of training."""
 
-    # whether a new attempt may succeed. If False, the next start would fail in the same way
+    # Whether a new attempt may succeed. If False, the next start would fail in the same way
     curable: bool = True
     end_reason: EndReason = EndReason.RANK_FAILED  # the reason recorded for the end of the gang
 

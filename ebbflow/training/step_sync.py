@@ -39,7 +39,7 @@ DATA_SHARE = 0.15
 class Slowdown:
     action: GuardAction  # SLOW_RANK for a straggler, DATA_BOUND for a rank that waits for data
     rank: int  # the straggler, or the rank that waits longest for its data
-    # the share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
+    # The share of the step's time that is lost, as the mean over consecutive steps, from 0 to 1
     share: float
     usd_per_hour: float  # what the lost time costs; 0 without prices
     # The straggler's own time over the median of the other ranks'; 0 for DATA_BOUND
@@ -187,7 +187,7 @@ class Row(NamedTuple):
     weights_checksum: float = 0.0
     renew: float = 0.0  # whether the rank's memory is about to run out
     failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
-    # whether the rank has gradients that no optimizer step has used, so that it cannot save
+    # Whether the rank has gradients that no optimizer step has used, so that it cannot save
     unsettled: float = 0.0
 
 

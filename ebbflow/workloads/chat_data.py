@@ -137,7 +137,7 @@ class AnswerBatch(TextBatch):
     `_NOT_COUNTED`.
     """
 
-    # counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
+    # Counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
     counts: np.ndarray
 
     @property

@@ -472,7 +472,7 @@ _DEATH_FIX = (
     "fix: read this sample with workload_options.workers 0 to see why, or give the machine more "
     "memory if its kernel killed it"
 )
-# files of a larger dataset whose sizes are compared; a mounted bucket takes 50 ms for each
+# Files of a larger dataset whose sizes are compared; a mounted bucket takes 50 ms for each
 _SIZES_COMPARED = 1_000
 
 

@@ -85,7 +85,7 @@ class ModelFolder:
         found = find_weights(str(self.root), translate)
         try:
             check_weights_fit(found, model, str(self.root))
-        # the library renames or joins tensors of some published models as it reads them
+        # The library renames or joins tensors of some published models as it reads them
         except WorkloadError as error:
             problem = str(error).partition("; fix: ")[0].removeprefix("training.initial_weights ")
             raise WorkloadError(

@@ -40,7 +40,7 @@ _ZERO = {
 class PolicyOptions:
     """The `workload_options`, with their defaults."""
 
-    # rows with prompts: a file, a folder or a glob, also s3://; "": additions of two-digit numbers
+    # Rows with prompts: a file, a folder or a glob, also s3://; "": additions of two-digit numbers
     path: str = ""
     prompt_column: str = "prompt"
     held_out_prompts: int = 128

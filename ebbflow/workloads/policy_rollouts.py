@@ -33,7 +33,7 @@ class Rollouts:
     tokens: Tensor  # int64 `[rollouts, sequence]`
     prompt_lengths: Tensor  # int64 `[rollouts]`
     lengths: Tensor  # int64 `[rollouts]`, of prompt and completion
-    # float32 `[rollouts, sequence - 1]`, of the token after each position; 0 outside the completion
+    # Of the token after each position, float32 `[rollouts, sequence - 1]`; 0 outside the completion
     log_probs: Tensor
     version: int  # of the weights that drew them
 

@@ -190,7 +190,7 @@ def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
         assert data["MetadataOptions"] == {
             "HttpEndpoint": "enabled",
             "HttpTokens": "required",
-            # jobs run in the host's network, or have an interface each
+            # Jobs run in the host's network, or have an interface each
             "HttpPutResponseHopLimit": 1,
         }
         [disk] = data["BlockDeviceMappings"]

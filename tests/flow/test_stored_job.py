@@ -48,7 +48,7 @@ def test_a_job_stored_by_an_earlier_version_resumes_and_ends_with_the_same_weigh
         "data__suffixes": '[".txt"]',
         "data__held_out_fraction": 0.3,
         "data__held_out_samples": 4,
-        # a deadline counts from the first start, of a day long past
+        # A deadline counts from the first start, of a day long past
         "cost__deadline_hours": "null",
     }
     done = flow.run("run", "--job", "stored", *flow.options(**settings))

@@ -210,7 +210,7 @@ def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(
     spawned = loader(Talkative(), 1, worker_start="forkserver")
     found = [[flat(one.load(step)) for step in steps] for one in (loader(Noisy(), 0), spawned)]
     assert found[0] == found[1] and spawned._iterator is not None
-    # the capture's file has one position, which reading would move under a line being written
+    # The capture's file has one position, which reading would move under a line being written
     spawned._stop_workers()
     lines = capfd.readouterr().out.splitlines()
     assert f"reads {int(found[0][0][0][0])}" in lines, "the first step is read by the rank"

@@ -199,7 +199,7 @@ def test_a_job_begins_with_them_once_and_a_commit_wins(tmp_path: Path) -> None:
         (texts / f"{number}.txt").write_text(f"{number} ebb and flow, " * 40)
     source = CausalLM(model)
     with torch.no_grad():
-        # every token is then as likely: the loss is that of a uniform guess
+        # Every token is then as likely: the loss is that of a uniform guess
         source.head.logits.weight.zero_()
     save_file(source.state_dict(), path)
     training = {"batch_size": 4, "initial_weights": str(path), "scheduler": {"warmup_steps": 0}}

@@ -33,10 +33,8 @@ CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 TIME_SCALE = 45.0
 GAP_SECONDS = 195.0
 MADE_UP = (18, 8, 20, 400)  # ticks of GAP_SECONDS: with capacity, without, with, without
-# A spell bears a start and some work here, and not all of the work; a gap is over while the job may
-# still wait.
-SPELL_TICKS = range(14, 26)
-GAP_TICKS = range(1, 11)
+SPELL_TICKS = range(14, 26)  # bears a start and some of the work, but not all of it
+GAP_TICKS = range(1, 11)  # a gap is over while the job may still wait
 LAST_TICKS = 150
 
 # More than a step computes for on a machine with much other work.

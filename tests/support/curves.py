@@ -117,7 +117,7 @@ def make_config(variant: Variant, store: str) -> RunConfig:
             max_steps=STEPS,
             gradient_accumulation_steps=variant.accumulation,
             loss_chunk_tokens=variant.chunk,
-            # not a step that a variant stops at, where nobody evaluates
+            # Not a step that a variant stops at, where nobody evaluates
             evaluation_interval_steps=60,
         ),
         data=DataConfig(

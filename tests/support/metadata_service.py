@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# of the service whose routes these are: it has heartbeats, tags, attempts and filtered_tasks
+# Of the service whose routes these are: it has heartbeats, tags, attempts and filtered_tasks
 VERSION = "2.5.0"
 HEARTBEAT_SECONDS = 10
 _OF_PARENTS = ("flow_id", "run_number", "step_name")

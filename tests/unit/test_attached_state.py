@@ -141,7 +141,7 @@ def test_a_loader_goes_on_at_any_batch(workers: int) -> None:
     resumed = read(source(), 1, 2)
     indices = [batch[0] for batch in resumed]
     assert indices == [batch[0] for batch in epochs[1][2:]]
-    # their random numbers depend on the batch alone; those of this process are part of the commit
+    # Their random numbers depend on the batch alone; those of this process are part of the commit
     if workers:
         assert resumed == epochs[1][2:]
 

@@ -338,7 +338,7 @@ def test_a_node_that_is_left_out_ends_while_the_others_go_on(
     )
 
 
-# a rule of `diagnose` calls it incurable
+# A rule of `diagnose` calls it incurable
 DEADLOCK = "Expected to have finished reduction in the prior iteration"
 USER = "user/loss.py:9 in log"
 ENGINE = "training/engine.py:73 in forward_backward"

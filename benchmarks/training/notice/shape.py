@@ -26,7 +26,7 @@ TARGET_STEPS = 1600
 INTERVAL_STEPS = 400
 NOTICES_AT = (695, 866, 1395, 1547)
 ARMS = ("baseline", "jit")
-# from a notice that nobody heeds until the machine is gone; fewer than are left after the last
+# From a notice that nobody heeds until the machine is gone; fewer than are left after the last
 _UNHEEDED_STEPS = 40
 
 

@@ -58,7 +58,7 @@ def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
     options = {**config.workload_options, "orders": str(folder / job / "orders")}
     return GangSpec(
         job=job,
-        # ports follow from it: two benches on one machine must not share them
+        # Ports follow from it: two benches on one machine must not share them
         run=f"{job}-{os.getpid()}",
         attempt=0,
         node=0,

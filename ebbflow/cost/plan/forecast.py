@@ -91,7 +91,7 @@ class ForecastInputs:
 
     start_hours: float  # paid hours of the first start
     work_hours: float  # hours of training and checkpoints without any interruption
-    # paid hours that each interruption costs in addition to the training that must be repeated
+    # Paid hours that each interruption costs in addition to the training that must be repeated
     fixed_lost_hours: float
     # training time between checkpoints. Each interruption repeats a uniformly distributed part of
     # it.

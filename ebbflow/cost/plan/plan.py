@@ -140,7 +140,7 @@ class Plan:
     # started
     started_utc: float
     backend: str
-    # whether the job runs on this machine and is only priced as if it ran in the chosen pool
+    # Whether the job runs on this machine and is only priced as if it ran in the chosen pool
     simulated: bool
     # steps, tokens: remaining work. `weight_unit` says what `tokens` counts, such as tokens or
     # images.

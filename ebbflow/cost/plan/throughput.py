@@ -204,13 +204,13 @@ PCIE_BYTES_PER_SECOND = 12e9
 class Throughput:
     """Speed of a gang (all ranks of a job)."""
 
-    # tokens per second of all ranks together, or other units of the model (`weight_unit`)
+    # Tokens per second of all ranks together, or other units of the model (`weight_unit`)
     tokens_per_second: float
     step_seconds: float  # duration of one optimizer step
     bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
     mfu: float  # model FLOPs utilisation at this speed
     kind: str = "prior"  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
-    # uncertainty of the speed: the standard deviation of its logarithm
+    # Uncertainty of the speed: the standard deviation of its logarithm
     log_deviation: float = UNMEASURED_LOG_DEVIATION
 
 

@@ -168,7 +168,7 @@ class StaticPrices:
     price of a pool may differ.
     """
 
-    # reason why live prices were unavailable; empty if the configuration selects the static table
+    # Reason why live prices were unavailable; empty if the configuration selects the static table
     because: str = ""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:

@@ -45,7 +45,7 @@ _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as 
 class PlacementRequest:
     """Request to place one attempt."""
 
-    # the artifacts that the step will find (`job`, `settings`, `capacity` and so on)
+    # The artifacts that the step will find (`job`, `settings`, `capacity` and so on)
     flow: SimpleNamespace
     name: AttemptName
     round: int  # number of the round of `train_node`, from 1

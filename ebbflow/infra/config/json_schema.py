@@ -8,7 +8,7 @@ from typing import Any
 from ebbflow.infra.config.keys import OPTION_NAME
 from ebbflow.infra.config.schema import RENAMED_KEYS, RunConfig
 
-# the newest version that YAML language servers support
+# The newest version that YAML language servers support
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 
 

@@ -32,7 +32,7 @@ OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 class Entry:
     """A value given for one key in the configuration file, an environment variable or --set."""
 
-    # dotted key; in a free mapping it ends with the name that the user chose
+    # Dotted key; in a free mapping it ends with the name that the user chose
     # ("workload_options.width")
     key: str
     node: Node  # YAML node of the value

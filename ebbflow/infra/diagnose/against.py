@@ -20,14 +20,14 @@ _RARELY_SLOWER = 2.0  # the same of a duration with fewer than `_FEW` values
 _FEW = 10
 _SHORTEST_SECONDS = 0.01  # a shorter difference is noise
 _WARM_UP_STEPS = 3
-# Steps that must be slow for "since", beyond two for each other one: the second, or a quarter of a
-# longer job up to the third. A burst of load on one machine passes sooner. Of a short job, half of
-# its steps and at least the first.
+# For "since", this many steps must be slow, beyond two for each other one: `_LONGER_THAN_A_BURST`,
+# or a quarter of a longer job's steps up to `_MOST_NEEDED`. Of a short job, half of its steps must
+# be slow, and at least `_LEAST_SLOW`.
 _LEAST_SLOW = 3
-_LONGER_THAN_A_BURST = 10
+_LONGER_THAN_A_BURST = 10  # a burst of load on one machine passes sooner
 _MOST_NEEDED = 50
 _MOST_LINES = 5
-# if no rank computes or reads slower, collectives or the network are slow
+# If no rank computes or reads slower, collectives or the network are slow
 _WAIT = "waiting for other ranks"
 _Timed = tuple[int | None, int, float]  # step (None: not of a step), node, seconds
 _DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)

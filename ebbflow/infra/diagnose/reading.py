@@ -38,7 +38,7 @@ class LogText:
 
     file: str  # the path as given; "-" is standard input
     number: int  # line number, counted from 1
-    # the line without terminal escape sequences. If the line is a JSON record, only the record's
+    # The line without terminal escape sequences. If the line is a JSON record, only the record's
     # message.
     text: str
     rank: int | None = None  # the rank that wrote the line; None if unknown

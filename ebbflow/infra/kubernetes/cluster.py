@@ -609,7 +609,7 @@ class AttemptWatch:
             longest, end = max(ran)
             present = {pod.node for pod in pods if pod.started is not None and pod.started < end}
             if len(present) < self.nodes and longest >= self._roll_call_seconds:
-                # a machine was missing at the roll-call, before any code of the user
+                # A machine was missing at the roll-call, before any code of the user
                 return "never_started"
             # A gang fails as a whole long before the cluster notices the loss of a node.
             known = all(pod.exit_code is not None for pod in pods if pod.started is not None)

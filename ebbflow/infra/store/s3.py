@@ -171,13 +171,12 @@ class _Profile:
         return None
 
 
-# Fractions of a request's deadline: for one try, for the period in which tries may start, for a
-# pause, for connecting. The last try starts within the second plus the third and takes at most the
-# first, together less than the deadline.
-_TRY = 0.7
-_TRIES_START = 0.18
-_PAUSE = 0.1
-_CONNECT = 0.25
+# Fractions of a request's deadline. The last try starts within `_TRIES_START` + `_PAUSE` and takes
+# at most `_TRY`, together less than the deadline.
+_TRY = 0.7  # one try
+_TRIES_START = 0.18  # the period in which tries may start
+_PAUSE = 0.1  # a pause between tries
+_CONNECT = 0.25  # connecting
 _RETRIES = 4
 
 

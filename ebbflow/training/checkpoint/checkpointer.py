@@ -370,7 +370,7 @@ class Checkpointer:
         """
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
-            # otherwise late commits between the two would count
+            # Otherwise late commits between the two would count
             what = f"amend the record of {generation.name}"
             deadline = Deadline(self._deadline_seconds)
             retry_until(

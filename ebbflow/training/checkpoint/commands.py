@@ -315,7 +315,7 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         "job": manifest.save.job,
         "tensors": len(manifest.tensors),
         "bytes_by_kind": dict(kinds),
-        # every piece has its position in the whole tensor
+        # Every piece has its position in the whole tensor
         "loads_at": "any number of ranks, in any mode",
         "random_states_at": ranks if random else None,
         "parent": manifest.common.get("parent"),

@@ -117,7 +117,7 @@ class Tokens:
     unigram_entropy_nats: float
     files: int  # number of source files, train and held out
     bytes: int  # bytes of the source files
-    # bytes of the held-out files, which make a loss per token comparable between tokenizers
+    # Bytes of the held-out files, which make a loss per token comparable between tokenizers
     held_out_bytes: int
     shard_sha256: dict[str, str]  # SHA-256 by shard, "train" and "held_out"
     weight_unit: str = "tokens"  # the unit of a batch's weight, for reports

@@ -27,7 +27,7 @@ _RANKS_NAMED = 4
 @dataclass(frozen=True, kw_only=True)
 class VisibleGpus:
     gpus: tuple[str, ...] = ()  # identities of the GPUs, in the order of torch's indices
-    # reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
+    # Reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
     trouble: str = ""
     promised: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
 

@@ -548,7 +548,7 @@ class WorkerFailure:
     # Name of the signal that killed the rank, or "node N" if its node was lost
     killed_by: str | None = None
     memory_kill: bool = False  # whether the kernel killed the rank because memory ran out
-    # whether the rank failed only because it lost a peer or waited for one until a deadline
+    # Whether the rank failed only because it lost a peer or waited for one until a deadline
     cascade: bool = False
     hung: bool = False  # whether the rank is alive without progress
     stopped: bool = False  # whether the rank is hung because it is stopped (SIGSTOP)

@@ -106,11 +106,10 @@ class Heartbeat:
 
 
 _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
-# Endings of files beside a rank's heartbeat: faulthandler's output, the flight recorder's socket,
-# its last content.
-STACKS = ".stacks"
-RECORDER = ".recorder"
-RECORDS = ".records.json"
+# Endings of files beside a rank's heartbeat
+STACKS = ".stacks"  # faulthandler's output
+RECORDER = ".recorder"  # the flight recorder's socket
+RECORDS = ".records.json"  # the flight recorder's last content
 
 
 class WatchHooks:

@@ -324,7 +324,7 @@ class GenerationEnd:
     reason: str = ""  # `EndReason`, or the value of the outcome
     ranks: Sequence[int] = ()  # ranks that caused the failure or are stopped; they are killed first
     error: str = ""  # class name of the culprit's exception
-    # text that is equal for equal failures of the program; "" for others, such as a lost node
+    # Text that is equal for equal failures of the program; "" for others, such as a lost node
     fingerprint: str = ""
     details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
     at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
@@ -336,7 +336,7 @@ class GenerationEnd:
     ] = ()  # nodes that take no part in that generation, by their numbers in `GangSpec.node`
     curable: bool = True  # whether a new attempt may succeed
     failed_as: str = Outcome.FAILED.value  # outcome of the job if no new attempt follows
-    # number of the generation that nodes are billed for although it started no ranks; 0 otherwise
+    # Number of the generation that nodes are billed for although it started no ranks; 0 otherwise
     generation: int = 0
 
     @classmethod

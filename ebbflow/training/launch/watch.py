@@ -130,8 +130,8 @@ _LONGEST_TURN_SECONDS = 1.0
 _DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
 _SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
 _CPU_SECONDS = 1.0  # between two reads of the CPU time that a rank without progress has used
-# of 10 ms, within these: a rank and its loader workers use CPU time. Its background threads use
-# less
+# A working rank and its loader workers use at least this many ticks of 10 ms in `_CPU_SECONDS`. Its
+# background threads use less.
 _BUSY_TICKS = 2
 
 

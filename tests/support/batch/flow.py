@@ -31,7 +31,7 @@ _QUEUES: dict[str, dict[str, Any]] = {
 _SETTINGS = {
     "cluster__backend": "batch",
     "cluster__nodes": 1,
-    # the types of the queues have GPUs, and the containers of a local Batch have none
+    # The types of the queues have GPUs, and the containers of a local Batch have none
     "cluster__device": "cpu",
     "cluster__instance_types": json.dumps(_TYPES),
     "batch__light_queue": LIGHT,
