@@ -274,8 +274,8 @@ def match_instance(
         if residual <= 0.2 * _residual(hours):
             hours = _match_hours(metered, billed, explained, offset)
             metered.offset = offset
-    # The instance kept running, so it did not end late
     if any(hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours):
+        # The instance kept running, so it did not end late
         certain = [one for one in explained if one[0] != "ended later"]
         hours = _match_hours(metered, billed, certain, metered.offset)
     return hours

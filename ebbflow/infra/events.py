@@ -643,8 +643,8 @@ def _missing_writers(
             )
         elif name.isdecimal():
             must = int(folder) in closed_by_plan
-        # A process that waits for AWS Batch may be killed at any time; a flow step may be retried
         else:
+            # A process that waits for AWS Batch may be killed at any time; a flow step may be retried
             tried_again = any(
                 other == prefix and again != token for other, again in unsealed.writers
             )

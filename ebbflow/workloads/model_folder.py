@@ -85,8 +85,8 @@ class ModelFolder:
         found = find_weights(str(self.root), translate)
         try:
             check_weights_fit(found, model, str(self.root))
-        # The library renames or joins tensors of some published models as it reads them
         except WorkloadError as error:
+            # The library renames or joins tensors of some published models as it reads them
             problem = str(error).partition("; fix: ")[0].removeprefix("training.initial_weights ")
             raise WorkloadError(
                 f"workload_options.model: {problem}; fix: the files of this config.json, or, if "

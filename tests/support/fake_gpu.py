@@ -365,9 +365,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     group_tensors = torch.optim.Optimizer._group_tensors_by_device_and_dtype
 
-    def group_on_gpu(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # C++ code, which takes the tensors for those of a CPU
+    def group_on_gpu(*args: Any, **kwargs: Any) -> Any:
+        # This is C++ code, which takes the tensors for those of a CPU
         return {
             (torch.device("cuda", 0), dtype): one
             for (_, dtype), one in group_tensors(*args, **kwargs).items()

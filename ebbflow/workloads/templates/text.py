@@ -103,9 +103,8 @@ class Example:
             batch.weight,
         )
 
-    def flops(
-        self, batch: Texts
-    ) -> float:  # 6 per weight and token (Kaplan et al. 2020, section 2.1)
+    def flops(self, batch: Texts) -> float:
+        # 6 per weight and token (Kaplan et al. 2020, section 2.1)
         return 6.0 * (2 * 12 * WIDTH**2 + WIDTH * VOCABULARY) * batch.weight
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
