@@ -132,40 +132,64 @@ def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespa
     else:
         deadline = float("inf")
     waiting = list(reversed(mutants))
-    trying: dict[Connection, Mutant | None] = {}
+    trying: dict[Connection, Mutant] = {}
 
     def give_next(pipe: Connection) -> None:
-        trying[pipe] = waiting.pop() if waiting and time.monotonic() < deadline else None
-        pipe.send(trying[pipe])
+        if waiting and time.monotonic() < deadline:
+            trying[pipe] = waiting.pop()
+            pipe.send(trying[pipe])
+        else:
+            pipe.send(None)
 
     for _ in range(min(options.processes, len(waiting))):
         give_next(_start_trials(known, options))
     results: list[Result] = []
-    broken: set[str] = set()
     while trying:
         for pipe in wait(list(trying)):
             assert isinstance(pipe, Connection)
             mutant = trying.pop(pipe)
-            if mutant is None:
-                broken.update(pipe.recv())
-                continue
             try:
-                result: Result = pipe.recv()
-            except EOFError:  # the mutant ended the process that tried it
-                result = Result(mutant, Verdict.KILLED, "the trial process ended", 0.0)
+                answer = pipe.recv()
+            except EOFError:
+                answer = Result(mutant, Verdict.KILLED, "it ended the process of its trial", 0.0)
                 pipe = _start_trials(known, options)
-            results.append(result)
-            if result.verdict is not Verdict.KILLED:
-                print(_describe(result), flush=True)
+            if isinstance(answer, Exception):
+                answer = Result(mutant, Verdict.SURVIVED, f"its trial failed: {answer!r}", 0.0)
+            results.append(answer)
+            if answer.verdict is not Verdict.KILLED or "::" not in answer.detail:
+                print(_describe(answer), flush=True)
             give_next(pipe)
-    return [_without_kill(result) if result.detail in broken else result for result in results]
+    return _without_broken_tests(results, known, options)
 
 
-def _without_kill(result: Result) -> Result:
-    """Return the result as survived: the test that failed also fails without the change."""
-    kept = replace(result, verdict=Verdict.SURVIVED, detail=f"{result.detail} fails anyway")
-    print(_describe(kept), flush=True)
-    return kept
+def _without_broken_tests(
+    results: list[Result], known: LineMap, options: argparse.Namespace
+) -> list[Result]:
+    """Run each test that failed with a mutant once more without it; a kill by one that fails even
+    then does not count.
+    """
+    tests = {result.detail for result in results if "::" in result.detail}
+    broken: set[str] = set()
+    pipe = _start_trials(known, options)
+    for test in sorted(tests):
+        pipe.send(test)
+        try:
+            passes = pipe.recv()
+        except EOFError:
+            passes = False
+            pipe = _start_trials(known, options)
+        if passes is not True:
+            broken.add(test)
+    pipe.send(None)
+    checked: list[Result] = []
+    for result in results:
+        if result.detail in broken:
+            result = replace(
+                result, verdict=Verdict.SURVIVED, detail=f"{result.detail} fails anyway"
+            )
+            print(_describe(result), flush=True)
+        checked.append(result)
+    return checked
 
 
 def _start_trials(known: LineMap, options: argparse.Namespace) -> Connection:

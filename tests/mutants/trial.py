@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import io
 import os
 import signal
@@ -94,9 +95,10 @@ def choose_tests(mutant: Mutant, known: LineMap, *, limit_seconds: float) -> lis
 
 
 def serve_trials(pipe: Connection, root: Path, known: LineMap, limit_seconds: float) -> None:
-    """Try the mutants that come through a pipe, one after another, and send the results back.
+    """Carry out the orders that come through a pipe, and answer each. None ends the process.
 
-    None ends it.
+    A `Mutant` is answered with its `Result`, the name of a test with whether it passes on the
+    unchanged project. An exception is the answer if the order could not be carried out.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -107,14 +109,44 @@ def serve_trials(pipe: Connection, root: Path, known: LineMap, limit_seconds: fl
         os.environ["PYTHONPATH"] = str(copy)
         sys.path.insert(0, str(copy))
         _forget_own_modules()
+        _import_libraries_of_tests()
+        while (order := pipe.recv()) is not None:
+            try:
+                if isinstance(order, Mutant):
+                    pipe.send(_try_mutant(order, copy, known, limit_seconds))
+                else:
+                    pipe.send(_passes_unchanged(order))
+            except Exception as error:
+                pipe.send(error)
+
+
+def _import_libraries_of_tests() -> None:
+    """Import the libraries that the unit tests import, so that forks of this process have them.
+
+    A child finds out which: collecting tests also starts threads, which do not survive a fork.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        before = set(sys.modules)
         _run_pytest(["--collect-only", "tests/unit"])
-        failed: dict[str, None] = {}
-        while (mutant := pipe.recv()) is not None:
-            result = _try_mutant(mutant, copy, known, limit_seconds)
-            if "::" in result.detail:
-                failed[result.detail] = None
-            pipe.send(result)
-        pipe.send([test for test in failed if _fails_unchanged(test)])
+        with os.fdopen(writer, "w") as stream:
+            stream.write("\n".join(sorted(sys.modules.keys() - before)))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        names = stream.read().split("\n")
+    os.waitpid(child, 0)
+    with contextlib.redirect_stderr(io.StringIO()):
+        for name in names:
+            if name.partition(".")[0] not in _OWN_PACKAGES:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+
+
+def _passes_unchanged(test: str) -> bool:
+    return _run_in_child([test], LineMap(seconds={test: _CONTROL_SECONDS})) is None
 
 
 def _try_mutant(mutant: Mutant, copy: Path, known: LineMap, limit_seconds: float) -> Result:
@@ -159,10 +191,6 @@ def _first_failure(tests: list[str], known: LineMap) -> str | None:
             return failed
         remaining = batch[batch.index(failed) + 1 :] + remaining
     return None
-
-
-def _fails_unchanged(test: str) -> bool:
-    return _run_in_child([test], LineMap(seconds={test: _CONTROL_SECONDS})) is not None
 
 
 def _run_in_child(tests: list[str], known: LineMap) -> str | None:
@@ -232,7 +260,9 @@ def _run_pytest(words: list[str], plugin: object | None = None) -> int:
         os.dup2(nothing, descriptor)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return int(
-            pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words], plugins=plugins)
+            pytest.main(
+                ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", *words], plugins=plugins
+            )
         )
 
 
