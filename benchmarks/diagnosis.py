@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from ebbflow.infra.diagnose.judging import Diagnosis, diagnose_files, judge
-from ebbflow.infra.diagnose.matching import Seen, load_matcher
-from ebbflow.infra.diagnose.reading import LogText
-from ebbflow.infra.diagnose.series import Series
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.diagnose.judging import Diagnosis, diagnose_files, judge
+from ebbflow.diagnose.matching import Seen, load_matcher
+from ebbflow.diagnose.reading import LogText
+from ebbflow.diagnose.series import Series
 
 _COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
 

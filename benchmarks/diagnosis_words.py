@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from ebbflow.infra.diagnose.vocabulary import MARGIN, is_severe, split_terms
+from ebbflow.diagnose.vocabulary import MARGIN, is_severe, split_terms
 
 _CALL = re.compile(
     r"(?:WARN|NCCL_OFI_WARN|TORCH_CHECK\w*|C10_THROW_ERROR|Errorf?|Errorw|Fatalf?|errors\.New|Criticalf?|error!|bail!|"

@@ -19,8 +19,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.cost.watch import LivePage
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     COMMIT,
     GENERATION_STARTED,
     NODE_HEARTBEAT,
@@ -29,8 +28,9 @@ from ebbflow.infra.events import (
     STEP,
     Event,
 )
-from ebbflow.infra.layout import commit_key, event_key, job_prefix
-from ebbflow.infra.segments import seal_segment
+from ebbflow.core.layout import commit_key, event_key, job_prefix
+from ebbflow.core.segments import seal_segment
+from ebbflow.observe.watch import LivePage
 
 _JOB = "long"
 _START = 1.8e9

@@ -11,14 +11,14 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 HEAD = """# All configuration keys
 
-Written by `python docs/generate.py` from `infra/config/schema.py`; do not edit. [Configuration](configuration.md)
+Written by `python docs/generate.py` from `core/config/schema.py`; do not edit. [Configuration](configuration.md)
 explains files, overrides and errors.
 """
 
 
 def keys_page() -> str:
     """The page with every key, its type, its default and its description."""
-    from ebbflow.infra.config.json_schema import json_schema
+    from ebbflow.core.config.json_schema import json_schema
 
     tree = json_schema()["properties"]
     top = {name: node for name, node in tree.items() if "properties" not in node}
@@ -80,7 +80,7 @@ def _type(node: dict[str, Any]) -> str:
 
 SYMPTOMS_HEAD = """# Symptoms, causes and fixes
 
-Written by `python docs/generate.py` from the rules in `infra/diagnose/rules/`; do not edit. `ebbflow diagnose` finds
+Written by `python docs/generate.py` from the rules in `diagnose/rules/`; do not edit. `ebbflow diagnose` finds
 these symptoms in logs, and `ebbflow explain ID` prints one of them. The numbers of guides are those of the five guides
 that this project answers.
 """
@@ -88,7 +88,7 @@ that this project answers.
 
 def symptoms_page() -> str:
     """The page with every symptom, its causes with their likelihood, and its fixes."""
-    from ebbflow.infra.diagnose.rules import load_rules
+    from ebbflow.diagnose.rules import load_rules
 
     book = load_rules()
     parts = [SYMPTOMS_HEAD]
@@ -115,7 +115,7 @@ def _plain(text: str) -> str:
 
 METRICS_HEAD = """# All metrics and alerts
 
-Written by `python docs/generate.py` from `infra/metrics.py` and `infra/observe/rules.yaml`; do not edit. [Metrics and
+Written by `python docs/generate.py` from `core/metrics.py` and `observe/rules.yaml`; do not edit. [Metrics and
 logs](observability.md) explains how to get them.
 
 ## Of a running node
@@ -128,8 +128,8 @@ def metrics_page() -> str:
     """The page with every metric, every recorded series, and every alert with its runbook."""
     import yaml
 
-    from ebbflow.infra.metrics import JOB_METRICS, NODE_METRICS
-    from ebbflow.infra.observe.command import RULES
+    from ebbflow.core.metrics import JOB_METRICS, NODE_METRICS
+    from ebbflow.observe.command import RULES
 
     def rows(metrics: Any) -> list[str]:
         found = ["| name | type | labels | meaning |", "|---|---|---|---|"]

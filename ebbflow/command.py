@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ebbflow import __version__
-from ebbflow.infra.process import run_benchmarks
-from ebbflow.infra.program import PACKAGE_ROOT, begin_program
+from ebbflow.core.process import run_benchmarks
+from ebbflow.core.program import PACKAGE_ROOT, begin_program
 
 # name: (module whose main(words) runs it, one line of help). Modules are imported only when their
 # command is used.
@@ -64,9 +64,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "measure one's own model in each parallel mode, on this machine",
     ),
     "certify": ("ebbflow.training.__main__", "prove that a configuration resumes exactly"),
-    "trace": ("ebbflow.tracking.trace", "write a job's timeline for ui.perfetto.dev"),
+    "trace": ("ebbflow.observe.trace", "write a job's timeline for ui.perfetto.dev"),
     "track": (
-        "ebbflow.tracking.__main__",
+        "ebbflow.observe.track",
         "send a job's metrics to W&B, MLflow, TensorBoard or JSON Lines files",
     ),
     "observe": (
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own = words
     script = next((word for word in own if word.endswith(".py") and "=" not in word), None)
     if name == "run" and script is not None:
-        from ebbflow.training.script import flow_options
+        from ebbflow.training.attach.script import flow_options
 
         words.remove(script)
         # Behind an option of the flow, it would be read as the option's value
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.executable,
             [sys.executable, program, *([] if name == "supervise" else [name]), *words],
         )
-    from ebbflow.infra.process import exit_when_interrupted
+    from ebbflow.core.process import exit_when_interrupted
 
     exit_when_interrupted()
     return import_module(place).main([name, *words]) or 0

@@ -53,7 +53,7 @@ class Fault:
     inject: does it, and returns when it struck; None while that is not known yet (a rank will
     tell). heal: undoes what outlives the gang. where: what the verdict's file and line must hold,
     "" where any will do, None where there is no line to be had. reasons: of
-    `ebbflow.infra.events.EndReason`, of which the verdict must give one; says: words that must be
+    `ebbflow.core.events.EndReason`, of which the verdict must give one; says: words that must be
     in it. node_is_guilty: a node and not a rank is to be named. action: what ought to be done.
     limit_seconds: for the verdict. place: where the job must live. missing: why else it cannot be
     done here, "" where it can. bare: bare torchrun can be faced with it.

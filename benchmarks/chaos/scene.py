@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.chaos.orders import Orders
 from benchmarks.chaos.places.place import Place
 from benchmarks.chaos.proxy import FaultProxy
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.process import children
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.process import children
+from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading

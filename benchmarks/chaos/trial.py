@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.messages import GangOutcome
 

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.chaos.hooks import HOOKS, NOT_A_NUMBER
 from benchmarks.chaos.orders import Order, Orders
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
 
 
 class Tormented(TextWorkload):

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.infra.config.schema import ModelConfig, RunConfig
+from ebbflow.core.config.schema import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
     from ebbflow.training.gang import Gang

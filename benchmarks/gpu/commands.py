@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.gpu.bench import EXPECTED, NO_RANGE, NOT_RUN, SIZES, Row
 from benchmarks.gpu.measure import JOB_LINES, lines_of
 from benchmarks.training.tables import table
-from ebbflow.infra.config.schema import DataConfig
-from ebbflow.infra.errors import Outcome
+from ebbflow.core.config.schema import DataConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.program import PROJECT_ROOT, python_path
+from ebbflow.core.store import Store
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.program import PROJECT_ROOT, python_path
-from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.transport import rendezvous_port
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ebbflow.infra.store import Store
-from ebbflow.training.optimizer import make_optimizer
+from ebbflow.core.store import Store
+from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
 
 HANG = "hang"
 OUT_OF_MEMORY = "out of memory"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.gpu.bench import NO_RANGE, Bench, Row, verdict
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import (
     FAULT_DETECTED,
     GUARD,
     RESTORE,
@@ -23,12 +23,12 @@ from ebbflow.infra.events import (
     GuardAction,
     read_events,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.training.certify import local_spec, run_to_end
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.messages import GangOutcome
 from ebbflow.training.launch.transport import rendezvous_port
+from ebbflow.tryout.certify import local_spec, run_to_end
 
 _SAVES = 4
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.gpu.bench import SIZES, Bench, Row, Size
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 Line = Callable[[Bench], list[Row]]
 

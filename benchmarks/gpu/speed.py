@@ -19,6 +19,12 @@ from benchmarks.gpu.device import catalogued_gpu, published_peak
 from benchmarks.training.bare import BareLoop
 from benchmarks.training.engine_rank import UNLIMITED, EngineLoop
 from benchmarks.training.laps import Contestant, run_laps
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import COMMIT, STEP, Event
+from ebbflow.core.footprint import causal_lm_shape, commit_bytes, rank_bytes
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.process import available_bytes
+from ebbflow.core.store import Store
 from ebbflow.cost.plan.throughput import (
     MFU_PRIOR,
     RECOMPUTE_FACTOR,
@@ -27,12 +33,6 @@ from ebbflow.cost.plan.throughput import (
     gib_text,
     memory_fit,
 )
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, STEP, Event
-from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, rank_bytes
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.process import available_bytes
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import open_generation
 from ebbflow.training.data import SampleOrder, open_tokens
 from ebbflow.training.launch.messages import WorkerSpec
@@ -216,7 +216,7 @@ def _memory_row(
         shown = f"{gib_text(tensors)} of tensors"
         limits = f"estimated {gib_text(estimate)}"
         found = NO_RANGE
-    source = "the plan's estimate, infra/footprint.py"
+    source = "the plan's estimate, core/footprint.py"
     return Row(
         what=f"memory of {what}",
         measured=shown,

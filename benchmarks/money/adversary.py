@@ -25,12 +25,12 @@ from benchmarks.money.virtual_batch import (
     planned,
     shipped_catalogue,
 )
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.capacity import AttemptHistory, choose_placement
 from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import DECIDE_HOURS
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.infra.batch.queues import QueueState
-from ebbflow.infra.config.schema import RunConfig
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices, SpotRecord, prices_at
-from ebbflow.infra.config.schema import RunConfig
 
 REGIONS = (
     *("us-east-1", "us-east-2", "us-west-2", "eu-west-1", "eu-central-1"),

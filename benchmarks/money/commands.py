@@ -15,8 +15,8 @@ from benchmarks.money import (
     simulate,
     speed,
 )
+from ebbflow.core.errors import InfraError
 from ebbflow.cost.errors import CostError
-from ebbflow.infra.errors import InfraError
 
 
 def main(arguments: list[str]) -> int:

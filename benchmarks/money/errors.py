@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ebbflow.core.errors import Outcome
 from ebbflow.cost.errors import CostError
-from ebbflow.infra.errors import Outcome
 
 
 class TraceError(CostError, outcome=Outcome.CONFIG):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ebbflow.infra.reliability import PlannedHazard, daly_interval_seconds
+from ebbflow.core.reliability import PlannedHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
     import numpy

@@ -27,7 +27,7 @@ from benchmarks.money.errors import SimulationError
 
 if TYPE_CHECKING:
     from benchmarks.money.world import Trace
-    from ebbflow.infra.config.schema import RunConfig
+    from ebbflow.core.config.schema import RunConfig
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/laptop.yaml"
@@ -249,8 +249,8 @@ def _optimum_of(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
 
 
 def job_config(deadline_hours: float, overrides: Sequence[str]) -> RunConfig:
-    from ebbflow.infra.config.load import load_config
-    from ebbflow.infra.config.problems import ConfigError
+    from ebbflow.core.config.load import load_config
+    from ebbflow.core.config.problems import ConfigError
 
     chosen = [*SETTINGS, f"cost.deadline_hours={deadline_hours}", *overrides]
     try:

@@ -14,10 +14,10 @@ from benchmarks.money.cases import CELL_ZONES, spread
 from benchmarks.money.errors import SimulationError
 from benchmarks.money.placements import DEADLINES_HOURS, job_config, read_zones
 from benchmarks.money.virtual_batch import VirtualBatch, queue, queues
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.prices.quote import Quote, StaticPrices
 from ebbflow.infra.batch import limit_to_queue_region
 from ebbflow.infra.batch.queues import Market
-from ebbflow.infra.config.schema import RunConfig
 
 HOME = "us-east-1"
 REGIONS = tuple(zone[:-1] for zone in CELL_ZONES)

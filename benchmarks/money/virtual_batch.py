@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import BATCH_ATTEMPT, PLACED, Event
+from ebbflow.core.terms import Fallback
 from ebbflow.cost.capacity import (
     Placement,
     batch_attempt_data,
@@ -26,9 +29,6 @@ from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import BATCH_ATTEMPT, PLACED, Event
-from ebbflow.infra.terms import Fallback
 
 HOUR = 3600.0
 BEGAN_UTC = 1_800_000_000.0  # of every job
@@ -224,7 +224,7 @@ class VirtualBatch:
 
     On-demand starts wait for a random time within the stated limit, or for all of it. An attempt on
     Spot asks at each step whether it must leave, as training does
-    (`ebbflow.infra.terms.Terms.why_leave`).
+    (`ebbflow.core.terms.Terms.why_leave`).
 
     Attributes:
         up: Whether the Spot queue has capacity, per `gap_seconds`; the last value holds for ever.

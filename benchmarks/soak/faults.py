@@ -28,9 +28,9 @@ from benchmarks.training.survival.figures import survival_figures, survival_text
 from benchmarks.training.survival.job import make_scene, survival_config
 from benchmarks.training.survival.judge import judge
 from benchmarks.training.tables import machine_line
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.events import LedgerClass, read_events
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.events import LedgerClass, read_events
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import GangError, TrainingError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ebbflow.infra.events import NODE_STARTED, PHASE, STEP, Event, LedgerClass
+from ebbflow.core.events import NODE_STARTED, PHASE, STEP, Event, LedgerClass
 
 # No rank was at work: dead or frozen until it was noticed, or not started again yet
 _ABSENT = "absent"

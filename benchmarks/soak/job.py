@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.process import children
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.process import children
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang

@@ -27,10 +27,10 @@ from benchmarks.chaos.scene import Scene
 from benchmarks.soak.faults import soak_config
 from benchmarks.training.survival.job import make_scene
 from benchmarks.training.tables import machine_line
-from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import COMMIT, EVALUATION, FAULT_DETECTED, STEP, read_events
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.events import COMMIT, EVALUATION, FAULT_DETECTED, STEP, read_events
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.errors import GangError, TrainingError
 
 _STALL_SECONDS = 20.0
@@ -186,7 +186,7 @@ def _busy_machine(scene: Scene, rank: int, number: int) -> None:
 @contextlib.contextmanager
 def _load() -> Iterator[None]:
     """Other work on the machine: processes that want all of it."""
-    code = "from ebbflow.infra.process import die_with_parent\ndie_with_parent()\nwhile True: pass"
+    code = "from ebbflow.core.process import die_with_parent\ndie_with_parent()\nwhile True: pass"
     command = [sys.executable, "-c", code]
     processes = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=PROJECT_ROOT)

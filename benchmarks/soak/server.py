@@ -12,7 +12,7 @@ import sys
 import urllib.request
 from typing import Any
 
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.errors import CheckpointError
 
 _ANSWER_SECONDS = 30.0

@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ebbflow.core.program import PROJECT_ROOT, python_path
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.program import PROJECT_ROOT, python_path
 from tests.support.gangs import free_port
 
 _STEP_SECONDS = 0.05

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.training.laps import Lap
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.training.engine.optimizer import make_optimizer
+from ebbflow.training.engine.parallel import DTYPES
 from ebbflow.training.gang import Gang
-from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import DTYPES
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.language_model import CausalLM
+from ebbflow.workloads.language.language_model import CausalLM
 
 
 class BareLoop:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.errors import GangError
 
 _START_SECONDS = 60.0
@@ -136,7 +136,7 @@ def _await(url: str) -> None:
 
 
 def _make_bucket(endpoint: str, environment: dict[str, str]) -> None:
-    from ebbflow.infra.multipart.requests import S3Account, S3Client
+    from ebbflow.core.store.multipart.requests import S3Account, S3Client
 
     keys = environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
     account = S3Account(environment["AWS_REGION"], endpoint, *keys)

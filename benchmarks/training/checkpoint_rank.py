@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from benchmarks.training.laps import await_all
 from benchmarks.training.savers import CommitSaver, DcpAsyncSaver, DcpProcessSaver, DcpSaver, Saver
 from benchmarks.training.state import local_bytes, local_state, trained_state
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import Generation
 from ebbflow.training.gang import Gang
 

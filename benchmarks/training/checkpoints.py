@@ -17,9 +17,9 @@ from benchmarks.training.ranks import run_ranks
 from benchmarks.training.slow_down import bench_slow_down, slow_down_text
 from benchmarks.training.tables import checkpoint_text
 from benchmarks.training.uploads import bench_upload, upload_text
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import open_generation
 from ebbflow.training.errors import DataError
 

@@ -14,13 +14,13 @@ from benchmarks.training.checkpoints import PARTS, bench_checkpoint
 from benchmarks.training.figures import engine_figures, part_figures
 from benchmarks.training.ranks import run_ranks
 from benchmarks.training.tables import engine_text, machine_line
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import TrainingError
 

@@ -17,21 +17,21 @@ from benchmarks.training.bare import BareLoop
 from benchmarks.training.laps import Contestant, Lap, run_laps
 from benchmarks.training.no_saver import NoSaver
 from benchmarks.training.parts import measure_parts
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import STEP, Event, Origin
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import STEP, Event, Origin
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
 from ebbflow.training.data import SampleOrder, open_tokens
-from ebbflow.training.engine import train
+from ebbflow.training.engine.loop import train
+from ebbflow.training.engine.trainer_setup import build_trainer, open_saver
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.trainer_setup import build_trainer, open_saver
 from ebbflow.training.worker import arrange_arithmetic
 
 UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)

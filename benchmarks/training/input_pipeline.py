@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.tables import machine_line, table
-from ebbflow.infra.events import STEP, Event, read_events
+from ebbflow.core.events import STEP, Event, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
-from ebbflow.workloads.datasets import DatasetWorkload
+from ebbflow.workloads.readers.datasets import DatasetWorkload
 
 _BATCH = 8
 # Steps that are not counted: the rank reads the first itself, and workers start with the second

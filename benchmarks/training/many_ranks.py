@@ -20,10 +20,10 @@ from typing import Any
 
 from obstore.store import MemoryStore
 
-from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import UploadedPart
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.layout import commit_key, data_key, generation_key, index_key
+from ebbflow.core.store import ObjectMeta, Store
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import UploadedPart
 from ebbflow.training.checkpoint.commit import await_commit, commit_as_backup
 from ebbflow.training.checkpoint.lineage import Generation, newest_commits, open_generation
 from ebbflow.training.checkpoint.manifest import (

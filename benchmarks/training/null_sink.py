@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 _KEPT_BYTES = 2**20
 _BLOCK = 4 * 2**20

@@ -21,10 +21,10 @@ from typing import Any
 from benchmarks.training.figures import interval_of_median, part_figures
 from benchmarks.training.ranks import run_ranks
 from benchmarks.training.tables import machine_line, parts_text, table
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.store import Store
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.store import Store
 from ebbflow.training.errors import TrainingError
 
 _PART_ROUNDS = 15

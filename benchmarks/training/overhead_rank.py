@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.training.laps import await_all
 from benchmarks.training.parts import example_row, judged, measure_parts
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.step_sync import exchange

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from benchmarks.training.laps import await_all
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import STEP, Origin
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import STEP, Origin
+from ebbflow.core.store import Store
 from ebbflow.training.data import SampleOrder
+from ebbflow.training.engine.guards.guards import Guards
 from ebbflow.training.gang import Gang
-from ebbflow.training.guards.guards import Guards
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.limits import Position
 from ebbflow.training.step_sync import Row, StepSync, exchange

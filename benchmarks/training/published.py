@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training.tables import table
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import causal_lm_shape
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.throughput import CONTEXT_BYTES, GIB, estimate_throughput, memory_fit
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import causal_lm_shape
 
 # Width, blocks, heads and vocabulary; with `architecture: llama` also the heads of keys and the
 # width of the MLP.

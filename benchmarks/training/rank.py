@@ -16,7 +16,7 @@ from benchmarks.training.engine_rank import measure_engine
 from benchmarks.training.overhead_rank import measure_overhead
 from benchmarks.training.slow_rank import measure_slow_down
 from benchmarks.training.upload_rank import measure_upload
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 from ebbflow.training.gang import connect, disconnect, leave
 
 _START_SECONDS = 120.0

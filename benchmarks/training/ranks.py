@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.program import python_path
+from ebbflow.core.program import python_path
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.transport import rendezvous_port
 

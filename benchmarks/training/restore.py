@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from benchmarks.training.buckets import swift
 from benchmarks.training.checkpoints import file_system
 from benchmarks.training.tables import machine_line
-from ebbflow.infra.errors import InfraError, StoreError
+from ebbflow.core.errors import InfraError, StoreError
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.store.ranges import read_blocks
 from ebbflow.infra.instance import describe_machine
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.ranges import read_blocks
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.reader import read_manifest
 from ebbflow.training.errors import TrainingError

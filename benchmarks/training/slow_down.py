@@ -14,9 +14,9 @@ from benchmarks.training.buckets import null_sink
 from benchmarks.training.figures import interval_of_median, spread
 from benchmarks.training.ranks import run_ranks
 from benchmarks.training.uploads import environment
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import open_generation
 
 _RANKS = 2

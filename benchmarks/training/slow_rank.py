@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from benchmarks.training.laps import await_all
 from benchmarks.training.state import local_bytes, trained_state
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.reliability import daly_interval_seconds
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.reliability import daly_interval_seconds
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import Checkpointer, Generation, RetentionPolicy
 from ebbflow.training.gang import Gang
 

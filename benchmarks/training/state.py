@@ -10,11 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.training.engine.optimizer import make_optimizer
+from ebbflow.training.engine.parallel import make_mesh
 from ebbflow.training.gang import Gang
-from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import make_mesh
-from ebbflow.training.workloads.language_model import CausalLM
+from ebbflow.workloads.language.language_model import CausalLM
 
 
 def trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:

@@ -19,10 +19,10 @@ from benchmarks.training.laps import await_all
 from benchmarks.training.rivals import BucketSaver
 from benchmarks.training.savers import CommitSaver
 from benchmarks.training.state import local_bytes, trained_state
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.multipart.requests import S3Client, find_account
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import S3Client, find_account
 from ebbflow.training.checkpoint import Generation
 from ebbflow.training.gang import Gang
 

@@ -1,7 +1,7 @@
 """Bytes per second and processor seconds of whole saves into a bucket, beside the limit that bare
 puts reach.
 
-As a program it compares two clients that upload in parts with checksums, `infra/multipart` and
+As a program it compares two clients that upload in parts with checksums, `core/store/multipart` and
 `awscrt.s3`, on the strict S3 server of the tests: `python -m benchmarks.training.uploads
 [--part-mib 256] [--parts 2] [--rounds 7]`.
 """
@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.training.buckets import BucketPlace, strict_s3
 from benchmarks.training.figures import spread
 from benchmarks.training.ranks import run_ranks
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import open_generation
 
 _RAW = ("raw_obstore", "raw_sockets")
@@ -162,7 +162,7 @@ def compare_clients(part_bytes: int, parts: int, rounds: int) -> dict[str, Any]:
         file.write(os.urandom(size))
         file.flush()
         uploads = {
-            "infra/multipart": _multipart_upload(place.uri, Path(file.name), part_bytes),
+            "core/store/multipart": _multipart_upload(place.uri, Path(file.name), part_bytes),
             "awscrt.s3": _awscrt_upload(place, Path(file.name), part_bytes),
         }
         laps: dict[str, list[tuple[float, float]]] = {name: [] for name in uploads}
@@ -181,8 +181,8 @@ def _multipart_upload(uri: str, path: Path, part_bytes: int) -> Callable[[], obj
 
     from awscrt import checksums
 
-    from ebbflow.infra.multipart.requests import Throttle
-    from ebbflow.infra.multipart.sinks import open_sink
+    from ebbflow.core.store.multipart.requests import Throttle
+    from ebbflow.core.store.multipart.sinks import open_sink
 
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

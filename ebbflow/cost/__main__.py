@@ -6,10 +6,10 @@ They run without Metaflow.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before imports of installed packages
-    from ebbflow.infra.program import begin_program
+    from ebbflow.core.program import begin_program
 
     begin_program()
-    from ebbflow.infra.process import exit_when_interrupted
+    from ebbflow.core.process import exit_when_interrupted
 
     exit_when_interrupted()
 
@@ -23,25 +23,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.errors import InfraError
+from ebbflow.core.process import run_benchmarks, run_command
+from ebbflow.core.program import DEFAULT_CONFIG, PROJECT_ROOT
+from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
 from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.finance.reconcile import add_command as add_reconcile
+from ebbflow.cost.finance.replay import add_command as add_replay
 from ebbflow.cost.job_list import add_command as add_jobs
 from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job_log
 from ebbflow.cost.prices.source import add_commands
-from ebbflow.cost.reconcile import add_command as add_reconcile
-from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.watch import add_command as add_watch
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.process import run_benchmarks, run_command
-from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
-from ebbflow.infra.untrusted_text import guard_terminal
+from ebbflow.observe.watch import add_command as add_watch
 
 if TYPE_CHECKING:
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.core.footprint import ModelShape
     from ebbflow.cost.job_history import JobHistory
-    from ebbflow.infra.config.schema import RunConfig
-    from ebbflow.infra.footprint import ModelShape
 
 _REQUEST_SECONDS = 10.0
 
@@ -103,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from ebbflow.core.config.load import load_config
+    from ebbflow.core.footprint import causal_lm_shape
     from ebbflow.cost.catalogue import load_catalogue
     from ebbflow.cost.frontier import find_frontier, render_frontier, render_frontier_page
     from ebbflow.cost.job_history import summarize_job
@@ -113,8 +115,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
     from ebbflow.infra.batch import limit_to_queue_region, queues_to_plan
-    from ebbflow.infra.config.load import load_config
-    from ebbflow.infra.footprint import causal_lm_shape
 
     loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
     now = time.time()
@@ -245,8 +245,8 @@ def _reports(jobs: list[str], store: str | None, *, strict: bool) -> list[RunRep
 
 
 def _print_one(report: RunReport, *, configuration: bool) -> None:
+    from ebbflow.core.config.load import render_sources
     from ebbflow.cost.report.render_text import render
-    from ebbflow.infra.config.load import render_sources
 
     if configuration:
         print(
@@ -257,8 +257,8 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 
 def _job_history(config: RunConfig) -> JobHistory:
+    from ebbflow.core.store import Store
     from ebbflow.cost.job_history import load_job_history, load_or_use_priors
-    from ebbflow.infra.store import Store
 
     store = partial(
         Store.open, config.store, request_timeout_seconds=_REQUEST_SECONDS, create=False
@@ -273,7 +273,7 @@ def _measured_shape(config: RunConfig) -> ModelShape | None:
     """
     if config.user_code is None:
         return None
-    from ebbflow.training.workloads.examine import examine
+    from ebbflow.tryout.examine import examine
 
     return examine(config, prepare=True).shape
 

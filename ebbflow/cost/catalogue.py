@@ -23,8 +23,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.errors import CatalogueError
-from ebbflow.infra.config.schema import RunConfig
 
 T = TypeVar("T")
 # The region of the shipped prices; `ebbflow catalogue refresh` adds others.

@@ -14,6 +14,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.schema import CostConfig
+from ebbflow.core.errors import CloudError
 from ebbflow.cost.catalogue import (
     ADVISOR,
     ADVISOR_COLUMNS,
@@ -29,8 +31,6 @@ from ebbflow.cost.catalogue import (
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.quote import STALE_DAYS, format_age, table_ages
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, paginate
-from ebbflow.infra.config.schema import CostConfig
-from ebbflow.infra.errors import CloudError
 
 # The region of the Price List, which has the prices of all regions.
 PRICE_LIST_REGION = "us-east-1"

@@ -6,9 +6,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ebbflow.core.errors import CloudError, InfraError, Outcome, StoreError
+from ebbflow.core.footprint import size_text
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.preflight import Check, CheckFinding, PreflightContext
+from ebbflow.core.store import Store
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError, TeamError
+from ebbflow.cost.finance.team import admit, read_team
 from ebbflow.cost.job_history import JobHistory, load_job_history, load_or_use_priors
 from ebbflow.cost.job_list import RUNNING, config_money, read_records
 from ebbflow.cost.jobs import list_known_jobs
@@ -17,7 +23,6 @@ from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.ec2_prices import query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import NOT_ASKED, open_prices
-from ebbflow.cost.team import admit, read_team
 from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
 from ebbflow.infra.aws.calls import RequestDeadline, within
 from ebbflow.infra.batch import (
@@ -28,11 +33,6 @@ from ebbflow.infra.batch import (
     training_queues,
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
-from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
-from ebbflow.infra.footprint import size_text
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
-from ebbflow.infra.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)

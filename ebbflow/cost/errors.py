@@ -3,7 +3,7 @@
 Each class determines the outcome and exit code of a job that it ends.
 """
 
-from ebbflow.infra.errors import EbbflowError, Outcome
+from ebbflow.core.errors import EbbflowError, Outcome
 
 
 class CostError(EbbflowError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.amounts import format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.plan import Plan, with_outlook
@@ -13,7 +14,6 @@ from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.refusal import needed_usd
 from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
 from ebbflow.cost.report.render_text import format_table
-from ebbflow.infra.config.schema import RunConfig
 
 _SECONDS = (60.0, 300.0, 900.0, 3600.0)
 

@@ -21,15 +21,15 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
-import ebbflow.infra.events as ev
+import ebbflow.core.events as ev
+from ebbflow.core.errors import InfraError, ObjectNotFound
+from ebbflow.core.events import EndReason, Event
+from ebbflow.core.layout import JOB_HISTORY_PREFIX, job_history_key
+from ebbflow.core.reliability import GammaHazard
+from ebbflow.core.store import Store
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.timeline import compute_rate
-from ebbflow.infra.errors import InfraError, ObjectNotFound
-from ebbflow.infra.events import EndReason, Event
-from ebbflow.infra.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.infra.notices import RECLAIMS
-from ebbflow.infra.reliability import GammaHazard
-from ebbflow.infra.store import Store
 
 SCHEMA = 1
 # The first steps of a generation compile kernels and fill caches.

@@ -13,17 +13,24 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.problems import ConfigError
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.events import PLAN, Event
+from ebbflow.core.grouping import sum_by_key
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_count, format_usd
 from ebbflow.cost.errors import CostError, ReportError
-from ebbflow.cost.focus import focus_rows, month_of, read_settings, spent_by_month, write_focus
-from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job
-from ebbflow.cost.ledger.generations import find_final_outcome
-from ebbflow.cost.plan.candidates import read_progress
-from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.prices.source import open_prices
-from ebbflow.cost.report.render_text import format_table
-from ebbflow.cost.report.report import RunReport
-from ebbflow.cost.team import (
+from ebbflow.cost.finance.focus import (
+    focus_rows,
+    month_of,
+    read_settings,
+    spent_by_month,
+    write_focus,
+)
+from ebbflow.cost.finance.team import (
     Admission,
     JobMoney,
     Team,
@@ -33,14 +40,13 @@ from ebbflow.cost.team import (
     left_usd,
     read_team,
 )
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.problems import ConfigError
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.events import PLAN, Event
-from ebbflow.infra.grouping import sum_by_key
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.untrusted_text import one_line
+from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job
+from ebbflow.cost.ledger.generations import find_final_outcome
+from ebbflow.cost.plan.candidates import read_progress
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.cost.report.render_text import format_table
+from ebbflow.cost.report.report import RunReport
 
 RUNNING = "running"
 WAITING = "waiting"

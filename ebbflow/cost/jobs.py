@@ -19,6 +19,15 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import ObjectNotFound, Outcome, StoreError
+from ebbflow.core.events import PRICES, Event, LogContent, read_events, read_log
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.launchers import running_launcher
+from ebbflow.core.layout import job_prefix, known_job, runs_folder
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.segments import Damage
+from ebbflow.core.store import Store
 from ebbflow.cost.errors import PlanError, ReportError
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.ledger.ledger import fold
@@ -26,15 +35,6 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import ObjectNotFound, Outcome, StoreError
-from ebbflow.infra.events import PRICES, Event, LogContent, read_events, read_log
-from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.launchers import running_launcher
-from ebbflow.infra.layout import job_prefix, known_job, runs_folder
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.segments import Damage
-from ebbflow.infra.store import Store
 
 _NAME = "report.json"
 _REQUEST_SECONDS = 10.0

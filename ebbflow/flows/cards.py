@@ -72,7 +72,7 @@ def register_card() -> None:
 def show_report(card: Any, run: RunReport) -> None:
     """Show a report's HTML page, which compares the job with earlier jobs, as a Metaflow card."""
     from ebbflow.cost.report.render_html import render
-    from ebbflow.cost.watch import read_earlier_reports
+    from ebbflow.observe.watch import read_earlier_reports
 
     card.append(_Page(render(run, earlier=read_earlier_reports(run.job))))
 

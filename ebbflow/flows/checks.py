@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.remote import refusal_reason, requested_backend, set_environment
-from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from ebbflow.infra.config.schema import RunConfig
-    from ebbflow.infra.preflight import Check, CheckResult, Target
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.core.preflight import Check, CheckResult, Target
 
 # Checks that need a network and still run before anything is submitted to AWS Batch.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
@@ -40,7 +40,7 @@ def check_before_launch(
     Call this before Metaflow is imported, because it also sets Metaflow's environment variables for
     the backend. `words` is the command line.
     """
-    from ebbflow.infra.preflight import failed_results, render_results
+    from ebbflow.core.preflight import failed_results, render_results
 
     backend = requested_backend(words, config.cluster.plan_for)
     if refusal := refusal_reason(config, backend, words):
@@ -71,7 +71,7 @@ def run_all_checks(
         target: backend of the run. Checks for other backends are left out. None means that no
             checks are left out.
     """
-    from ebbflow.infra.preflight import PreflightContext, run_checks
+    from ebbflow.core.preflight import PreflightContext, run_checks
 
     context = PreflightContext(
         config=config,

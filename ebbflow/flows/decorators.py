@@ -29,6 +29,9 @@ import metaflow
 from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
+from ebbflow.core.config.schema import ClusterConfig
+from ebbflow.core.program import IMPORT_ROOT, INSTALLED
+from ebbflow.core.store.s3 import STORE_REGION_VARIABLE
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import (
     SUBMIT_VARIABLE,
@@ -37,12 +40,9 @@ from ebbflow.flows.attempts.order import (
     AttemptOrder,
 )
 from ebbflow.flows.remote import CLOUD_VARIABLE
-from ebbflow.infra.config.schema import ClusterConfig
-from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
-from ebbflow.infra.store.s3 import STORE_REGION_VARIABLE
 
 if TYPE_CHECKING:
-    from ebbflow.infra.preflight import Target
+    from ebbflow.core.preflight import Target
 
 _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 

@@ -21,15 +21,15 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.events import read_events
+from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import read_events
-from ebbflow.infra.process import StoppedProcesses, children, read_system_file
 
 if TYPE_CHECKING:
     from ebbflow.training.launch.messages import GangSpec

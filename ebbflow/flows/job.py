@@ -10,15 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import Origin
+from ebbflow.core.layout import KnownJob, job_prefix, make_local_folder, remember_job, runs_folder
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
+from ebbflow.core.store.objects import StoreClock
+from ebbflow.core.store.s3 import STORE_REGION_VARIABLE
 from ebbflow.infra.batch import has_foreign_queues
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import Origin
-from ebbflow.infra.layout import KnownJob, job_prefix, make_local_folder, remember_job, runs_folder
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
-from ebbflow.infra.store.objects import StoreClock
-from ebbflow.infra.store.s3 import STORE_REGION_VARIABLE
 
 RUNS = runs_folder(PROJECT_ROOT)
 

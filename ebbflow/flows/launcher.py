@@ -23,13 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
-from ebbflow.flows import remote
-from ebbflow.flows.console import FLAGS, RunView, describe_flags, open_view
-from ebbflow.flows.job import RUNS, Job
-from ebbflow.flows.live_page import LivePageWriter, finish_page, task_with_card
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, describe_error
-from ebbflow.infra.launchers import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError, JobIsRunning, Outcome, describe_error
+from ebbflow.core.launchers import (
     RUN_CLAIM_VARIABLE,
     Claim,
     check_inherited_claim,
@@ -37,16 +33,20 @@ from ebbflow.infra.launchers import (
     claim_job,
     claim_of_parent,
 )
-from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root
-from ebbflow.infra.process import (
+from ebbflow.core.layout import METAFLOW_FOLDER, job_prefix, records_root
+from ebbflow.core.process import (
     children,
     die_with_parent,
     end_with_descendants,
     ignore_lost_readers,
 )
-from ebbflow.infra.program import PROJECT_ROOT, own_command
-from ebbflow.infra.store import Store
-from ebbflow.infra.untrusted_text import guard_terminal
+from ebbflow.core.program import PROJECT_ROOT, own_command
+from ebbflow.core.store import Store
+from ebbflow.core.untrusted_text import guard_terminal
+from ebbflow.flows import remote
+from ebbflow.flows.job import RUNS, Job
+from ebbflow.observe.console import FLAGS, RunView, describe_flags, open_view
+from ebbflow.observe.live_page import LivePageWriter, finish_page, task_with_card
 
 # Options that this project adds to Metaflow's `run`.
 _RUN_FLAGS = frozenset({"--from-scratch", "--accept-rollback"})  # `resume` takes them as well
@@ -418,7 +418,7 @@ def _run_reference(job: Job) -> int:
     """
     from ebbflow.cost.report.render_text import describe_rehearsal
     from ebbflow.cost.report.report import RunReport
-    from ebbflow.cost.watch import read_earlier_reports
+    from ebbflow.observe.watch import read_earlier_reports
 
     words = []
     rest = list(_launch.words)
@@ -666,8 +666,8 @@ def finish_job(
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import describe_rehearsal, render, render_closing
     from ebbflow.cost.report.report import RunReport
-    from ebbflow.cost.watch import read_earlier_reports
     from ebbflow.flows.reporting import write_report
+    from ebbflow.observe.watch import read_earlier_reports
 
     job.remember()  # `start` may have run on another machine
     path = job.folder / "report.json"
@@ -718,8 +718,8 @@ def _completed_since(job: Job, started: float) -> bool:
     """Return whether the job's last recorded outcome is a completion at or after `started` (Unix
     time).
     """
+    from ebbflow.core.events import read_events
     from ebbflow.cost.ledger.generations import find_final_outcome
-    from ebbflow.infra.events import read_events
 
     outcome = find_final_outcome(read_events(job.store))
     return (

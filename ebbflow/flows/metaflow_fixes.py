@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
 
 # Releases on which the fixed flow ran in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))

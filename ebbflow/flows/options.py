@@ -14,18 +14,18 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from ebbflow.core.config import LoadedConfig, load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import KnownJob, check_job_name, job_prefix, known_job
+from ebbflow.core.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import check_before_launch
 from ebbflow.flows.job import RUNS
 from ebbflow.flows.remote import option_values, requested_backend
-from ebbflow.infra.config import LoadedConfig, load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import read_events
-from ebbflow.infra.layout import KnownJob, check_job_name, job_prefix, known_job
-from ebbflow.infra.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
-from ebbflow.infra.script_folder import pack_script
-from ebbflow.infra.store import Store
+from ebbflow.training.attach.script_folder import pack_script
 from ebbflow.training.checkpoint.rollback import add_permits, record_permits, requested_permits
 from ebbflow.training.rehearse import Fault
 

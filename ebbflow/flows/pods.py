@@ -18,11 +18,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ebbflow.core.config.schema import KubernetesConfig
 from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
 from ebbflow.infra.batch.queues import Market
-from ebbflow.infra.config.schema import KubernetesConfig
 
 CAPACITY_TYPE = "karpenter.sh/capacity-type"
 _MARKET_LABELS = {

@@ -10,13 +10,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.store.s3 import aws_settings
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.store.s3 import aws_settings
 
 if TYPE_CHECKING:
-    from ebbflow.infra.preflight import Target
+    from ebbflow.core.preflight import Target
 
 # Seconds for which the Batch job of a step around training may wait for capacity
 # (`attempts/submission.py`).

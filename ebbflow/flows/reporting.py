@@ -8,19 +8,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ebbflow.core.errors import InfraError
+from ebbflow.core.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
+from ebbflow.core.layout import write_atomically
+from ebbflow.core.metrics import render_job_metrics
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.rank_logs import read_logs
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.job_history import save_job_record
 from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.watch import read_earlier_reports
 from ebbflow.flows.job import Job
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
-from ebbflow.infra.layout import write_atomically
-from ebbflow.infra.metrics import render_job_metrics
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.rank_logs import read_logs
+from ebbflow.observe.watch import read_earlier_reports
 
 
 def record_prices(job: Job) -> None:

@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from metaflow import current
 from metaflow.exception import MetaflowException
 
-from ebbflow.flows.checks import run_all_checks
-from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import RUNS, ClockReading, Job
-from ebbflow.flows.remote import in_container
-from ebbflow.infra.config.load import values_with_sources
-from ebbflow.infra.errors import EbbflowError, InfraError, Outcome
-from ebbflow.infra.events import (
+from ebbflow.core.config.load import values_with_sources
+from ebbflow.core.errors import EbbflowError, InfraError, Outcome
+from ebbflow.core.events import (
     CERTIFICATE,
     CONFIGURED,
     OUTCOME,
@@ -33,16 +29,20 @@ from ebbflow.infra.events import (
     PREPARED,
     read_events,
 )
-from ebbflow.infra.footprint import ModelShape
-from ebbflow.infra.layout import PLAN_KEY
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.footprint import ModelShape
+from ebbflow.core.layout import PLAN_KEY
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.flows.checks import run_all_checks
+from ebbflow.flows.decorators import training_backend
+from ebbflow.flows.job import RUNS, ClockReading, Job
+from ebbflow.flows.remote import in_container
 
 if TYPE_CHECKING:
+    from ebbflow.core.config.schema import RunConfig
     from ebbflow.cost.job_history import JobHistory
     from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
-    from ebbflow.infra.config.schema import RunConfig
 
 
 def current_job(flow: Any) -> Job:
@@ -183,7 +183,7 @@ def run_preflight(flow: Any) -> list[dict]:
 
     Raises StepFailed if a check forbids the run.
     """
-    from ebbflow.infra.preflight import failed_results, render_results
+    from ebbflow.core.preflight import failed_results, render_results
     from ebbflow.training.checks import WORKLOAD_CHECK
 
     job = current_job(flow)
@@ -259,7 +259,7 @@ def examine_workload(flow: Any) -> dict | None:
     Returns the model's shape and a description of the prepared data as JSON, or None for the
     default workload.
     """
-    from ebbflow.training.workloads.examine import examine
+    from ebbflow.tryout.examine import examine
 
     job = current_job(flow)
     if job.config.user_code is None:
@@ -339,8 +339,8 @@ def certify(flow: Any) -> dict | None:
 
     Raises TrainingError if the job would not resume exactly.
     """
-    from ebbflow.training.certify import certify_in_child
     from ebbflow.training.errors import AttachError, TrainingError
+    from ebbflow.tryout.certify import certify_in_child
 
     if not flow.certify:
         return None

@@ -19,10 +19,10 @@ if (_ROOT / "ebbflow").is_dir():  # a checkout
     sys.path.insert(1, str(_ROOT))
 
 if __name__ == "__main__":
-    from ebbflow.infra.program import begin_program
+    from ebbflow.core.program import begin_program
 
     begin_program()
-    from ebbflow.infra.process import exit_when_interrupted
+    from ebbflow.core.process import exit_when_interrupted
 
     exit_when_interrupted()
     from ebbflow.flows.supervising.supervisor import main

@@ -22,11 +22,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 if (_ROOT / "ebbflow").is_dir():
     sys.path.insert(1, str(_ROOT))
 
-from ebbflow.infra.program import begin_program
+from ebbflow.core.program import begin_program
 
 if __name__ == "__main__":
     begin_program()
-    from ebbflow.infra.process import exit_when_interrupted
+    from ebbflow.core.process import exit_when_interrupted
 
     exit_when_interrupted()  # until the launcher handles signals itself, after a second of imports
 

@@ -4,10 +4,10 @@ Each command imports only the packages that it needs.
 """
 
 if __name__ == "__main__":  # before the imports that need a package
-    from ebbflow.infra.program import begin_program
+    from ebbflow.core.program import begin_program
 
     begin_program()
-    from ebbflow.infra.process import exit_when_interrupted
+    from ebbflow.core.process import exit_when_interrupted
 
     exit_when_interrupted()
 
@@ -16,21 +16,21 @@ import json
 import sys
 from collections.abc import Sequence
 
+from ebbflow.core.config import ConfigError, load_config
+from ebbflow.core.config.json_schema import schema_text
+from ebbflow.core.config.load import render_sources, values_with_sources
+from ebbflow.core.errors import Outcome
+from ebbflow.core.preflight import CheckResult, failed_results, render_checks, render_results
+from ebbflow.core.process import run_command
+from ebbflow.core.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
+from ebbflow.core.rank_logs import add_logs_command
+from ebbflow.core.untrusted_text import guard_terminal
+from ebbflow.diagnose.bundle import add_bundle_command
+from ebbflow.diagnose.command import add_diagnose_commands
 from ebbflow.infra.aws.adopt import add_adopt_command
 from ebbflow.infra.aws.deploy import add_deploy_command
-from ebbflow.infra.bundle import add_bundle_command
-from ebbflow.infra.config import ConfigError, load_config
-from ebbflow.infra.config.json_schema import schema_text
-from ebbflow.infra.config.load import render_sources, values_with_sources
-from ebbflow.infra.diagnose.command import add_diagnose_commands
-from ebbflow.infra.errors import Outcome
 from ebbflow.infra.kubernetes.checks import add_kubernetes_command
-from ebbflow.infra.observe.command import add_observe_command
-from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
-from ebbflow.infra.process import run_command
-from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
-from ebbflow.infra.rank_logs import add_logs_command
-from ebbflow.infra.untrusted_text import guard_terminal
+from ebbflow.observe.command import add_observe_command
 
 SCHEMA_FILE = PACKAGE_ROOT / "configs" / "schema.json"
 

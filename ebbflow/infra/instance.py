@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ebbflow.infra.process import read_system_file
+from ebbflow.core.process import read_system_file
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 MODE_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE"

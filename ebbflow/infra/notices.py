@@ -24,13 +24,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from ebbflow.core.layout import write_atomically
 from ebbflow.infra.instance import (
     HOP_LIMIT_FIX,
     MetadataService,
     metadata_endpoint,
     metadata_unavailable_reason,
 )
-from ebbflow.infra.layout import write_atomically
 
 
 class NoticeSource(StrEnum):

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ebbflow.training.attached_folder import FolderJob
-from ebbflow.training.attached_job import AttachedJob, Stateful
+from ebbflow.training.attach.folder import FolderJob
+from ebbflow.training.attach.job import AttachedJob, Stateful
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.state import FurtherState
 from ebbflow.training.errors import AttachError

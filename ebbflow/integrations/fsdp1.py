@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ebbflow.training.attached_job import AttachedJob, Stateful
+from ebbflow.training.attach.job import AttachedJob, Stateful
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec

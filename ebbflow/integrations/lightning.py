@@ -20,9 +20,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from ebbflow.training.attached_folder import FolderJob, attach_folder
-from ebbflow.training.attached_job import refuse
-from ebbflow.training.attached_state import BatchSource
+from ebbflow.training.attach.folder import FolderJob, attach_folder
+from ebbflow.training.attach.job import refuse
+from ebbflow.training.attach.state import BatchSource
 from ebbflow.training.errors import AttachError
 
 

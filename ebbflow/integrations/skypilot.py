@@ -21,15 +21,15 @@ from urllib.parse import urlsplit
 import yaml
 
 from ebbflow import __version__
+from ebbflow.core.config import load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.layout import check_job_name, plain_name
+from ebbflow.core.process import run_command
+from ebbflow.core.program import IMPORT_ROOT, PROJECT_ROOT
+from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.source import open_prices
-from ebbflow.infra.config import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.layout import check_job_name, plain_name
-from ebbflow.infra.process import run_command
-from ebbflow.infra.program import IMPORT_ROOT, PROJECT_ROOT
-from ebbflow.infra.untrusted_text import guard_terminal
 
 MOUNT = "/ebbflow"
 _INSTALL = "-r requirements.txt -e ." if PROJECT_ROOT == IMPORT_ROOT else f"ebbflow=={__version__}"

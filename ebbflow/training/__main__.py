@@ -9,17 +9,17 @@ import importlib
 import os
 import sys
 
-from ebbflow.infra.process import die_with_parent, run_benchmarks, run_command
-from ebbflow.infra.program import begin_program
-from ebbflow.infra.untrusted_text import guard_terminal
+from ebbflow.core.process import die_with_parent, run_benchmarks, run_command
+from ebbflow.core.program import begin_program
+from ebbflow.core.untrusted_text import guard_terminal
 
 _COMMANDS = {
     "checkpoints": "ebbflow.training.checkpoint.commands",
-    "examine": "ebbflow.training.workloads.examine",
-    "certify": "ebbflow.training.certify",
-    "compare": "ebbflow.compare",
-    "run": "ebbflow.training.script",
-    "doctor": "ebbflow.doctor",
+    "examine": "ebbflow.tryout.examine",
+    "certify": "ebbflow.tryout.certify",
+    "compare": "ebbflow.tryout.compare",
+    "run": "ebbflow.training.attach.script",
+    "doctor": "ebbflow.tryout.doctor",
 }
 _BENCHMARKS = {"soak": "soak", "bench": "training"}
 

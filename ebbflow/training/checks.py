@@ -12,18 +12,18 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from ebbflow.infra import footprint
+from ebbflow.core import footprint
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import size_text
+from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, Tier
 from ebbflow.infra.checks.store import nearest_existing, store_folder
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import size_text
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, Tier
 from ebbflow.training.checkpoint.hugging_face import check_settings, our_name
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
 from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
+from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.errors import DataError, WorkloadError
-from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.weights.files import find_weights
-from ebbflow.training.workloads.examine import EXAMINE_SECONDS, examine
+from ebbflow.tryout.examine import EXAMINE_SECONDS, examine
 
 _OTHERS_NAMED = 5
 _OTHERS_LOOKED_AT = 2000

@@ -2,8 +2,8 @@
 
 import traceback
 
-from ebbflow.infra.errors import EbbflowError, Outcome
-from ebbflow.infra.events import EndReason
+from ebbflow.core.errors import EbbflowError, Outcome
+from ebbflow.core.events import EndReason
 
 # Limits for an exception's text and its traceback, in characters. A control message can have 16
 # MiB.

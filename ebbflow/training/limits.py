@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
+from ebbflow.core.errors import Outcome
+from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.launch.messages import OrderRecord
 
 

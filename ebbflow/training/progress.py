@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import (
     COMMIT,
     COMMIT_FAILED,
     EVALUATION,
@@ -25,8 +25,8 @@ from ebbflow.infra.events import (
     STEP,
     LedgerClass,
 )
-from ebbflow.infra.layout import parse_commit_key
-from ebbflow.infra.metrics import (
+from ebbflow.core.layout import parse_commit_key
+from ebbflow.core.metrics import (
     NODE_METRICS,
     MetricBoard,
     MetricsServer,
@@ -34,8 +34,8 @@ from ebbflow.infra.metrics import (
     PushGroup,
     delete_group,
 )
-from ebbflow.infra.process import available_bytes
-from ebbflow.infra.terms import Terms
+from ebbflow.core.process import available_bytes
+from ebbflow.core.terms import Terms
 from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec

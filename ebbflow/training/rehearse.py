@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.infra.notices import rehearse_notice
 
 

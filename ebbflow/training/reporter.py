@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ebbflow.infra.events import PHASE, LedgerClass
-from ebbflow.infra.process import process_stat
+from ebbflow.core.events import PHASE, LedgerClass
+from ebbflow.core.process import process_stat
 
 
 class Clock:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ebbflow.infra.errors import InfraError, StoreForbidden, StoreMisconfigured
-from ebbflow.infra.retry import backoff_pauses, retry
+from ebbflow.core.errors import InfraError, StoreForbidden, StoreMisconfigured
+from ebbflow.core.retry import backoff_pauses, retry
 from ebbflow.training.errors import TrainingError
 
 T = TypeVar("T")

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from ebbflow.infra.config.schema import CheckpointConfig
-from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
-from ebbflow.infra.reliability import (
+from ebbflow.core.config.schema import CheckpointConfig
+from ebbflow.core.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
+from ebbflow.core.reliability import (
     GammaHazard,
     PlannedHazard,
     daly_interval_seconds,
     expected_loss,
 )
 from ebbflow.training.checkpoint import Checkpointer
+from ebbflow.training.engine.parallel import Spread
 from ebbflow.training.limits import Limits, Position, Stop
-from ebbflow.training.parallel import Spread
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.step_sync import StepSync
 

@@ -22,7 +22,7 @@ import signal
 import sys
 from typing import Any
 
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 _PR_SET_NAME = 15  # <linux/prctl.h>
 _LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM)  # the agent decides how its ranks end
@@ -34,7 +34,7 @@ _LATER = (
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "torch.nn.attention",
-    "ebbflow.training.workloads.language_model",
+    "ebbflow.workloads.language.language_model",
 )
 
 

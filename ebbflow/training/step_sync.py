@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ebbflow.infra.events import GuardAction
+from ebbflow.core.events import GuardAction
 from ebbflow.training.errors import DivergenceError
 from ebbflow.training.gang import Gang
 from ebbflow.training.limits import Position, Stop

@@ -19,30 +19,30 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig, TrainingConfig
-from ebbflow.infra.errors import InfraError, Outcome, StoreError
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NETWORK, NOTICE, PROMISE, describe_network
-from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
-from ebbflow.infra.process import tie_forked_children
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
-from ebbflow.training import standalone
-from ebbflow.training.attached_guards import CLOSE, EXACT
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import RunConfig, TrainingConfig
+from ebbflow.core.errors import InfraError, Outcome, StoreError
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import NETWORK, NOTICE, PROMISE, describe_network
+from ebbflow.core.layout import check_job_name, generation_name, job_prefix
+from ebbflow.core.process import tie_forked_children
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
+from ebbflow.training.attach import standalone
+from ebbflow.training.attach.guards import CLOSE, EXACT
 from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.engine import train
+from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
+from ebbflow.training.engine.loop import train
+from ebbflow.training.engine.trainer_setup import build_trainer, open_reporter, open_saver, restore
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang, connect, disconnect, leave
-from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.trainer_setup import build_trainer, open_reporter, open_saver, restore
-from ebbflow.training.workloads.examine import PREPARE_SECONDS
-from ebbflow.training.workloads.loader import prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
+from ebbflow.training.workload_loader import prepare_data, workload_context
+from ebbflow.tryout.examine import PREPARE_SECONDS
+from ebbflow.tryout.trial import try_workload
 
 _LOOK_SECONDS = 0.2
 
@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> NoReturn:
         faulthandler.enable(all_threads=True)
     try:
         if spec is not None and "script" in spec.prepared:
-            from ebbflow.training.script import run_script
+            from ebbflow.training.attach.script import run_script
 
             ending = run_script(spec)
         else:

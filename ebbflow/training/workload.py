@@ -15,8 +15,8 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.errors import WorkloadError
 
 

@@ -7,11 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbflow.workloads.hugging_face import HuggingFace
-    from ebbflow.workloads.point_clouds import PointCloudDiffusion
-    from ebbflow.workloads.policy_optimization import PolicyOptimization
-    from ebbflow.workloads.timm_models import ImageModel
-    from ebbflow.workloads.vision import ImageClassifier
+    from ebbflow.workloads.language.hugging_face import HuggingFace
+    from ebbflow.workloads.points.point_clouds import PointCloudDiffusion
+    from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
+    from ebbflow.workloads.vision.timm_models import ImageModel
+    from ebbflow.workloads.vision.vision import ImageClassifier
 
 __all__ = [
     "HuggingFace",

@@ -40,13 +40,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.store import Store
+from ebbflow.core.config.load import load_config
+from ebbflow.core.store import Store
 from ebbflow.training.gang import Gang
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload, prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
+from ebbflow.training.workload_loader import make_workload, prepare_data, workload_context
+from ebbflow.tryout.trial import try_workload
 
 HERE = Path(__file__).resolve().parent
 

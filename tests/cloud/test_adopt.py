@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from moto.core.responses import BaseResponse
 
+from ebbflow.core.config import load_config
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.config import load_config
 from tests.support.aws_account import BUCKET, IMAGE, JOB_ROLE, Account, account
 
 ROOT = Path(__file__).resolve().parents[2]

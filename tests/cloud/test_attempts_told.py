@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from botocore.stub import Stubber
 
+from ebbflow.core.errors import CloudForbidden, CloudRefused, CloudUnavailable
 from ebbflow.infra.batch import (
     BatchAttempt,
     batch_client,
@@ -21,7 +22,6 @@ from ebbflow.infra.batch import (
     describe_queues,
 )
 from ebbflow.infra.batch.jobs import classify_cause
-from ebbflow.infra.errors import CloudForbidden, CloudRefused, CloudUnavailable
 from tests.support.batch.fixture import LocalBatch, local_batch
 
 _RESOURCES = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]

@@ -13,11 +13,11 @@ from botocore.client import BaseClient
 from moto.iam.responses import IamResponse
 from moto.servicequotas.models import ServiceQuotasBackend
 
+from ebbflow.core.config import RunConfig
+from ebbflow.core.config.schema import BatchConfig
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.batch import batch_client, describe_queues, training_queues
-from ebbflow.infra.config import RunConfig
-from ebbflow.infra.config.schema import BatchConfig
 from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, REGION, Account, account
 from tests.support.batch.fixture import local_batch
 from tests.support.checks import failed, passed, skipped

@@ -23,14 +23,14 @@ THEIRS = "metaflow:"  # how the paths of Metaflow's files begin here
 
 # What needs an action: a file, and the text in it that makes, or leads to, the call.
 BUCKET = {
-    "s3:GetObject": ("infra/store/objects.py", "obstore.get("),
-    "s3:PutObject": ("infra/multipart/sinks.py", 'query={"uploads": ""}'),
+    "s3:GetObject": ("core/store/objects.py", "obstore.get("),
+    "s3:PutObject": ("core/store/multipart/sinks.py", 'query={"uploads": ""}'),
     "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=layout.TOMBSTONE_TAGS"),
-    "s3:DeleteObject": ("infra/store/objects.py", "obstore.delete("),
-    "s3:AbortMultipartUpload": ("infra/multipart/sinks.py", '"DELETE", begun.key'),
-    "s3:ListBucket": ("infra/store/objects.py", "obstore.list("),
+    "s3:DeleteObject": ("core/store/objects.py", "obstore.delete("),
+    "s3:AbortMultipartUpload": ("core/store/multipart/sinks.py", '"DELETE", begun.key'),
+    "s3:ListBucket": ("core/store/objects.py", "obstore.list("),
     "s3:ListBucketMultipartUploads": (
-        "infra/multipart/sinks.py",
+        "core/store/multipart/sinks.py",
         '{"uploads": "", "prefix": prefix',
     ),
 }

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config import load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import TOMBSTONE_TAGS
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.infra.aws.deploy import (
     LARGEST_TEMPLATE,
@@ -19,9 +22,6 @@ from ebbflow.infra.aws.deploy import (
     planned_resources,
     read_template,
 )
-from ebbflow.infra.config import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import TOMBSTONE_TAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 # What Batch cancels by itself:

@@ -16,12 +16,12 @@ import pytest
 from botocore.stub import ANY, Stubber
 from moto import mock_aws
 
+from ebbflow.core.config import load_config
+from ebbflow.core.errors import CloudError, CloudForbidden, CloudUnavailable
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws
 from ebbflow.infra.aws.deploy import Stack
 from ebbflow.infra.batch import batch_client, describe_queues
-from ebbflow.infra.config import load_config
-from ebbflow.infra.errors import CloudError, CloudForbidden, CloudUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 REGION = "us-east-1"

@@ -12,13 +12,13 @@ from botocore import handlers
 from botocore.stub import Stubber
 from metaflow.plugins.aws.batch.batch_client import RunningJob
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, read_events
 from ebbflow.cost.report.report import list_failures
 from ebbflow.flows import metaflow_fixes
 from ebbflow.flows.attempts.settlement import settle_attempts
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import batch_client
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, read_events
 
 _EARLY = {
     "jobId": "j",

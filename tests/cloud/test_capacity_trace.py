@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
+from ebbflow.core.events import Event
 from ebbflow.cost.capacity import choose_placement, read_attempts
-from ebbflow.infra.events import Event
 from tests.support.capacity import BOTH, batch_config, planned
 from tests.support.timelines import WALL
 

@@ -12,12 +12,12 @@ import boto3
 import pytest
 from botocore.stub import ANY, Stubber
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.catalogue_refresh import advisor_bands, refresh_catalogue, reread
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.quote import StaticPrices
-from ebbflow.infra.config.schema import RunConfig
 
 REGIONS = ["us-east-1", "us-west-2"]
 

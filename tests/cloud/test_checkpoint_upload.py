@@ -15,10 +15,10 @@ from awscrt.checksums import crc64nvme
 from torch import nn
 
 from benchmarks.training.many_ranks import bench_many_ranks
-from ebbflow.infra.layout import data_key, index_key
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import open_sink
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import data_key, index_key
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import open_sink
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.commit import CommitWatch, commit_as_backup

@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import BATCH_ATTEMPT, COMMIT, Event
+from ebbflow.core.events import PLACED as PLACED_EVENT
+from ebbflow.core.store import Store
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, read_attempts
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.attempts.placement import give_up_reason
@@ -26,11 +31,6 @@ from ebbflow.flows.metaflow_fixes import (
 )
 from ebbflow.flows.remote import refusal_reason, requested_backend, set_environment
 from ebbflow.flows.steps import StepFailed
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import BATCH_ATTEMPT, COMMIT, Event
-from ebbflow.infra.events import PLACED as PLACED_EVENT
-from ebbflow.infra.store import Store
 
 PLACED = Placement(
     queue="spot-g5",

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.placement import PlacementRequest, place_attempt
@@ -22,8 +24,6 @@ from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import set_environment
 from ebbflow.infra.batch import lightest_queue
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
 from tests.support.batch.fixture import LocalBatch, job_when, local_batch
 from tests.support.capacity import queue, queues
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.events import BATCH_SUBMITTED, OUTCOME, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.infra.batch import batch_client, describe_attempts
-from ebbflow.infra.events import BATCH_SUBMITTED, OUTCOME, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
 from tests.support.batch.fixture import LocalBatch, job_when, local_batch
 from tests.support.flow import wait_until
 

@@ -24,7 +24,7 @@ from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, PodState
-from ebbflow.infra.observe.command import RULES
+from ebbflow.observe.command import RULES
 from tests.support.capacity import JobLog, batch_config, placed_now
 from tests.support.kubernetes import schema
 
@@ -552,7 +552,7 @@ def test_the_submitter_ends_its_pods_when_it_is_asked_to_leave(
     """As Metaflow does: in a handler of `atexit`, here a slow one that is interrupted again."""
     program = """
 import atexit, os, pathlib, signal, sys, time
-from ebbflow.infra.process import exit_when_interrupted
+from ebbflow.core.process import exit_when_interrupted
 exit_when_interrupted()
 from ebbflow.flows import launcher
 launcher._join_in(["kubernetes", "step"])

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from awscrt.checksums import crc64nvme
 
-from ebbflow.infra.errors import ObjectNotFound, StoreForbidden, StoreFull, StoreUnavailable
-from ebbflow.infra.multipart.requests import S3Account, Throttle, encoded_query, signed_headers
-from ebbflow.infra.multipart.sinks import BucketSink, FolderSink, open_sink
+from ebbflow.core.errors import ObjectNotFound, StoreForbidden, StoreFull, StoreUnavailable
+from ebbflow.core.store.multipart.requests import S3Account, Throttle, encoded_query, signed_headers
+from ebbflow.core.store.multipart.sinks import BucketSink, FolderSink, open_sink
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, crc_digits
 from ebbflow.training.errors import CheckpointError

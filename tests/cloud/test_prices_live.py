@@ -18,6 +18,7 @@ import pytest
 from botocore.exceptions import NoCredentialsError
 from botocore.stub import Stubber
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.plan.plan import make_plan
@@ -26,7 +27,6 @@ from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import open_prices, record_prices
 from ebbflow.infra.aws.calls import RequestDeadline
-from ebbflow.infra.config.schema import RunConfig
 
 NOW = 1_790_000_000.0
 TYPES = ["g5.xlarge", "g6.xlarge"]

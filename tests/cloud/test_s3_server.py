@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from ebbflow.core.store import Store
 from ebbflow.cost.jobs import list_jobs
-from ebbflow.infra.store import Store
 from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift, swift
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
-from ebbflow.infra.multipart.requests import S3Account, find_account
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import S3Account, find_account
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import ROOT
 from tests.support.swift import Swift
@@ -231,7 +231,7 @@ def test_the_path_carries_the_bucket_where_the_endpoint_is_not_amazons(
 
 def test_keys_in_the_environment_load_no_sdk() -> None:
     code = (
-        "import sys; from ebbflow.infra.store import Store; Store.open('s3://b/p'); "
+        "import sys; from ebbflow.core.store import Store; Store.open('s3://b/p'); "
         "print('botocore' in sys.modules)"
     )
     environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     Outcome,
     StoreError,
     StoreForbidden,
@@ -17,7 +17,7 @@ from ebbflow.infra.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 
 SECONDS = 3.0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.errors import StoreUnavailable
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import Origin, read_events
-from ebbflow.infra.layout import data_key, index_key
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.errors import StoreUnavailable
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import Origin, read_events
+from ebbflow.core.layout import data_key, index_key
+from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.lineage import (

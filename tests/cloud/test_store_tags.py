@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from obstore.store import S3Store
 
-from ebbflow.infra.layout import TOMBSTONE_TAGS, tombstone_key
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import TOMBSTONE_TAGS, tombstone_key
+from ebbflow.core.store import Store
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",

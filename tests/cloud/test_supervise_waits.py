@@ -12,12 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.job import Job
-from ebbflow.flows.supervising import supervisor
-from ebbflow.flows.supervising.options import SupervisorOptions, read_options
-from ebbflow.flows.supervising.supervisor import Supervisor
-from ebbflow.infra.errors import JobIsRunning, Outcome
-from ebbflow.infra.events import (
+from ebbflow.core.errors import JobIsRunning, Outcome
+from ebbflow.core.events import (
     BATCH_SUBMITTED,
     GENERATION_STARTED,
     PLAN,
@@ -25,8 +21,12 @@ from ebbflow.infra.events import (
     SUPERVISED,
     read_events,
 )
-from ebbflow.infra.launchers import Claim, Launcher, claim_job
-from ebbflow.infra.layout import launcher_key
+from ebbflow.core.launchers import Claim, Launcher, claim_job
+from ebbflow.core.layout import launcher_key
+from ebbflow.flows.job import Job
+from ebbflow.flows.supervising import supervisor
+from ebbflow.flows.supervising.options import SupervisorOptions, read_options
+from ebbflow.flows.supervising.supervisor import Supervisor
 from tests.support.timelines import plan_event
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import NOTICE
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import NOTICE
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.training.launch import preemption as preemption_module

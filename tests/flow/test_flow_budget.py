@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import read_events
+from ebbflow.core.store import Store
 from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import read_events
-from ebbflow.infra.store import Store
 from tests.support.flow import FlowRunner, assert_ledger_adds_up, wait_until
 
 pytestmark = pytest.mark.flow

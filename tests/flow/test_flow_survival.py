@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from ebbflow.infra.process import all_processes
+from ebbflow.core.process import all_processes
 from tests.support.flow import (
     ROOT,
     TINY,

@@ -62,10 +62,13 @@ def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
         "ebbflow/py.typed",
         "ebbflow/cost/instances.csv",
     } <= names(wheel)
-    assert {"ebbflow/training/attach.py", "ebbflow/integrations/transformers.py"} <= names(wheel)
-    assert {"ebbflow/workloads/point_clouds.py", "ebbflow/configs/point-clouds.yaml"} <= names(
+    assert {"ebbflow/training/attach/attach.py", "ebbflow/integrations/transformers.py"} <= names(
         wheel
     )
+    assert {
+        "ebbflow/workloads/points/point_clouds.py",
+        "ebbflow/configs/point-clouds.yaml",
+    } <= names(wheel)
 
 
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:

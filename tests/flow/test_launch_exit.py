@@ -15,7 +15,7 @@ import sys
 from metaflow import FlowSpec, step
 
 from ebbflow.flows import launcher
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
 
 
 class EarlyFlow(FlowSpec):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import BATCH_SUBMITTED, read_events
+from ebbflow.core.preflight import PreflightContext
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.attempts.settlement import check_left_behind, settle_attempts
 from ebbflow.flows.job import Job
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import BATCH_SUBMITTED, read_events
-from ebbflow.infra.preflight import PreflightContext
-from ebbflow.infra.program import PROJECT_ROOT
 from tests.support.batch.fixture import LocalBatch, local_batch
 from tests.support.flow import wait_until
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PEAK, PHASE, RESTORE, STEP
-from ebbflow.infra.layout import commit_key
-from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, Pusher, PushGroup, delete_group
-from ebbflow.infra.terms import Terms
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import COMMIT, COMMIT_FAILED, EVALUATION, PEAK, PHASE, RESTORE, STEP
+from ebbflow.core.layout import commit_key
+from ebbflow.core.metrics import NODE_METRICS, MetricBoard, Pusher, PushGroup, delete_group
+from ebbflow.core.terms import Terms
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.progress import live_metrics

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from ebbflow.infra.preflight import failed_results
+from ebbflow.core.preflight import failed_results
 from tests.support.checks import failed, passed, skipped
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import PREFLIGHT, Origin
-from ebbflow.infra.layout import NOTE, KnownJob, job_prefix
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.core.config.load import load_config
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import PREFLIGHT, Origin
+from ebbflow.core.layout import NOTE, KnownJob, job_prefix
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 
 CONFIG = "configs/laptop.yaml"
 

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import GENERATION_ENDED, OUTCOME, EndReason, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.process import signal_name
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import GENERATION_ENDED, OUTCOME, EndReason, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.process import signal_name
+from ebbflow.core.store import Store
 from ebbflow.training import worker as worker_module
 from ebbflow.training.errors import LONGEST_MESSAGE, GangError, WorkloadError, error_class
 from ebbflow.training.launch.agent import run_gang

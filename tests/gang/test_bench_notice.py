@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.training.notice.figures import notice_figures, spread, steps_redone
-from ebbflow.infra.events import COMMIT, NOTICE, STEP, Event
+from ebbflow.core.events import COMMIT, NOTICE, STEP, Event
 
 
 def event(

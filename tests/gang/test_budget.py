@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.ledger.ledger import compute_spent_usd, fold, last_notified_threshold
-from ebbflow.cost.report.report import build_report
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
+from ebbflow.core.errors import Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
     BUDGET,
     COMMIT,
     NODE_STARTED,
@@ -23,9 +21,11 @@ from ebbflow.infra.events import (
     Origin,
     read_events,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
+from ebbflow.cost.ledger.ledger import compute_spent_usd, fold, last_notified_threshold
+from ebbflow.cost.report.report import build_report
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from ebbflow.training.limits import Limits, Stop

@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ebbflow.training.certify
-from ebbflow.compare import compare_modes, format_comparison
+import ebbflow.tryout.certify
+from ebbflow.core.config.schema import ClusterConfig, ParallelConfig, RunConfig
+from ebbflow.core.events import CERTIFICATE, Event, read_events
+from ebbflow.core.events import OUTCOME as OUTCOME_EVENT
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import steps
-from ebbflow.infra.config.schema import ClusterConfig, ParallelConfig, RunConfig
-from ebbflow.infra.events import CERTIFICATE, Event, read_events
-from ebbflow.infra.events import OUTCOME as OUTCOME_EVENT
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.training.certify import (
+from ebbflow.training.launch.messages import GangOutcome
+from ebbflow.tryout.certify import (
     CertifiedRun,
     build_certificate,
     config_sha256,
@@ -32,8 +32,8 @@ from ebbflow.training.certify import (
     gang_size,
     small_config,
 )
-from ebbflow.training.launch.messages import GangOutcome
-from ebbflow.training.workloads.language_model import TextBatch
+from ebbflow.tryout.compare import compare_modes, format_comparison
+from ebbflow.workloads.language.language_model import TextBatch
 from tests.support.timelines import event
 from tests.unit.test_report import interrupted_job
 
@@ -166,9 +166,9 @@ def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
         cluster={"nodes": 1},
     )
     fewer = functools.partial(
-        ebbflow.training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"]
+        ebbflow.tryout.certify.certify_in_child, steps=12, interruptions=["a rank is killed"]
     )
-    monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", fewer)
+    monkeypatch.setattr(ebbflow.tryout.certify, "certify_in_child", fewer)
     found = steps.certify(flow_of(config))
     assert found is not None and found["holds"], format_certificate(found)
     [killed] = found["interruptions"]
@@ -193,7 +193,7 @@ def test_a_certificate_that_does_not_hold_ends_the_run_before_the_gang_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoiled = certified(replace(KILLED, samples=KILLED.samples[:-1]))
-    monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", lambda config: spoiled)
+    monkeypatch.setattr(ebbflow.tryout.certify, "certify_in_child", lambda config: spoiled)
     config = RunConfig(store=str(tmp_path / "store"))
     with pytest.raises(steps.StepFailed, match="would not resume exactly"):
         steps.certify(flow_of(config))

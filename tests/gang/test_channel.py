@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.process import AwakeClock
-from ebbflow.infra.store import Store
+from ebbflow.core.process import AwakeClock
+from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import transport
 from ebbflow.training.launch.transport import (

@@ -26,7 +26,7 @@ from benchmarks.chaos.trial import Injection, Trial, run_trial
 from benchmarks.training import main
 from benchmarks.training.survival.figures import survival_figures
 from benchmarks.training.survival.judge import judge
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
+from ebbflow.core.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 

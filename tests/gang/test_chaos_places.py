@@ -27,9 +27,9 @@ from benchmarks.training.survival import bare as bare_module
 from benchmarks.training.survival.bare import bare_figures, bare_text
 from benchmarks.training.survival.campaign import Campaign, Judged, Planned, run_job
 from benchmarks.training.survival.judge import Finding
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.errors import CheckpointError, GangError
 from ebbflow.training.launch.messages import GangOutcome
 

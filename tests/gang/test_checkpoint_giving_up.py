@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from ebbflow.core import launchers
+from ebbflow.core.errors import Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.store.ranges import read_blocks
 from ebbflow.cost.report.render_text import suggest_next_step
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import launcher
 from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
-from ebbflow.infra import launchers
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.ranges import read_blocks
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import (
     FROM_SCRATCH,
     Checkpointer,

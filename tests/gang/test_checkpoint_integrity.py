@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import ebbflow.training.checkpoint.restore as restoring
+from ebbflow.core.config.load import violations
+from ebbflow.core.config.schema import CheckpointConfig, RunConfig
+from ebbflow.core.errors import Outcome, StoreError, StoreUnavailable
+from ebbflow.core.layout import data_key, index_key, signature_key
+from ebbflow.core.preflight import PreflightContext
+from ebbflow.core.signing_key import NAME_VARIABLE
+from ebbflow.core.store import Store
+from ebbflow.core.store.ranges import read_blocks
 from ebbflow.infra.checks.environment import check_signing_key
-from ebbflow.infra.config.load import violations
-from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
-from ebbflow.infra.errors import Outcome, StoreError, StoreUnavailable
-from ebbflow.infra.layout import data_key, index_key, signature_key
-from ebbflow.infra.preflight import PreflightContext
-from ebbflow.infra.ranges import read_blocks
-from ebbflow.infra.signing_key import NAME_VARIABLE
-from ebbflow.infra.store import Store
 from ebbflow.training import worker
 from ebbflow.training.checkpoint import (
     Checkpointer,

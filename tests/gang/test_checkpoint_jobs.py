@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.store import Store
+from ebbflow.core.events import Event, read_events
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.reader import read_manifest

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import ObjectNotFound
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import ObjectNotFound
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,
@@ -26,6 +26,7 @@ from ebbflow.training.checkpoint import (
 )
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
+from ebbflow.training.engine.trainer_setup import open_saver
 from ebbflow.training.errors import (
     CheckpointError,
     DamagedLineage,
@@ -36,7 +37,6 @@ from ebbflow.training.errors import (
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.trainer_setup import open_saver
 
 
 @pytest.fixture

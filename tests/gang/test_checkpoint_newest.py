@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from ebbflow.infra.layout import commit_key, generation_key, quarantine_key, tombstone_key
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.layout import commit_key, generation_key, quarantine_key, tombstone_key
+from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint import (
     newest_commits,
     open_generation,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ebbflow.infra.layout import pin_key
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import pin_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from tests.support.gangs import run_ranks

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.errors import StoreFull
-from ebbflow.infra.layout import (
+from ebbflow.core.errors import StoreFull
+from ebbflow.core.layout import (
     commit_key,
     data_key,
     generation_key,
@@ -23,7 +23,7 @@ from ebbflow.infra.layout import (
     secret_key,
     signature_key,
 )
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     Generation,
     RetentionPolicy,

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import LedgerClass
-from ebbflow.infra.store import Store
-from ebbflow.integrations.inductor import open_compile_cache
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import LedgerClass
+from ebbflow.core.store import Store
+from ebbflow.training.engine.inductor import open_compile_cache
+from ebbflow.training.engine.parallel import report_compilation
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import (
     HangLimits,
@@ -23,7 +24,6 @@ from ebbflow.training.launch.heartbeat import (
     HeartbeatReading,
     PhaseThresholds,
 )
-from ebbflow.training.parallel import report_compilation
 from ebbflow.training.reporter import Clock, Reporter
 from tests.support.guard_jobs import Job
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
-from ebbflow.training.workloads.trial import try_workload
-from ebbflow.workloads import loader_processes
-from ebbflow.workloads.datasets import DatasetWorkload, SampleLoader, Samples
+from ebbflow.tryout.trial import try_workload
+from ebbflow.workloads.readers import loader_processes
+from ebbflow.workloads.readers.datasets import DatasetWorkload, SampleLoader, Samples
 from tests.support.headline import OfFiles
 
 BATCH = 8

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ebbflow.core.config import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.preflight import CheckFinding
 from ebbflow.flows.gang import ranks_of_local_gpus
-from ebbflow.infra.config import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.preflight import CheckFinding
 from ebbflow.training.errors import DeviceUnavailable, GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, detect_gpus

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.events import GENERATION_ENDED, NOTICE, STAGED, STEP, Event, read_events
-from ebbflow.infra.layout import job_prefix
+from ebbflow.core.events import GENERATION_ENDED, NOTICE, STAGED, STEP, Event, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading

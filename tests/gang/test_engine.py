@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.config.schema import (
+from ebbflow.core.config.schema import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -20,10 +20,10 @@ from ebbflow.infra.config.schema import (
     SchedulerConfig,
     TrainingConfig,
 )
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import LedgerClass, read_events
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import LedgerClass, read_events
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang

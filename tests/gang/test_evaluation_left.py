@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import EVALUATION, STEP, read_events
-from ebbflow.infra.layout import job_prefix
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import EVALUATION, STEP, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.engine.parallel import Spread
+from ebbflow.training.engine.trainer import Evaluation
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.limits import Limits
-from ebbflow.training.parallel import Spread
-from ebbflow.training.trainer import Evaluation
 from tests.support.alone import run_alone
 from tests.support.flow import wait_until
 from tests.support.long_evaluation import TOLD_AFTER

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbflow.infra.config.schema import ModelConfig, ParallelConfig, RunConfig
+from ebbflow.core.config.schema import ModelConfig, ParallelConfig, RunConfig
+from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel import spread_model
 from ebbflow.training.weights.load import weights_sha256
 from tests.support.gangs import run_ranks
 from tests.support.spread_rank import ModelOnly

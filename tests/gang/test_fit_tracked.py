@@ -21,14 +21,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import causal_lm_shape, rank_bytes
 from ebbflow.cost.plan.throughput import memory_fit
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import causal_lm_shape, rank_bytes
-from ebbflow.training import parallel as spread
+from ebbflow.training.engine import parallel as spread
+from ebbflow.training.engine.tensor_parallel import split_computation, split_weights
 from ebbflow.training.gang import Gang
-from ebbflow.training.tensor_parallel import split_computation, split_weights
 from ebbflow.training.weights.load import materialise
-from ebbflow.training.workloads.language_model import CausalLM
+from ebbflow.workloads.language.language_model import CausalLM
 
 _RANKS = 8
 # (width, blocks, heads, length, vocabulary), samples per rank and micro-batch, and what differs

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.store import Store
-from ebbflow.training.guards.guards import LossScale
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import Event, read_events
+from ebbflow.core.store import Store
+from ebbflow.training.engine.guards.guards import LossScale
 from tests.support.alone import run_alone
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import nn
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.candidates import _cannot_run
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.integrations.float8 import convert_units
+from ebbflow.training.engine.float8 import convert_units
+from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel import spread_model
 from tests.support.fake_gpu import fake_gpu
 from tests.support.spread_rank import ModelOnly
 

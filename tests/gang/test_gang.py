@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     COMMIT_SKIPPED,
     FAULT_DETECTED,
     GENERATION_ENDED,
@@ -22,10 +22,10 @@ from ebbflow.infra.events import (
     NODE_STARTED,
     read_events,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.process import all_processes, children, process_state
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Fallback, Terms
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.process import all_processes, children, process_state
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.errors import GangError

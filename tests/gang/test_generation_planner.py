@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import StoreUnavailable
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
-from ebbflow.infra.layout import commit_key, job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import StoreUnavailable
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
+from ebbflow.core.layout import commit_key, job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
 from ebbflow.training.checkpoint.lineage import amend_parent
 from ebbflow.training.launch.coordinator import FailedGeneration, GenerationPlanner, find_crash_loop

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.soak.goodput import shares_text, time_shares
-from ebbflow.infra.events import NODE_STARTED, PHASE, STEP, Event
+from ebbflow.core.events import NODE_STARTED, PHASE, STEP, Event
 
 
 def event(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, RESTORE
+from ebbflow.core.events import FAULT_DETECTED, GENERATION_ENDED, GUARD, RESTORE
 from tests.support.guard_jobs import Job
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import GENERATION_ENDED, GUARD, RESTORE, STEP, read_events
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.report.report import list_notable_events
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import GENERATION_ENDED, GUARD, RESTORE, STEP, read_events
 from ebbflow.training.errors import (
     GangError,
     MemoryGrowth,
@@ -177,14 +177,14 @@ def test_memory_that_grows_is_given_back_at_a_commit(
     tmp_path: Path, quiet: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("_SAMPLE_SECONDS", 0.0), ("_SAMPLES", 4), ("_SAMPLES_PER_LOOK", 1)):
-        monkeypatch.setattr(f"ebbflow.training.guards.memory.{name}", value)
-    monkeypatch.setattr("ebbflow.training.guards.guards.host_bytes_left", lambda: 2.0**20)
+        monkeypatch.setattr(f"ebbflow.training.engine.guards.memory.{name}", value)
+    monkeypatch.setattr("ebbflow.training.engine.guards.guards.host_bytes_left", lambda: 2.0**20)
     job = guarded(tmp_path, {"leak_mib": 32})
     with pytest.raises(MemoryGrowth, match="rank 0 would have run out; saved at step"):
         job.run_alone()
     (event,) = job.events(GUARD)
     assert event.data["action"] == "renew" and "memory grows by" in event.data["reason"]
-    monkeypatch.setattr("ebbflow.training.guards.guards.host_bytes_left", lambda: 2.0**50)
+    monkeypatch.setattr("ebbflow.training.engine.guards.guards.host_bytes_left", lambda: 2.0**50)
     assert job.run_alone().outcome is Outcome.COMPLETED
     assert job.losses() == quiet
     taken = [event.step for event in job.events(STEP)]

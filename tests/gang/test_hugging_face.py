@@ -33,26 +33,26 @@ from transformers import (
     Qwen3Config,
 )
 
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import ModelConfig, RunConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.preflight import PreflightContext
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import ModelConfig, RunConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.preflight import PreflightContext
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.file_formats import write_file
 from ebbflow.training.checkpoint.hugging_face import our_name, read_settings
 from ebbflow.training.checkpoint.portable_state import PortableState, unwrap_weights
 from ebbflow.training.checks import check_initial_weights
+from ebbflow.training.engine.optimizer import learning_rate, make_optimizer
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang
-from ebbflow.training.optimizer import learning_rate, make_optimizer
 from ebbflow.training.weights.load import initialise, load_weights, materialise
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.language_model import CausalLM, generate
-from ebbflow.training.workloads.loader import workload_context
-from ebbflow.training.workloads.trial import try_workload
-from ebbflow.workloads.hugging_face import HuggingFace
+from ebbflow.training.workload_loader import workload_context
+from ebbflow.tryout.trial import try_workload
+from ebbflow.workloads.language.hugging_face import HuggingFace
+from ebbflow.workloads.language.language_model import CausalLM, generate
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 from tests.support.s3.fixture import FailingServer, failing_s3

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ebbflow.infra.config.schema import ModelConfig, RunConfig, TrainingConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import ModelConfig, RunConfig, TrainingConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.store import Store
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import describe_files
 from ebbflow.training.weights.load import load_weights, weights_sha256
-from ebbflow.training.workloads.language_model import CausalLM
+from ebbflow.workloads.language.language_model import CausalLM
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 from tests.support.weights_rank import text_loss

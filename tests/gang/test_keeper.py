@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.keeper import Keeper, RemoteChild, kill_descendants
-from ebbflow.infra.process import descendants, process_state
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.keeper import Keeper, RemoteChild, kill_descendants
+from ebbflow.core.process import descendants, process_state
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.launch.workers import WorkerGroup
 from tests.support.flow import wait_until
@@ -160,7 +160,7 @@ def test_what_hides_from_its_session_and_environment_is_ended_with_its_generatio
 AGENT = """
 import sys, time
 from pathlib import Path
-from ebbflow.infra.keeper import Keeper
+from ebbflow.core.keeper import Keeper
 from tests.gang.test_keeper import DAEMON, RUNAWAY, spawn
 keeper = Keeper(Path(sys.argv[1], "keeper.log"))
 _, daemon = spawn(keeper, Path(sys.argv[1]), DAEMON, "daemon")

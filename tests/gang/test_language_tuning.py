@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.data import open_tokens
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor, WorkloadContext
-from ebbflow.training.workloads.loader import workload_context
-from ebbflow.training.workloads.trial import try_workload
-from ebbflow.workloads.hugging_face import HuggingFace
-from ebbflow.workloads.multiple_choice import ChoiceTest, Question
+from ebbflow.training.workload_loader import workload_context
+from ebbflow.tryout.trial import try_workload
+from ebbflow.workloads.language.hugging_face import HuggingFace
+from ebbflow.workloads.language.multiple_choice import ChoiceTest, Question
 from tests.gang.test_hugging_face import settings_for
 from tests.gang.test_policy_folders import CHAT, make_folder
 

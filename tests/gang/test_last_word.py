@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.events import NODE_HEARTBEAT, EndReason, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.events import NODE_HEARTBEAT, EndReason, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers

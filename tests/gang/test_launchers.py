@@ -20,18 +20,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.cost.__main__ import main as cost_main
-from ebbflow.cost.jobs import load_report
-from ebbflow.cost.report.render_html import render as render_html
-from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.flows import launcher, options, reporting
-from ebbflow.flows.attempts import settlement
-from ebbflow.flows.job import Job
-from ebbflow.infra import launchers
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import JobIsRunning
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
+from ebbflow.core import launchers
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import JobIsRunning
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
     BATCH_SUBMITTED,
     OUTCOME,
     PLAN,
@@ -40,16 +33,23 @@ from ebbflow.infra.events import (
     Origin,
     read_events,
 )
-from ebbflow.infra.launchers import (
+from ebbflow.core.launchers import (
     Claim,
     Launcher,
     check_inherited_claim,
     claim_job,
     running_launcher,
 )
-from ebbflow.infra.layout import launcher_key
-from ebbflow.infra.process import process_state
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import launcher_key
+from ebbflow.core.process import process_state
+from ebbflow.core.store import Store
+from ebbflow.cost.__main__ import main as cost_main
+from ebbflow.cost.jobs import load_report
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows import launcher, options, reporting
+from ebbflow.flows.attempts import settlement
+from ebbflow.flows.job import Job
 from tests.support.flow import ROOT, wait_until
 from tests.support.swift import Swift
 
@@ -145,7 +145,7 @@ def test_a_former_launcher_is_fenced_and_waited_for(store: Store) -> None:
 
 def test_a_process_of_this_machine_that_is_gone_holds_nothing(folder: Store) -> None:
     left = (
-        "import sys; from ebbflow.infra.store import Store; from ebbflow.infra.launchers import "
+        "import sys; from ebbflow.core.store import Store; from ebbflow.core.launchers import "
         "claim_job;"
     )
     left += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); import os; os._exit(9)"
@@ -166,7 +166,7 @@ def test_a_stopped_process_of_this_machine_holds_its_job_at_any_age(
 ) -> None:
     """As after Ctrl-Z: it renews nothing, and goes on with `fg`."""
     held = (
-        "import sys, time; from ebbflow.infra.store import Store; from ebbflow.infra.launchers "
+        "import sys, time; from ebbflow.core.store import Store; from ebbflow.core.launchers "
         "import claim_job;"
     )
     held += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); time.sleep(600)"
@@ -259,8 +259,8 @@ def test_a_second_interrupt_while_the_claim_is_released_ends_the_process(folder:
     """The handler runs in the thread that releases, and releases as well."""
     program = """
 import os, signal, sys
-from ebbflow.infra.launchers import claim_job
-from ebbflow.infra.store import Store
+from ebbflow.core.launchers import claim_job
+from ebbflow.core.store import Store
 claim = claim_job(Store.open(sys.argv[1]), "mine", "run")
 def leave(*_):
     claim.release()
@@ -440,7 +440,7 @@ def test_the_report_of_a_passed_preflight_and_no_plan_is_interrupted() -> None:
 
 def test_output_whose_reader_left_is_dropped_and_the_work_goes_on(tmp_path: Path) -> None:
     program = (
-        "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers(); import "
+        "from ebbflow.core.process import ignore_lost_readers; ignore_lost_readers(); import "
         "sys, time\n"
     )
     program += (

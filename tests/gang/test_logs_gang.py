@@ -18,9 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogLine, read_logs, utc_text
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.rank_logs import LogLine, read_logs, utc_text
+from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.heartbeat import Heartbeat

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.ledger.ledger import fold
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     GENERATION_ENDED,
     NODE_ENDED,
     NODE_HEARTBEAT,
@@ -25,8 +24,9 @@ from ebbflow.infra.events import (
     Event,
     read_events,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.cost.ledger.ledger import fold
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers

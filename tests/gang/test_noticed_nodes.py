@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     FAULT_DETECTED,
     GENERATION_ENDED,
     GENERATION_STARTED,
     STEP,
     read_events,
 )
-from ebbflow.infra.layout import job_prefix
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
+from ebbflow.cost.report.report import build_report
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang

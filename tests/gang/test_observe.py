@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 import yaml
 
+from ebbflow.core.metrics import render_job_metrics
+from ebbflow.core.terms import Terms
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.metrics import render_job_metrics
-from ebbflow.infra.observe.command import RULES, merge_pages, observe
-from ebbflow.infra.terms import Terms
+from ebbflow.observe.command import RULES, merge_pages, observe
 from ebbflow.training.launch.agent import LocalGang
 from tests.support.exposition import PROMTOOL, parse
 from tests.support.flow import ROOT, wait_until

@@ -20,33 +20,33 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.no_saver import NoSaver
+from ebbflow.core import process
+from ebbflow.core.config.schema import DataConfig, RunConfig, TrainingConfig
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import Event, Origin, read_events
+from ebbflow.core.store import Store
 from ebbflow.cost.report.report import list_notable_events
-from ebbflow.infra import process
-from ebbflow.infra.config.schema import DataConfig, RunConfig, TrainingConfig
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import Event, Origin, read_events
-from ebbflow.infra.store import Store
-from ebbflow.tracking.profiler import record_memory
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagingArea
 from ebbflow.training.data import prepare_tokens
-from ebbflow.training.engine import train
+from ebbflow.training.engine.guards.guards import Guards
+from ebbflow.training.engine.guards.memory import is_out_of_memory
+from ebbflow.training.engine.loop import train
+from ebbflow.training.engine.optimizer import make_optimizer
+from ebbflow.training.engine.parallel import spread_model
+from ebbflow.training.engine.profiler import record_memory
+from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.errors import DivergenceError, MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
-from ebbflow.training.guards.guards import Guards
-from ebbflow.training.guards.memory import is_out_of_memory
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits
-from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import spread_model
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.step_sync import DeviceExchange, Row
-from ebbflow.training.trainer import Trainer
 from ebbflow.training.worker import arrange_arithmetic, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
-from ebbflow.training.workloads.language_model import TextWorkload
+from ebbflow.workloads.language.language_model import TextWorkload
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
 from tests.support.flow import wait_until
 

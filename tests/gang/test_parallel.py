@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebbflow.infra.config.schema import ModelConfig, RunConfig, TrainingConfig
-from ebbflow.infra.footprint import causal_lm_shape
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import ModelConfig, RunConfig, TrainingConfig
+from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
-from ebbflow.training.errors import WorkloadError
-from ebbflow.training.optimizer import (
+from ebbflow.training.engine.optimizer import (
     hidden_matrices,
     make_optimizer,
     scale_and_clip,
     skip_if_non_finite,
 )
+from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.load import initialise, weights_sha256
-from ebbflow.training.workloads.language_model import CausalLM, KeyValues, generate
+from ebbflow.workloads.language.language_model import CausalLM, KeyValues, generate
 from tests.support.gangs import run_ranks
 from tests.support.spread_rank import ARRANGEMENTS
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from ebbflow.infra.config.schema import (
+from ebbflow.core.config.schema import (
     DataConfig,
     DdpConfig,
     FsdpConfig,
@@ -21,14 +21,14 @@ from ebbflow.infra.config.schema import (
     ParallelConfig,
     RunConfig,
 )
-from ebbflow.infra.config.schema import TrainingConfig as Training
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import TrainingConfig as Training
+from ebbflow.core.errors import Outcome
+from ebbflow.core.store import Store
 from ebbflow.training.data import prepare_tokens
+from ebbflow.training.engine.parallel import spread_model
+from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel import spread_model
-from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from tests.support.checks import failed, passed
 from tests.support.curves import TEXT
 from tests.support.gangs import run_ranks, train_gang
@@ -242,7 +242,7 @@ def test_replicas_that_go_on_add_up_in_the_same_order() -> None:
 
 
 def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
-    """Against what `ebbflow.infra.footprint` tells the planner; logits, which are kept in any case,
+    """Against what `ebbflow.core.footprint` tells the planner; logits, which are kept in any case,
     apart.
     """
     live = {}

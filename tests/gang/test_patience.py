@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome, StoreMisconfigured, StoreUnavailable
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome, StoreMisconfigured, StoreUnavailable
 from ebbflow.training.launch import coordinator as coordinator_module
 from ebbflow.training.launch.coordinator import Coordinator
 from ebbflow.training.launch.membership import FollowerPeers

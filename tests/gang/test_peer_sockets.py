@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ebbflow.core.events import NETWORK, describe_network
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import NETWORK, describe_network
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.evidence import is_peer_loss_error

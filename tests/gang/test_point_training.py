@@ -14,21 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ebbflow.core.config import ConfigError, load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.config import ConfigError, load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.portable_state import read_commit
+from ebbflow.training.engine.optimizer import averaged_weights, keep_average
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.gang import Gang
-from ebbflow.training.optimizer import averaged_weights, keep_average
 from ebbflow.training.workload import check_best_metric
-from ebbflow.training.workloads.loader import prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
+from ebbflow.training.workload_loader import prepare_data, workload_context
+from ebbflow.tryout.trial import try_workload
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 

@@ -19,18 +19,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload, prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
-from ebbflow.workloads.policy_folder import without_lora
-from ebbflow.workloads.policy_prompts import Prompt
-from ebbflow.workloads.policy_rewards import Reward
-from ebbflow.workloads.policy_rollouts import TorchEngine, score
+from ebbflow.training.workload_loader import make_workload, prepare_data, workload_context
+from ebbflow.tryout.trial import try_workload
+from ebbflow.workloads.policy.policy_folder import without_lora
+from ebbflow.workloads.policy.policy_prompts import Prompt
+from ebbflow.workloads.policy.policy_rewards import Reward
+from ebbflow.workloads.policy.policy_rollouts import TorchEngine, score
 from tests.gang.test_hugging_face import GPT2, TIED, random_model
 from tests.gang.test_policy_training import numbers_of
 from tests.support.alone import run_alone

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
-from ebbflow.workloads.policy_optimization import PolicyOptimization
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 

@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.report.report import build_report
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import (
     GENERATION_ENDED,
     GENERATION_STARTED,
     NODE_STARTED,
     OUTCOME,
     read_events,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.process import children
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.process import children
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
+from ebbflow.cost.report.report import build_report
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.errors import GangError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangSpec
-from ebbflow.training.workloads.loader import prepare_data, workload_context
+from ebbflow.training.workload_loader import prepare_data, workload_context
 from tests.support.crashing import CRASHES_AT_STEP
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang

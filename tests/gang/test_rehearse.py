@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.events import FAULT_DETECTED, FAULT_INJECTED, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.events import FAULT_DETECTED, FAULT_INJECTED, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.rehearse import KINDS, Fault, RehearsalError

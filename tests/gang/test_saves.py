@@ -14,26 +14,26 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL, LedgerClass
+from ebbflow.core.reliability import GammaHazard
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.figures import compute_save_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL, LedgerClass
-from ebbflow.infra.reliability import GammaHazard
+from ebbflow.training.engine.guards.guards import Guards
+from ebbflow.training.engine.trainer import Rehearsal, Trainer
 from ebbflow.training.errors import CheckpointError
 from ebbflow.training.gang import Gang
-from ebbflow.training.guards.guards import Guards
 from ebbflow.training.launch.messages import CAUSES, OrderRecord, RankOrder
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule
 from ebbflow.training.step_sync import Row, StepSync
-from ebbflow.training.trainer import Rehearsal, Trainer
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 
@@ -289,7 +289,8 @@ def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(
 ) -> None:
     rows: list[Row] = []
     monkeypatch.setattr(
-        "ebbflow.training.trainer.exchange", lambda gang, row: rows.append(row) or StepSync([row])
+        "ebbflow.training.engine.trainer.exchange",
+        lambda gang, row: rows.append(row) or StepSync([row]),
     )
     for cap in (None, 0.5):
         saver = Saver()

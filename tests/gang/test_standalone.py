@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import PROFILE, read_events
+from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.layout import check_job_name
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import PROFILE, read_events
-from ebbflow.infra.footprint import causal_lm_shape
-from ebbflow.infra.layout import check_job_name
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.training.attach.standalone import default_job_name
 from ebbflow.training.errors import DataError
-from ebbflow.training.standalone import default_job_name
 from tests.support.gangs import free_port, run_ranks
 from tests.support.tied_rank import STEP_DEADLINE_SECONDS
 from tests.support.warm import start_warm

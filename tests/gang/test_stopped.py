@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.process import StoppedProcesses, children
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.gang import end_stopped_tasks
 from ebbflow.flows.supervising import child as child_module
 from ebbflow.flows.supervising.child import FlowProcess
-from ebbflow.infra.process import StoppedProcesses, children
-from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.launch.node_runtime import LoopWatchdog
 from tests.support.flow import wait_until
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor, WorkloadContext
-from ebbflow.training.workloads.loader import prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
-from ebbflow.workloads.vision import ImageClassifier, SyncNorm, draw_confusion
+from ebbflow.training.workload_loader import prepare_data, workload_context
+from ebbflow.tryout.trial import try_workload
+from ebbflow.workloads.vision.vision import ImageClassifier, SyncNorm, draw_confusion
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 from tests.support.s3.fixture import FailingServer, failing_s3

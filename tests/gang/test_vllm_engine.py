@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ebbflow.infra.events import read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload
-from ebbflow.workloads.policy_rollouts import Rollouts, check_version, correct_importance
+from ebbflow.training.workload_loader import make_workload
+from ebbflow.workloads.policy.policy_rollouts import Rollouts, check_version, correct_importance
 from tests.gang.test_hugging_face import GPT2, TIED
 from tests.gang.test_policy_folders import config_of, make_folder, prepare, start
 from tests.support.alone import run_alone

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.infra.process import process_state
+from ebbflow.core.process import process_state
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HangLimits, Heartbeat, HeartbeatReading
 from ebbflow.training.launch.watch import RankWatch, resident_bytes

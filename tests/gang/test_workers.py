@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.keeper import Keeper, RemoteChild
-from ebbflow.infra.process import children, process_state
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.keeper import Keeper, RemoteChild
+from ebbflow.core.process import children, process_state
+from ebbflow.core.store import Store
 from ebbflow.training.launch import workers as workers_module
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
@@ -37,7 +37,7 @@ from tests.support.flow import wait_until
 # hears of its end.
 STUCK_CHILDREN = """
 import os, subprocess, sys, time
-from ebbflow.infra.process import tie_forked_children
+from ebbflow.core.process import tie_forked_children
 tie_forked_children()
 sleep = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 told = sys.argv[1]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ebbflow.infra.config.schema import (
+from ebbflow.core.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
@@ -28,14 +28,14 @@ from ebbflow.infra.config.schema import (
     SchedulerConfig,
     TrainingConfig,
 )
-from ebbflow.infra.events import read_events
-from ebbflow.infra.footprint import causal_lm_shape
-from ebbflow.infra.store import Store
+from ebbflow.core.events import read_events
+from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang
-from ebbflow.training.workloads.examine import examine, main
-from ebbflow.training.workloads.loader import prepare_data, workload_context
-from ebbflow.training.workloads.trial import Trial, try_evaluate, try_workload
+from ebbflow.training.workload_loader import prepare_data, workload_context
+from ebbflow.tryout.examine import examine, main
+from ebbflow.tryout.trial import Trial, try_evaluate, try_workload
 from tests.support.alone import run_alone
 from tests.support.workload_cases import Endless
 

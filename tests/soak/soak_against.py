@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.diagnose.against import Comparison, compare_jobs
-from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogLine, read_logs
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import Event, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.rank_logs import LogLine, read_logs
+from ebbflow.core.store import Store
+from ebbflow.diagnose.against import Comparison, compare_jobs
 from ebbflow.training.launch.agent import LocalGang
 from tests.support.gangs import endless_gang
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks.money.world import read_trace
-from ebbflow.infra.events import PLACED
+from ebbflow.core.events import PLACED
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account
 from tests.support.batch.prepared import paced_settings, remember_speeds, with_paced

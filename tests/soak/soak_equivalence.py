@@ -11,7 +11,7 @@ import json
 
 import pytest
 
-from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.core.footprint import causal_lm_shape
 from tests.support.curves import (
     BATCH_SIZE,
     GOLDEN,

@@ -19,12 +19,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ebbflow.cost.plan.throughput import memory_fit, micro_batch
-from ebbflow.training import parallel as spread
+from ebbflow.training.engine import parallel as spread
 from ebbflow.training.gang import Gang
 from ebbflow.training.weights.load import materialise
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload
-from ebbflow.training.workloads.trial import try_workload
+from ebbflow.training.workload_loader import make_workload
+from ebbflow.tryout.trial import try_workload
 from tests.support.gpu_configs import load_gpu_config, prepared_context
 
 _RANKS = 8
@@ -45,7 +45,7 @@ def test_the_plan_has_room_for_the_peak(
 ) -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-    monkeypatch.setattr("ebbflow.training.workloads.trial.LARGEST_TRIED_BYTES", 0)
+    monkeypatch.setattr("ebbflow.tryout.trial.LARGEST_TRIED_BYTES", 0)
     if name.endswith("ddp"):
         words = ["workload_options.adam_offload=false"]  # the tracker has one device
     else:

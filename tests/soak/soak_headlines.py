@@ -29,18 +29,18 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.diagnose.job import diagnose_job
-from ebbflow.infra.diagnose.judging import Diagnosis, diagnose_files
-from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.rank_logs import read_logs
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import Event, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.rank_logs import read_logs
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
+from ebbflow.diagnose.job import diagnose_job
+from ebbflow.diagnose.judging import Diagnosis, diagnose_files
 from ebbflow.training.errors import GangError
 from ebbflow.training.gang import Gang
-from ebbflow.training.workloads.loader import prepare_data, workload_context
+from ebbflow.training.workload_loader import prepare_data, workload_context
 from tests.support.gangs import endless_gang
 from tests.support.guard_jobs import Job
 from tests.support.headline import LASTING, SCRIPTS, SLOW_SECONDS, start_nodes

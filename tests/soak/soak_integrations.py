@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.examine import examine_script
-from ebbflow.training.workloads.loader import workload_context
+from ebbflow.training.workload_loader import workload_context
+from ebbflow.tryout.examine import examine_script
 from tests.gang.test_hugging_face import TIED, random_model, settings_for
 from tests.support import attached_scripts
 from tests.support.attached_scripts import (
@@ -107,7 +107,7 @@ def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Pa
     import numpy as np
     from PIL import Image
 
-    from ebbflow.workloads.readers import MosaicShards
+    from ebbflow.workloads.readers.readers import MosaicShards
 
     drawn = np.random.default_rng(0)
     columns = {

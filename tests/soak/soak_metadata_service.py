@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.preflight import PreflightContext
 from ebbflow.flows.metaflow_fixes import check_metadata
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.preflight import PreflightContext
 from tests.support.flow import FlowRun, FlowRunner
 from tests.support.metadata_service import MetadataService, metadata_service, seen_by_client
 

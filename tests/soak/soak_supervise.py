@@ -31,7 +31,7 @@ LAUNCHER_DIES_AT = 5
 # that the job is not done before the last interruption.
 STEPS = 250
 SECONDS_PER_STEP = 0.3
-_NEWEST = 10**6 - 1  # keys of commits count generations down from it (infra/layout.py)
+_NEWEST = 10**6 - 1  # keys of commits count generations down from it (core/layout.py)
 
 
 class Supervised(BatchRunner):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.events import STEP, read_events
-from ebbflow.infra.store import Store
+from ebbflow.core.events import STEP, read_events
+from ebbflow.core.store import Store
 from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import ROOT, FlowRunner, processes_with, wait_until
 from tests.support.tracker_files import (

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from tests.gang.test_hugging_face import settings_for
 from tests.gang.test_policy_folders import config_of as policy_of
 from tests.gang.test_policy_folders import make_folder

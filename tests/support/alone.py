@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import distributed
 
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.training.attach.standalone import release_job
 from ebbflow.training.gang import Gang
 from ebbflow.training.limits import LoopResult
-from ebbflow.training.standalone import release_job
 from ebbflow.training.worker import parse_arguments, run_rank, share_spec
 
 

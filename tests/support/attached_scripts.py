@@ -10,9 +10,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.layout import job_prefix, parse_commit_key
-from ebbflow.infra.store import Store
+from ebbflow.core.events import Event, read_events
+from ebbflow.core.layout import job_prefix, parse_commit_key
+from ebbflow.core.store import Store
 from tests.support.gangs import free_port
 from tests.support.warm import WarmProcess, start_warm
 

@@ -16,8 +16,8 @@ from benchmarks.money.virtual_batch import (
     queue,
     queues,
 )
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import RunConfig
 from tests.support.timelines import WALL
 
 __all__ = ["BOTH", "JobLog", "attempt", "batch_config", "placed_now", "planned", "queue", "queues"]

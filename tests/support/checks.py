@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config import RunConfig
+from ebbflow.core.preflight import CheckResult, PreflightContext, run_checks
 from ebbflow.flows.checks import all_checks
-from ebbflow.infra.config import RunConfig
-from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_CHECKS = all_checks()

@@ -10,8 +10,8 @@ from typing import Any
 
 from obstore.store import MemoryStore
 
-from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.layout import commit_key, data_key, generation_key, index_key
+from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.lineage import CommitRef, Generation
 from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, DataObject, Manifest
 from ebbflow.training.checkpoint.verified_io import seal, sha256_text

@@ -12,9 +12,9 @@ import sys
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.training.engine.parallel import Spread, spread_model
 from ebbflow.training.gang import Gang, connect, disconnect, leave
-from ebbflow.training.parallel import Spread, spread_model
 from tests.support.spread_rank import ModelOnly
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ebbflow.training.workload import Cursor, WorkloadContext
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
 
 CRASHES_AT_STEP = 5
 

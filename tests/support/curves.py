@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import (
+from ebbflow.core.config.schema import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
@@ -17,9 +17,9 @@ from ebbflow.infra.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import open_generation, reachable_commits
 from ebbflow.training.data import prepare_tokens
 from tests.support.gangs import run_ranks

@@ -20,23 +20,23 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.training.no_saver import NoSaver
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import StoreError
-from ebbflow.infra.footprint import SMALL_MODEL_BYTES
-from ebbflow.infra.store import Store
-from ebbflow.training.engine import train
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import StoreError
+from ebbflow.core.footprint import SMALL_MODEL_BYTES
+from ebbflow.core.store import Store
+from ebbflow.training.engine.guards.guards import Guards
+from ebbflow.training.engine.loop import train
+from ebbflow.training.engine.optimizer import make_optimizer
+from ebbflow.training.engine.parallel import spread_model
+from ebbflow.training.engine.trainer import Rehearsal, Trainer
 from ebbflow.training.gang import Gang, connect, disconnect, leave, time_waits
-from ebbflow.training.guards.guards import Guards
 from ebbflow.training.limits import Limits, Position
-from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import spread_model
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule, prior_hazard
-from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.workload import Cursor, Loss
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
-from ebbflow.training.workloads.loader import workload_context
+from ebbflow.training.workload_loader import workload_context
+from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
 
 
 class ScenarioWorkload(TextWorkload):

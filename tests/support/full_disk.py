@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     Checkpointer,
     RetentionPolicy,

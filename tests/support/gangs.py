@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.program import python_path
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.program import python_path
+from ebbflow.core.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.messages import GangSpec
 from tests.support.warm import WarmProcess, start_warm

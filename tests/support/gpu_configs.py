@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.training.gang import Gang
-from ebbflow.training.workloads.loader import prepare_data, workload_context
+from ebbflow.training.workload_loader import prepare_data, workload_context
 from tests.gang.test_hugging_face import TIED, random_model
 
 # Llama 2 7B, and a model of 0.5 billion parameters as Qwen2.5's; vocabularies rounded.

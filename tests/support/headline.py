@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ebbflow.infra.program import python_path
+from ebbflow.core.program import python_path
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.workload import Cursor
-from ebbflow.workloads.datasets import DatasetWorkload
+from ebbflow.workloads.readers.datasets import DatasetWorkload
 from tests.support.guard_jobs import Branching, OneSided
 from tests.support.workload_cases import Points, Sound
 

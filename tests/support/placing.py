@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, choose_placement
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.prices.reservations import Reservation
 from ebbflow.infra.batch.queues import QueueState
-from ebbflow.infra.config.schema import RunConfig
 from tests.support.capacity import queue, queues
 from tests.support.pools import make_config, on_demand_pool, spot_pool, template_plan
 from tests.support.timelines import WALL

@@ -10,9 +10,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.pods import apply_to_pod, set_grace_period
-from ebbflow.infra.config.schema import RunConfig
 
 
 def command_options(

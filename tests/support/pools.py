@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate
-from ebbflow.infra.config.schema import RunConfig
 from tests.support.capacity import batch_config, planned
 from tests.support.timelines import WALL
 

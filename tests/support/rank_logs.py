@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbflow.infra.rank_logs import read_logs
+from ebbflow.core.rank_logs import read_logs
 from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.logs import RankLog
 

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ebbflow.infra.config.schema import ModelConfig, ParallelConfig, RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import ModelConfig, ParallelConfig, RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import Checkpointer, Generation, open_generation
+from ebbflow.training.engine.optimizer import make_optimizer
+from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.gang import Gang
-from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import spread_model
 from tests.support.spread_rank import ModelOnly
 
 RANKS = 8

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.save_plan import assign_shards
+from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.gang import Gang, leave
-from ebbflow.training.parallel import spread_model
 from tests.support.spread_rank import ModelOnly
 
 

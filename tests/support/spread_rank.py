@@ -9,11 +9,11 @@ import sys
 import torch
 from torch import nn
 
-from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
+from ebbflow.core.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
+from ebbflow.training.engine.parallel import make_mesh, spread_model
 from ebbflow.training.gang import connect, disconnect, leave
-from ebbflow.training.parallel import make_mesh, spread_model
 from ebbflow.training.weights.load import weights_sha256
-from ebbflow.training.workloads.language_model import CausalLM
+from ebbflow.workloads.language.language_model import CausalLM
 
 ARRANGEMENTS = {
     "ddp": {"parallel": ParallelConfig(mode="ddp")},

@@ -120,7 +120,7 @@ def cache_factory(*_: Any, **__: Any) -> Any:
 
 
 def main(folder: Path, parent_pid: int) -> None:
-    from ebbflow.infra.process import die_with_parent
+    from ebbflow.core.process import die_with_parent
 
     die_with_parent(parent_pid)
     import eventlet

@@ -11,14 +11,14 @@ import sys
 
 import torch
 
-from ebbflow.infra.config.schema import ParallelConfig, RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import ParallelConfig, RunConfig
+from ebbflow.core.store import Store
+from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.gang import connect, disconnect, leave
-from ebbflow.training.parallel import spread_model
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.worker import parse_arguments, share_spec
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload, workload_context
+from ebbflow.training.workload_loader import make_workload, workload_context
 
 STEP_DEADLINE_SECONDS = 5.0
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ebbflow.cost.ledger.timeline import NodeTime
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import (
     COMMIT,
     GENERATION_ENDED,
     GENERATION_STARTED,
@@ -21,7 +20,8 @@ from ebbflow.infra.events import (
     EndReason,
     Event,
 )
-from ebbflow.infra.layout import commit_key
+from ebbflow.core.layout import commit_key
+from ebbflow.cost.ledger.timeline import NodeTime
 
 # The wall clock of the machines runs apart from their monotonic one, as on real machines.
 WALL = 1_800_000_000.0

@@ -17,7 +17,7 @@ from benchmarks.chaos.places.mounts import own_mounts
 
 _LISTEN = """
 import socket
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 die_with_parent()
 server = socket.create_server(("", 0))
 print(socket.gethostname(), server.getsockname()[1], flush=True)
@@ -27,7 +27,7 @@ while data := peer.recv(100):
 """
 _CALL = """
 import socket, sys
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 die_with_parent()
 peer = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60)
 for line in sys.stdin:

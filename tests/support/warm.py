@@ -23,15 +23,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 _ROOT = Path(__file__).resolve().parents[2]
 _IMPORTED = (
     "numpy.random",
     "torch.distributed.elastic.multiprocessing.errors",
     "ebbflow.training.worker",
-    "ebbflow.training.workloads.language_model",
-    "ebbflow.training.attach",
+    "ebbflow.workloads.language.language_model",
+    "ebbflow.training.attach.attach",
     "torch.distributed.fsdp",
 )
 

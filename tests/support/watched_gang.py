@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.launch.blame import Culprit, blame, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HangLimits

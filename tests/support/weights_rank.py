@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ebbflow.infra.config.schema import ParallelConfig, RunConfig
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.config.schema import ParallelConfig, RunConfig
+from ebbflow.core.process import die_with_parent
+from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.gang import connect, disconnect, leave
-from ebbflow.training.parallel import spread_model
 from ebbflow.training.weights.load import load_weights, weights_sha256
 from tests.support.spread_rank import ModelOnly
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import COMMIT, CONFIGURED, STEP, Event, Origin
+from ebbflow.core.layout import KnownJob, job_prefix, log_key
+from ebbflow.core.rank_logs import LogLine
+from ebbflow.core.store import Store
+from ebbflow.diagnose.against import compare_jobs
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.diagnose.against import compare_jobs
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import COMMIT, CONFIGURED, STEP, Event, Origin
-from ebbflow.infra.layout import KnownJob, job_prefix, log_key
-from ebbflow.infra.rank_logs import LogLine
-from ebbflow.infra.store import Store
 from tests.support.timelines import event
 
 

@@ -36,7 +36,7 @@ def imports(path: Path, *, module_level: bool = False) -> set[str]:
     """Rooms and top-level packages that a file imports. module_level: only what importing it
     imports.
 
-    `from ebbflow.infra.store import Store` counts as "infra".
+    `from ebbflow.core.store import Store` counts as "infra".
     """
     tree = ast.parse(path.read_text())
     if module_level:
@@ -142,7 +142,7 @@ def _imported_modules(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def test_our_code_is_imported_by_its_full_name() -> None:
-    """`import infra.events` beside `import ebbflow.infra.events` would make two modules with two
+    """`import infra.events` beside `import ebbflow.core.events` would make two modules with two
     classes `Event`.
     """
     broken = []

@@ -19,11 +19,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ebbflow.doctor import compare, explain, find_deciding, find_passing, find_unlike
-from ebbflow.script_copy import copy_folder
-from ebbflow.script_tracer import Tracer, TrainedWeights
-from ebbflow.training.attached_guards import describe_promise
-from ebbflow.training.attached_state import (
+from ebbflow.training.attach.guards import describe_promise
+from ebbflow.training.attach.state import (
     BatchSource,
     StrayReads,
     find_enumerate,
@@ -34,6 +31,9 @@ from ebbflow.training.attached_state import (
     split_state,
 )
 from ebbflow.training.errors import AttachError
+from ebbflow.tryout.doctor import compare, explain, find_deciding, find_passing, find_unlike
+from ebbflow.tryout.script_copy import copy_folder
+from ebbflow.tryout.script_tracer import Tracer, TrainedWeights
 from tests.support.attached_scripts import ROOT
 
 
@@ -422,7 +422,7 @@ def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) ->
     ).read_text() == "shared"
 
     code = (
-        "import os, torch, pathlib; from ebbflow.script_tracer import Tracer; folder = "
+        "import os, torch, pathlib; from ebbflow.tryout.script_tracer import Tracer; folder = "
         "pathlib.Path.cwd()\n"
     )
     code += (

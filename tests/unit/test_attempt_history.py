@@ -7,6 +7,15 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    GENERATION_ENDED,
+    NODE_STARTED,
+    NOTICE,
+    PLACED,
+    Event,
+)
 from ebbflow.cost.capacity import (
     AttemptHistory,
     PastAttempt,
@@ -24,15 +33,6 @@ from ebbflow.cost.capacity.placement import (
     find_offers,
 )
 from ebbflow.infra.batch.jobs import CAUSES, BatchAttempt
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    BATCH_SUBMITTED,
-    GENERATION_ENDED,
-    NODE_STARTED,
-    NOTICE,
-    PLACED,
-    Event,
-)
 from tests.support.capacity import queues
 from tests.support.placing import in_region, placement
 from tests.support.pools import spot_pool

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.cost.bill import BillLine, RepeatFilter, normalise_tag, read_bill
 from ebbflow.cost.errors import BillError
+from ebbflow.cost.finance.bill import BillLine, RepeatFilter, normalise_tag, read_bill
 from tests.support.records import is_frozen, takes_names_only
 
 START = datetime(2026, 11, 20, 10, tzinfo=UTC).timestamp()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.cost.bill import BillLine
-from ebbflow.cost.bill_matching import (
+from ebbflow.cost.finance.bill import BillLine
+from ebbflow.cost.finance.bill_matching import (
     BilledHour,
     BilledInstance,
     HourMatch,

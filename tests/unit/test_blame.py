@@ -90,7 +90,7 @@ def test_the_culprit(name: str) -> None:
 
 
 USER = "user/loss.py:9 in log"
-ENGINE = "training/engine.py:73 in forward_backward"
+ENGINE = "training/engine/loop.py:73 in forward_backward"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,9 @@ def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_
         assert (culprit.rank, culprit.kind, culprit.certainty) == (guilty, kind, certainty), culprit
         lone = LoneCall()
         assert not lone.lasts(order, 100.0) and lone.lasts(order, 106.0) == (not guilty)
-        moved = [replace(one, where="training/engine.py:74 in forward_backward") for one in order]
+        moved = [
+            replace(one, where="training/engine/loop.py:74 in forward_backward") for one in order
+        ]
         assert not lone.lasts(moved, 112.0) and not lone.lasts(order, 113.0), (
             "in a backward pass, healthy ranks wait"
         )
@@ -153,7 +155,7 @@ def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
 def test_in_a_first_step_the_rank_outside_the_training_loop_is_at_fault(guilty: int) -> None:
     places = {
         guilty: "user/save.py:7 in save",
-        1 - guilty: "training/engine.py:102 in forward_backward",
+        1 - guilty: "training/engine/loop.py:102 in forward_backward",
     }
     called = {guilty: "barrier []", 1 - guilty: "all_reduce [[10]]"}
     evidence = [
@@ -204,7 +206,7 @@ def test_echoes_are_given_time_for_their_cause() -> None:
 def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_saw_other_sizes() -> (
     None
 ):
-    places = [{"where": "training/engine.py:9 in a"}, {"where": "user/loss.py:9 in log"}]
+    places = [{"where": "training/engine/loop.py:9 in a"}, {"where": "user/loss.py:9 in log"}]
     broken = [
         failed(rank, message=LOST, cascade=True, **place) for rank, place in enumerate(places)
     ]

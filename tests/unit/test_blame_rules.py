@@ -30,7 +30,7 @@ ALIKE = "all ranks wait alike"
 NONE_STANDS_OUT = "no rank stands out"
 
 SYNC = "training/step_sync.py:155 in exchange"
-ENGINE = "training/engine.py:73 in forward_backward"
+ENGINE = "training/engine/loop.py:73 in forward_backward"
 USER = "user/loss.py:9 in log"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
 HABIT = calls(*"gggggggggg")  # its last call has followed the one before it already

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ebbflow.infra.bundle import LARGEST_BYTES, BundleFile, pack, redact, secret_values
-from ebbflow.infra.layout import KnownJob, generation_key, log_key
-from ebbflow.infra.rank_logs import LogLine
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import KnownJob, generation_key, log_key
+from ebbflow.core.rank_logs import LogLine
+from ebbflow.core.store import Store
+from ebbflow.diagnose.bundle import LARGEST_BYTES, BundleFile, pack, redact, secret_values
 
 _RANDOM = random.Random(7)
 

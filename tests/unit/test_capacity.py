@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from ebbflow.core.config.schema import QueueConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from ebbflow.cost.capacity import Placement, choose_placement, read_attempts, with_placement
 from ebbflow.cost.capacity.placement import find_offers
 from ebbflow.cost.catalogue import load_catalogue
@@ -16,9 +19,6 @@ from ebbflow.cost.errors import PlacementError
 from ebbflow.infra.batch import ComputeEnvironment, limit_to_queue_region
 from ebbflow.infra.batch.jobs import Cause
 from ebbflow.infra.batch.queues import declaration_conflict
-from ebbflow.infra.config.schema import QueueConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
 from tests.support.timelines import WALL, event
 

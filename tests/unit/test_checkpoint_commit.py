@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow.infra.layout import commit_prefix, index_key
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import commit_prefix, index_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,

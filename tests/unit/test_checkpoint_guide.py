@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.commands import main as checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.errors import StoreError, StoreUnavailable
-from ebbflow.infra.layout import generation_key, permit_key, quarantine_key, tombstone_key
-from ebbflow.infra.signing_key import NAME_VARIABLE
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.errors import StoreError, StoreUnavailable
+from ebbflow.core.layout import generation_key, permit_key, quarantine_key, tombstone_key
+from ebbflow.core.signing_key import NAME_VARIABLE
+from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     FROM_SCRATCH,

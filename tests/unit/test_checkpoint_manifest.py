@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbflow.infra.layout import commit_key, data_key
+from ebbflow.core.layout import commit_key, data_key
 from ebbflow.training.checkpoint.manifest import (
     CheckpointId,
     DataObject,

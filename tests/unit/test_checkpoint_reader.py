@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebbflow
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreForbidden,
@@ -35,9 +35,9 @@ from ebbflow.infra.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from ebbflow.infra.layout import commit_key, data_key, index_key, index_prefix
-from ebbflow.infra.ranges import read_blocks
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import commit_key, data_key, index_key, index_prefix
+from ebbflow.core.store import Store
+from ebbflow.core.store.ranges import read_blocks
 from ebbflow.training.checkpoint import Checkpointer, CommitReader, open_generation
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import (

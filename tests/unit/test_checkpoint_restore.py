@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreForbidden,
     StoreTimeout,
     StoreUnavailable,
 )
-from ebbflow.infra.layout import commit_key, data_key, index_key, quarantine_key
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import commit_key, data_key, index_key, quarantine_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import CommitRef, Generation, reachable_commits
 from ebbflow.training.checkpoint.manifest import (
     CheckpointId,

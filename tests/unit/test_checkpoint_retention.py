@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.config.schema import CheckpointConfig
-from ebbflow.infra.errors import StoreError, StoreForbidden, StoreFull
-from ebbflow.infra.layout import (
+from ebbflow.core.config.schema import CheckpointConfig
+from ebbflow.core.errors import StoreError, StoreForbidden, StoreFull
+from ebbflow.core.layout import (
     TOMBSTONE_TAGS,
     data_key,
     data_prefix,
@@ -30,8 +30,8 @@ from ebbflow.infra.layout import (
     tombstone_key,
     verified_key,
 )
-from ebbflow.infra.signing_key import NAME_VARIABLE
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.signing_key import NAME_VARIABLE
+from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.lineage import (
     CommitRef,
     Generation,
@@ -51,8 +51,8 @@ from ebbflow.training.checkpoint.retention import (
 )
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import seal, unseal
+from ebbflow.training.engine.trainer_setup import retention_policy
 from ebbflow.training.errors import DamagedLineage, GenerationSuperseded
-from ebbflow.training.trainer_setup import retention_policy
 from tests.support.commits import RecordingStore, put_generation, put_manifest, put_whole_commit
 
 DAY = 86_400.0

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
-from ebbflow.infra.layout import (
+from ebbflow.core.errors import ObjectNotFound, StoreUnavailable
+from ebbflow.core.layout import (
     commit_key,
     commit_prefix,
     data_key,
@@ -23,8 +23,8 @@ from ebbflow.infra.layout import (
     parse_commit_key,
     signature_key,
 )
-from ebbflow.infra.signing_key import NAME_VARIABLE
-from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.core.signing_key import NAME_VARIABLE
+from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.commit import (
     CommitAttempt,
     CommitWatch,

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config, violations
+from ebbflow.core.config import ConfigError, LoadedConfig, RunConfig, load_config, violations
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "ebbflow/configs" / "laptop.yaml"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config import ConfigError, LoadedConfig, load_config
+from ebbflow.core.config.schema import RunConfig
 
 QUEUES = """
 batch:

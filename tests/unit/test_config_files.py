@@ -13,10 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
+from ebbflow.core.config import ConfigError, load_config
+from ebbflow.core.config.json_schema import json_schema, schema_text
+from ebbflow.core.footprint import causal_lm_shape
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.infra.config import ConfigError, load_config
-from ebbflow.infra.config.json_schema import json_schema, schema_text
-from ebbflow.infra.footprint import causal_lm_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "ebbflow/configs").glob("*.yaml"))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config
-from ebbflow.infra.config.load import render_sources, value_text, values_with_sources
+from ebbflow.core.config import ConfigError, LoadedConfig, RunConfig, load_config
+from ebbflow.core.config.load import render_sources, value_text, values_with_sources
 
 
 def load(folder: Path, text: str | bytes, *overrides: str, **environment: str) -> LoadedConfig:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
-from ebbflow.infra.errors import Outcome
+from ebbflow.core.config import ConfigError, LoadedConfig, load_config
+from ebbflow.core.errors import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ebbflow.infra.config import RunConfig, violations
-from ebbflow.infra.config.name_rules import zone_prefix
-from ebbflow.infra.config.rule_base import Violation
+from ebbflow.core.config import RunConfig, violations
+from ebbflow.core.config.name_rules import zone_prefix
+from ebbflow.core.config.rule_base import Violation
 
 
 def broken(text: str) -> list[Violation]:

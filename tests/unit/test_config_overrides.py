@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
+from ebbflow.core.config import ConfigError, LoadedConfig, load_config
 
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedConfig:

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.config import RunConfig, violations
-from ebbflow.infra.config.rule_base import (
+from ebbflow.core.config import RunConfig, violations
+from ebbflow.core.config.rule_base import (
     Violation,
     count_ranks,
     division,
@@ -23,8 +23,8 @@ from ebbflow.infra.config.rule_base import (
     suggest_values,
     value_of,
 )
-from ebbflow.infra.config.schema import DdpConfig, ModelConfig
-from ebbflow.infra.config.shape_rules import Derived
+from ebbflow.core.config.schema import DdpConfig, ModelConfig
+from ebbflow.core.config.shape_rules import Derived
 
 BATCH_KEYS = (
     "training.batch_size training.gradient_accumulation_steps cluster.nodes "

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config import ConfigError, LoadedConfig, RunConfig, load_config
+from ebbflow.core.config.load import render_sources, values_with_sources
+from ebbflow.core.events import CONFIGURED
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config
-from ebbflow.infra.config.load import render_sources, values_with_sources
-from ebbflow.infra.events import CONFIGURED
 from tests.support.timelines import event
 
 ROOT = Path(__file__).resolve().parents[2]

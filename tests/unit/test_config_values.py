@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel, Field
 from ruamel.yaml.nodes import MappingNode, SequenceNode
 
-from ebbflow.infra.config import ConfigError
-from ebbflow.infra.config.rule_base import Rule, Violation
-from ebbflow.infra.config.yaml_values import (
+from ebbflow.core.config import ConfigError
+from ebbflow.core.config.rule_base import Rule, Violation
+from ebbflow.core.config.yaml_values import (
     Expected,
     MismatchError,
     SourceText,

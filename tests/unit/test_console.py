@@ -16,14 +16,10 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.report.render_text import describe_rehearsal, render_closing
-from ebbflow.cost.report.report import build_report
-from ebbflow.flows import job as flows_job
-from ebbflow.flows.console import RunView, _Lines, describe_flags, open_view
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
     FAULT_DETECTED,
     GENERATION_ENDED,
     GENERATION_STARTED,
@@ -33,8 +29,12 @@ from ebbflow.infra.events import (
     Event,
     Origin,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
+from ebbflow.cost.report.render_text import describe_rehearsal, render_closing
+from ebbflow.cost.report.report import build_report
+from ebbflow.flows import job as flows_job
+from ebbflow.observe.console import RunView, _Lines, describe_flags, open_view
 from tests.support.console_log import log_of_a_run
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
@@ -242,13 +242,13 @@ def test_the_help_of_run_names_the_flags_that_metaflow_does_not_know() -> None:
 
 _ON_A_TERMINAL = """
 import sys, time
-from ebbflow.infra.program import print_on_any_terminal
+from ebbflow.core.program import print_on_any_terminal
 print_on_any_terminal()
-from ebbflow.flows.console import RunView, is_terminal
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.observe.console import RunView, is_terminal
+from ebbflow.core.config.schema import RunConfig
 from tests.support.console_log import log_of_a_run, PROGRESS
-from ebbflow.infra.process import ignore_lost_readers
-from ebbflow.infra.untrusted_text import guard_terminal
+from ebbflow.core.process import ignore_lost_readers
+from ebbflow.core.untrusted_text import guard_terminal
 ignore_lost_readers()
 guard_terminal(keep_colours=True)
 assert is_terminal()
@@ -319,12 +319,12 @@ def test_a_terminal_without_colours_and_one_that_knows_only_ascii(tmp_path: Path
 
 def test_in_an_ascii_locale_metaflow_starts_and_the_output_is_readable_ascii() -> None:
     script = (
-        "from ebbflow.infra.program import begin_program; begin_program(); import locale, "
+        "from ebbflow.core.program import begin_program; begin_program(); import locale, "
         "subprocess, sys; "
     )
     script += "print(locale.getpreferredencoding(), open('/dev/null').encoding, flush=True); "
     script += "subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    child = "from ebbflow.infra.program import begin_program; begin_program(); print('› ✓')"
+    child = "from ebbflow.core.program import begin_program; begin_program(); print('› ✓')"
     own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
     variables = {
         name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"

@@ -22,14 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ebbflow.infra.config.schema import DataConfig, RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import DataConfig, RunConfig
+from ebbflow.core.store import Store
 from ebbflow.training.data import SampleOrder, open_tokens, prepare_tokens
 from ebbflow.training.data.build import SourceFile, find_files, is_held_out, open_source
 from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
-from ebbflow.training.workloads.language_model import TextWorkload
+from ebbflow.workloads.language.language_model import TextWorkload
 from tests.support.flow import wait_until
 from tests.support.s3.fixture import FailingServer, failing_s3
 

@@ -18,12 +18,18 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
-from ebbflow.workloads.datasets import SampleLoader
-from ebbflow.workloads.readers import ImageFolder, MosaicShards, ParquetRows, TarShards, find_files
-from ebbflow.workloads.rows import find_rows, read_rows
+from ebbflow.workloads.readers.datasets import SampleLoader
+from ebbflow.workloads.readers.readers import (
+    ImageFolder,
+    MosaicShards,
+    ParquetRows,
+    TarShards,
+    find_files,
+)
+from ebbflow.workloads.readers.rows import find_rows, read_rows
 from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]  # a fixture

@@ -14,15 +14,15 @@ import yaml
 from benchmarks.diagnosis import diagnose_lines, evaluate
 from benchmarks.diagnosis_words import fit, measure, read_messages, read_sources, render
 from ebbflow.command import COMMANDS
+from ebbflow.core.errors import _SYMPTOMS
+from ebbflow.core.events import GUARD, NOTICE, STEP
+from ebbflow.diagnose import command
+from ebbflow.diagnose.job import diagnose_job
+from ebbflow.diagnose.judging import diagnose_files
+from ebbflow.diagnose.matching import load_matcher
+from ebbflow.diagnose.reading import LogText, rank_of, rank_of_path, time_of
+from ebbflow.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.diagnose import command
-from ebbflow.infra.diagnose.job import diagnose_job
-from ebbflow.infra.diagnose.judging import diagnose_files
-from ebbflow.infra.diagnose.matching import load_matcher
-from ebbflow.infra.diagnose.reading import LogText, rank_of, rank_of_path, time_of
-from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
-from ebbflow.infra.errors import _SYMPTOMS
-from ebbflow.infra.events import GUARD, NOTICE, STEP
 from tests.support.injected import INJECTIONS, inject
 from tests.support.timelines import GangLog, event
 

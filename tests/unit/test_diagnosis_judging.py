@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.diagnose.judging import Diagnosis, diagnose_files, judge, shorten
-from ebbflow.infra.diagnose.matching import Seen
-from ebbflow.infra.diagnose.reading import FileScan, LogText
-from ebbflow.infra.diagnose.rules import SymptomRule
-from ebbflow.infra.diagnose.series import Series
-from ebbflow.infra.diagnose.vocabulary import confidence_of, guess_family
+from ebbflow.diagnose.judging import Diagnosis, diagnose_files, judge, shorten
+from ebbflow.diagnose.matching import Seen
+from ebbflow.diagnose.reading import FileScan, LogText
+from ebbflow.diagnose.rules import SymptomRule
+from ebbflow.diagnose.series import Series
+from ebbflow.diagnose.vocabulary import confidence_of, guess_family
 
 
 def make_rule(identifier: str = "R1", kind: str = "cause", **fields: Any) -> SymptomRule:

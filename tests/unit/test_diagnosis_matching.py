@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.diagnose.matching import (
+from ebbflow.diagnose.matching import (
     Matcher,
     Pattern,
     Seen,
     choose_triggers,
     required_literals,
 )
-from ebbflow.infra.diagnose.reading import LogText
-from ebbflow.infra.diagnose.rules import SymptomRule, load_rules
+from ebbflow.diagnose.reading import LogText
+from ebbflow.diagnose.rules import SymptomRule, load_rules
 
 
 def make_rule(identifier: str, *look: str, **fields: Any) -> SymptomRule:

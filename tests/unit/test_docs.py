@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import LedgerClass
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import LedgerClass
 from ebbflow.training.rehearse import KINDS
 
 ROOT = Path(__file__).resolve()

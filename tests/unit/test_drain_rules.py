@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.infra import notices
-from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.notices import Notice, NoticeSource, rehearse_notice
 from ebbflow.training.launch import messages, preemption
 from ebbflow.training.launch.evidence import WorkerFailure

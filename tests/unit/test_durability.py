@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.errors import StoreError
-from ebbflow.infra.layout import data_key, index_key
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import open_sink
-from ebbflow.infra.signing_key import NAME_VARIABLE
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import StoreError
+from ebbflow.core.layout import data_key, index_key
+from ebbflow.core.signing_key import NAME_VARIABLE
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import open_sink
 from ebbflow.training.checkpoint.verified_io import put_verified
 from tests.support.durability import (
     LOG_VARIABLE,
@@ -128,7 +128,7 @@ def test_a_put_whose_sync_fails_is_no_success_though_its_bytes_can_be_read(
 
 PUTS = """
 import os, sys
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 exec(sys.argv[2])
 store = Store.open(sys.argv[1])
 store.put("a/object", b"content")

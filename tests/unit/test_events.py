@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ebbflow.infra.events
+import ebbflow.core.events
+from ebbflow.core.errors import Outcome, StoreError, StoreTimeout
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import EndReason, Event, Origin, read_events, read_log
+from ebbflow.core.layout import event_key
+from ebbflow.core.segments import Damage, seal_segment
+from ebbflow.core.store import Store
 from ebbflow.cost.__main__ import main as cost_main
 from ebbflow.cost.jobs import read_job_log
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.errors import Outcome, StoreError, StoreTimeout
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import EndReason, Event, Origin, read_events, read_log
-from ebbflow.infra.layout import event_key
-from ebbflow.infra.segments import Damage, seal_segment
-from ebbflow.infra.store import Store
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog
 from tests.support.timelines import event as made_event
@@ -622,10 +622,10 @@ def test_a_number_that_an_early_log_wrote_as_nan_is_read_as_null(tmp_path: Path)
 def test_the_types_of_every_event_are_declared() -> None:
     ours = {
         value
-        for name, value in vars(ebbflow.infra.events).items()
+        for name, value in vars(ebbflow.core.events).items()
         if name.isupper() and isinstance(value, str)
     }
-    assert ours == set(ebbflow.infra.events._DATA)
+    assert ours == set(ebbflow.core.events._DATA)
 
 
 def test_a_segment_with_a_huge_number_costs_no_million_requests(

@@ -7,6 +7,22 @@ from dataclasses import asdict, replace
 import pytest
 
 from benchmarks.training.published import RUNS, compare, summarise
+from ebbflow.core.config.schema import (
+    FsdpConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from ebbflow.core.footprint import (
+    SMALL_MODEL_BYTES,
+    HostGang,
+    ModelShape,
+    causal_lm_shape,
+    commit_bytes,
+    gpu_host_bytes,
+    host_memory_bytes,
+)
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.throughput import (
@@ -21,22 +37,6 @@ from ebbflow.cost.plan.throughput import (
     memory_fit,
     micro_batch,
     why_host_too_small,
-)
-from ebbflow.infra.config.schema import (
-    FsdpConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
-from ebbflow.infra.footprint import (
-    SMALL_MODEL_BYTES,
-    HostGang,
-    ModelShape,
-    causal_lm_shape,
-    commit_bytes,
-    gpu_host_bytes,
-    host_memory_bytes,
 )
 
 SHAPE = ModelShape(

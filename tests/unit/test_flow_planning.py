@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from metaflow import FlowSpec, batch, kubernetes, step
 
+from ebbflow.core.config.schema import CostConfig, RunConfig
+from ebbflow.core.errors import Outcome, StoreUnavailable
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
+from ebbflow.core.store import Store
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.flows import reporting, steps
 from ebbflow.flows.job import Job
-from ebbflow.infra.config.schema import CostConfig, RunConfig
-from ebbflow.infra.errors import Outcome, StoreUnavailable
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
-from ebbflow.infra.store import Store
 from tests.support.batch.fixture import local_batch
 from tests.support.capacity import batch_config
 from tests.support.timelines import WALL

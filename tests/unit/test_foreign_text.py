@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import OUTCOME, Origin
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogLine, escape_controls
-from ebbflow.infra.store import Store
-from ebbflow.infra.untrusted_text import GuardedStream, one_line, printable
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import OUTCOME, Origin
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.rank_logs import LogLine, escape_controls
+from ebbflow.core.store import Store
+from ebbflow.core.untrusted_text import GuardedStream, one_line, printable
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.logs import TerminalEcho, show_failed_logs
 from tests.support.rank_logs import beat, rank_log, write
@@ -117,7 +117,7 @@ DOORS = {
     "supervise": ["flows/supervise.py", f"{HOSTILE}.yaml"],
     "an exception that is not caught": [
         "-c",
-        "import sys\nfrom ebbflow.infra.untrusted_text import guard_terminal\n"
+        "import sys\nfrom ebbflow.core.untrusted_text import guard_terminal\n"
         "guard_terminal()\nraise OSError(sys.argv[1])",
         HOSTILE + "\udcff",
     ],

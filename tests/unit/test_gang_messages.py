@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.events import EndReason
-from ebbflow.infra.terms import Fallback, Terms
+from ebbflow.core.events import EndReason
+from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training.launch import messages
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.messages import (
@@ -341,7 +341,7 @@ def test_a_node_that_is_left_out_ends_while_the_others_go_on(
 # A rule of `diagnose` calls it incurable
 DEADLOCK = "Expected to have finished reduction in the prior iteration"
 USER = "user/loss.py:9 in log"
-ENGINE = "training/engine.py:73 in forward_backward"
+ENGINE = "training/engine/loop.py:73 in forward_backward"
 
 
 def lost_peer(rank: int, **known: Any) -> WorkerFailure:

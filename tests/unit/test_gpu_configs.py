@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.footprint import HostGang, gpu_host_bytes
+from ebbflow.core.preflight import PreflightContext
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.cost.plan.throughput import memory_fit
-from ebbflow.infra.footprint import HostGang, gpu_host_bytes
-from ebbflow.infra.preflight import PreflightContext
-from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.checks import check_workload
-from ebbflow.training.workloads.trial import try_workload
+from ebbflow.tryout.trial import try_workload
 from ebbflow.workloads import PolicyOptimization
 from tests.support.gpu_configs import load_gpu_config, prepared_context
 
 _GIB = 2**30
-_TRIED = "ebbflow.training.workloads.trial.LARGEST_TRIED_BYTES"
+_TRIED = "ebbflow.tryout.trial.LARGEST_TRIED_BYTES"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration
 from ebbflow.training.launch.gpus import (

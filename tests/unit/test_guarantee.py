@@ -16,15 +16,15 @@ import pytest
 from benchmarks.money.adversary import adversarial_job
 from benchmarks.money.commands import main
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import GENERATION_STARTED, PLAN
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Fallback, Terms
 from ebbflow.cost.capacity import choose_placement, read_attempts
 from ebbflow.cost.plan.candidates import JobProgress, read_progress
 from ebbflow.cost.plan.live_forecast import ZONE_SPELLS, simulate_live
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import GENERATION_STARTED, PLAN
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Fallback, Terms
 from ebbflow.training.launch.messages import end_if_unaffordable
 from ebbflow.training.limits import Limits, Stop
 from tests.support.capacity import JobLog, batch_config, placed_now, planned, queue, queues

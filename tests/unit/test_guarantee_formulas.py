@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.cost.plan.candidates import MISSES_DEADLINE, NO_QUEUE, OVER_BUDGET
 from ebbflow.cost.plan.guarantee import (
     DECIDE_HOURS,
@@ -28,8 +30,6 @@ from ebbflow.cost.plan.guarantee import (
 )
 from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.cost.prices.reservations import Reservation
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
 from tests.support.pools import changed_pool, make_config, on_demand_pool, spot_pool
 
 # Of `spot_pool` and `on_demand_pool`, by hand: D = 1/2, s = 1/8, I = 1 + 1/16 h; d = 1/4 h on Spot,

@@ -17,12 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import GUARD, GuardAction
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import GUARD, GuardAction
+from ebbflow.core.store import Store
 from ebbflow.training import errors
-from ebbflow.training.gang import Gang
-from ebbflow.training.guards.guards import (
+from ebbflow.training.engine.guards.guards import (
     Action,
     Guards,
     Judgement,
@@ -31,7 +30,8 @@ from ebbflow.training.guards.guards import (
     make_guards,
     weights_checksum,
 )
-from ebbflow.training.guards.overrides import Overrides, read_overrides
+from ebbflow.training.engine.guards.overrides import Overrides, read_overrides
+from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.step_sync import Row, StepSync

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.training.errors import BatchCannotBeSplit
-from ebbflow.training.gang import Gang
-from ebbflow.training.guards.memory import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.training.engine.guards.memory import (
     MemoryGrowthMonitor,
     fitting_accumulation,
     is_out_of_memory,
@@ -23,6 +21,8 @@ from ebbflow.training.guards.memory import (
     more_micro_batches,
     try_micro_batch,
 )
+from ebbflow.training.errors import BatchCannotBeSplit
+from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Loss
 from tests.support.rank_threads import call_on_ranks
 

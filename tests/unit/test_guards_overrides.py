@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.layout import commit_key
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import commit_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import open_generation
 from ebbflow.training.checkpoint.lineage import NO_PARENT
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
-from ebbflow.training.errors import CorruptOverride
-from ebbflow.training.guards.overrides import (
+from ebbflow.training.engine.guards.overrides import (
     Overrides,
     read_overrides,
     record_rewind,
     record_split,
     rewind_parent,
 )
+from ebbflow.training.errors import CorruptOverride
 
 NONE = Overrides(gradient_accumulation_steps=None, first_sample=0, rewinds=0)
 

@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ebbflow.infra import process
-from ebbflow.infra.config.schema import GuardsConfig
-from ebbflow.infra.layout import commit_key
-from ebbflow.infra.store import Store
+from ebbflow.core import process
+from ebbflow.core.config.schema import GuardsConfig
+from ebbflow.core.layout import commit_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     FROM_SCRATCH,
     open_generation,
@@ -34,8 +34,7 @@ from ebbflow.training.checkpoint import (
 from ebbflow.training.checkpoint.lineage import NO_PARENT
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
-from ebbflow.training.errors import NothingToRestore
-from ebbflow.training.guards.guards import (
+from ebbflow.training.engine.guards.guards import (
     Action,
     Judgement,
     LossGuard,
@@ -44,11 +43,12 @@ from ebbflow.training.guards.guards import (
     find_divergent_ranks,
     weights_checksum,
 )
-from ebbflow.training.guards.memory import (
+from ebbflow.training.engine.guards.memory import (
     MemoryGrowthMonitor,
     is_out_of_memory,
 )
-from ebbflow.training.guards.overrides import record_rewind, rewind_parent
+from ebbflow.training.engine.guards.overrides import record_rewind, rewind_parent
+from ebbflow.training.errors import NothingToRestore
 from ebbflow.training.launch.watch import resident_bytes
 from tests.support.rank_threads import call_in_process_group
 

@@ -15,6 +15,21 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import CostConfig, RunConfig
+from ebbflow.core.errors import CloudRefused
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
+    BUDGET,
+    CONFIGURED,
+    NODE_STARTED,
+    PLAN,
+    PRICES,
+    Event,
+    Origin,
+    read_events,
+)
+from ebbflow.core.layout import KnownJob, event_key
+from ebbflow.core.store import Store
 from ebbflow.cost.errors import PriceError, ReportError
 from ebbflow.cost.jobs import list_jobs, list_known_jobs, load_report
 from ebbflow.cost.ledger.ledger import fold
@@ -31,21 +46,6 @@ from ebbflow.cost.report.render_text import render_table
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import Job
 from ebbflow.flows.reporting import record_prices
-from ebbflow.infra.config.schema import CostConfig, RunConfig
-from ebbflow.infra.errors import CloudRefused
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
-    BUDGET,
-    CONFIGURED,
-    NODE_STARTED,
-    PLAN,
-    PRICES,
-    Event,
-    Origin,
-    read_events,
-)
-from ebbflow.infra.layout import KnownJob, event_key
-from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
 
 ROOT = Path(__file__).parents[2]

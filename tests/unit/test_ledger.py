@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
 from ebbflow.cost.amounts import apportion, round_amount
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
 from ebbflow.cost.ledger.timeline import read_paid_nodes
 from ebbflow.cost.report.render_text import JOB_HEADER, build_job_row, format_job_rows
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
 from tests.support.timelines import WALL, GangLog, faulty_jobs, plan_event, timelines
 
 

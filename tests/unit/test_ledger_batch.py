@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.events import BATCH_ATTEMPT, NODE_STARTED, Event
 from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
-from ebbflow.infra.events import BATCH_ATTEMPT, NODE_STARTED, Event
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 MICRO = 1_000_000

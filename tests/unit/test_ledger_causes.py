@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.ledger.ledger import (
-    Ledger,
-    LedgerLine,
-    compute_spent_usd,
-    fold,
-    last_notified_threshold,
-)
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     BATCH_ATTEMPT,
     BUDGET,
     CONFIGURED,
@@ -31,6 +24,13 @@ from ebbflow.infra.events import (
     STEP,
     Event,
     LedgerClass,
+)
+from ebbflow.cost.ledger.ledger import (
+    Ledger,
+    LedgerLine,
+    compute_spent_usd,
+    fold,
+    last_notified_threshold,
 )
 from tests.support.timelines import WALL, GangLog, event, plan_event
 

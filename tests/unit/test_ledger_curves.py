@@ -8,6 +8,7 @@ from decimal import Decimal
 
 import pytest
 
+from ebbflow.core.events import LedgerClass
 from ebbflow.cost.ledger.bills import (
     NodeBill,
     compute_bills,
@@ -21,7 +22,6 @@ from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.instances import BatchJob, ExtraTime
 from ebbflow.cost.ledger.pricing import NodePrice, PriceCurve
 from ebbflow.cost.ledger.timeline import NodeTime, RankTime, Span
-from ebbflow.infra.events import LedgerClass
 from tests.support.timelines import WALL, event, paid_node, plan_event, prices_event
 
 HOUR = 3600 * 1_000_000

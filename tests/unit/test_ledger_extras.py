@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, PLACED, Event, LedgerClass
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.instances import (
     BatchJob,
@@ -23,7 +24,6 @@ from ebbflow.cost.ledger.instances import (
     read_batch_jobs,
 )
 from ebbflow.cost.ledger.timeline import NodeTime
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, PLACED, Event, LedgerClass
 from tests.support.timelines import WALL, event, paid_node
 
 BOOTED = {"instance_id": "i-1", "uptime_seconds": 600.0}

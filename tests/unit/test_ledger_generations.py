@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.ledger.generations import (
-    PLANNED_ENDS,
-    RecordedGeneration,
-    accounts_for_time,
-    find_final_outcome,
-    find_last,
-    find_later_refusal,
-    proves_generation,
-    read_generations,
-)
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     COMMIT,
     GENERATION_ENDED,
     GENERATION_STARTED,
@@ -31,6 +21,16 @@ from ebbflow.infra.events import (
     RESTORE,
     STEP,
     Event,
+)
+from ebbflow.cost.ledger.generations import (
+    PLANNED_ENDS,
+    RecordedGeneration,
+    accounts_for_time,
+    find_final_outcome,
+    find_last,
+    find_later_refusal,
+    proves_generation,
+    read_generations,
 )
 from tests.support.timelines import WALL, event, key
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Event
 from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.report.figure_text import explain_figures
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Event
 from tests.support.timelines import GangLog, plan_event, prices_event, timelines
 
 SPOT = {"instance_type": "g5.xlarge", "market": "spot"}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.events import PLAN, PRICES, Event
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.pricing import NodePrice, PoolName, Pricing, parse_pool, parse_quote
-from ebbflow.infra.events import PLAN, PRICES, Event
 from tests.support.timelines import WALL, event, paid_node, prices_event
 
 CHOSEN: dict[str, Any] = {

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.events import CONFIGURED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Event
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.ledger.pricing import PriceCurve
-from ebbflow.infra.events import CONFIGURED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Event
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event, timelines
 
 

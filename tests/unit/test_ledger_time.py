@@ -10,6 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.core.events import (
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    NODE_ENDED,
+    NODE_HEARTBEAT,
+    NODE_STARTED,
+    PHASE,
+    STEP,
+    Event,
+)
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import (
@@ -20,16 +30,6 @@ from ebbflow.cost.ledger.timeline import (
     compute_rate,
 )
 from ebbflow.cost.ledger.timeline import read_paid_nodes as read_nodes
-from ebbflow.infra.events import (
-    GENERATION_ENDED,
-    GENERATION_STARTED,
-    NODE_ENDED,
-    NODE_HEARTBEAT,
-    NODE_STARTED,
-    PHASE,
-    STEP,
-    Event,
-)
 from tests.support.timelines import WALL, event
 
 STARTED = NODE_STARTED

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.terms import Fallback, Terms
+from ebbflow.core.errors import Outcome
+from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training import limits as limits_module
 from ebbflow.training.launch.messages import OrderRecord, RankOrder
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop

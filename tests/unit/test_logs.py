@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbflow.training.launch.logs
-from ebbflow.infra.errors import StoreError
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import StoreError
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
+from ebbflow.core.store import Store
 from ebbflow.training.launch.logs import LogUploader, RankOutput
 from tests.support.flow import wait_until
 from tests.support.rank_logs import beat, rank_log, texts, write

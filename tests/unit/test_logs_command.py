@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.rank_logs import LogFilter, LogLine, filter_lines, read_logs, utc_text
+from ebbflow.core.store import Store
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogFilter, LogLine, filter_lines, read_logs, utc_text
-from ebbflow.infra.store import Store
 from tests.support.rank_logs import three_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

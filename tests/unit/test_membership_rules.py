@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import membership
 from ebbflow.training.launch.evidence import WorkerFailure

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
-from ebbflow.infra.metrics import (
+from ebbflow.core.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
+from ebbflow.core.metrics import (
     JOB_METRICS,
     NODE_METRICS,
     MetricBoard,
     MetricKind,
     render_job_metrics,
 )
+from ebbflow.cost.report.report import build_report
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.timelines import GangLog, event, plan_event
 

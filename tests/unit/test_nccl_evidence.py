@@ -18,7 +18,7 @@ from ebbflow.training.launch.blame import blame
 from ebbflow.training.launch.evidence import WorkerFailure, is_peer_loss_error, parse_records
 from ebbflow.training.launch.heartbeat import RECORDS, WatchHooks
 
-SYNC = "training/trainer.py:210 in sync_step"
+SYNC = "training/engine/trainer.py:210 in sync_step"
 
 
 def entry(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ebbflow.infra.config.schema import SchedulerConfig, TrainingConfig
-from ebbflow.training.optimizer import (
+from ebbflow.core.config.schema import SchedulerConfig, TrainingConfig
+from ebbflow.training.engine.optimizer import (
     Muon,
     averaged_weights,
     hidden_matrices,

@@ -17,19 +17,19 @@ from urllib.error import HTTPError
 
 import pytest
 
+from ebbflow.core.errors import Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import CONFIGURED, PLAN, STEP, Event, LedgerClass, Origin
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.rank_logs import LogLine
+from ebbflow.core.store import Store
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.render_jobs import render_jobs_page
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import render_verdict, summarize_status
-from ebbflow.cost.watch import LivePage, _Server, merge_committed_steps, write_until_ended
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import CONFIGURED, PLAN, STEP, Event, LedgerClass, Origin
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogLine
-from ebbflow.infra.store import Store
+from ebbflow.observe.watch import LivePage, _Server, merge_committed_steps, write_until_ended
 from tests.support.browser import cut_off, dump
 from tests.support.timelines import GangLog, event, plan_event
 from tests.unit.test_report import expensive, interrupted_job

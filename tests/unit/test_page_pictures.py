@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.events import CONFIGURED
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.events import CONFIGURED
 from tests.support.browser import Browser
 from tests.support.timelines import event
 from tests.unit.test_page import LAUNCHER, job_with_settings

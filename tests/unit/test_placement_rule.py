@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.cost.capacity import AttemptHistory, choose_placement
 from ebbflow.cost.capacity.decision import LEAST_WALL_SECONDS, RULE, wall_seconds
 from ebbflow.cost.capacity.placement import QueueOffer, memory_mib
@@ -17,8 +19,6 @@ from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import DECIDE_HOURS, make_fallback
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.refusal import PlanRefusal
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
 from tests.support.capacity import queue, queues
 from tests.support.placing import (
     BOTH,

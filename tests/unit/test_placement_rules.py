@@ -14,6 +14,20 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import JobIsRunning, Outcome
+from ebbflow.core.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    COMMIT,
+    PLACED,
+    PLAN,
+    Event,
+    read_events,
+)
+from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, claim_job
+from ebbflow.core.store import Store
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.reservations import CapacityEvidence
@@ -31,20 +45,6 @@ from ebbflow.flows.attempts.placement import (
     place_attempt,
 )
 from ebbflow.flows.job import Job
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import JobIsRunning, Outcome
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    BATCH_SUBMITTED,
-    COMMIT,
-    PLACED,
-    PLAN,
-    Event,
-    read_events,
-)
-from ebbflow.infra.footprint import causal_lm_shape
-from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
-from ebbflow.infra.store import Store
 from tests.support.batch_service import JobService, serve_jobs
 from tests.support.capacity import JobLog, batch_config, placed_now, planned
 from tests.support.records import is_frozen, takes_names_only

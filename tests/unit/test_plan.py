@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PlanError
@@ -18,8 +20,6 @@ from ebbflow.cost.plan.forecast import DETECT_SECONDS, FAILURES_PER_GPU_HOUR
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.plan.pools import Candidate
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
 
 ROOT = Path(__file__).parents[2]
 NOW = 1_790_000_000.0

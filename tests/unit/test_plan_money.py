@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
+from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.reliability import GammaHazard
+from ebbflow.core.store import Store
 from ebbflow.cost.catalogue import load_catalogue, load_rates
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.frontier import find_frontier, render_frontier, render_frontier_page
@@ -32,11 +37,6 @@ from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.quote import StaticPrices
 from ebbflow.cost.prices.recorded import SpotRecord
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
-from ebbflow.infra.footprint import causal_lm_shape
-from ebbflow.infra.reliability import GammaHazard
-from ebbflow.infra.store import Store
 from tests.support.checks import passed
 from tests.support.timelines import WALL, GangLog, event
 

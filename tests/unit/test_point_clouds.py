@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, rank_bytes
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import causal_lm_shape, commit_bytes, rank_bytes
+from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload, prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
-from ebbflow.workloads import diffusion, point_data, point_metrics
+from ebbflow.training.workload_loader import make_workload, prepare_data, workload_context
+from ebbflow.tryout.trial import try_workload
+from ebbflow.workloads.points import diffusion, point_data, point_metrics
 
 SCIPY = json.loads(
     (Path(__file__).resolve().parents[1] / "golden" / "point_metrics.json").read_text()

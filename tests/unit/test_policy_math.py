@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ebbflow.workloads import policy_math as math_of
+from ebbflow.workloads.policy import policy_math as math_of
 
 GROUP = 3
 # Two prompts with three rollouts; a completion has between one and four tokens, after a prompt of

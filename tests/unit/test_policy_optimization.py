@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from ebbflow.infra.config.schema import ModelConfig, RunConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import ModelConfig, RunConfig
+from ebbflow.core.store import Store
+from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.errors import DataError, TrainingError
 from ebbflow.training.gang import Gang
-from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Cursor
-from ebbflow.training.workloads.loader import make_workload, prepare_data, workload_context
-from ebbflow.training.workloads.trial import try_workload
+from ebbflow.training.workload_loader import make_workload, prepare_data, workload_context
+from ebbflow.tryout.trial import try_workload
 from ebbflow.workloads import PolicyOptimization
-from ebbflow.workloads.offloaded_adam import make_offloaded
-from ebbflow.workloads.policy_model import Policy
-from ebbflow.workloads.policy_prompts import Prompt, addition, additions, read_prompts
-from ebbflow.workloads.policy_rewards import Reward
-from ebbflow.workloads.policy_rollouts import (
+from ebbflow.workloads.language.offloaded_adam import make_offloaded
+from ebbflow.workloads.policy.policy_model import Policy
+from ebbflow.workloads.policy.policy_prompts import Prompt, addition, additions, read_prompts
+from ebbflow.workloads.policy.policy_rewards import Reward
+from ebbflow.workloads.policy.policy_rollouts import (
     TorchEngine,
     cache_bytes,
     check_version,
@@ -35,8 +35,8 @@ from ebbflow.workloads.policy_rollouts import (
     greedy_draws,
     score,
 )
-from ebbflow.workloads.readers import locate
-from ebbflow.workloads.sandbox import find_missing
+from ebbflow.workloads.policy.sandbox import find_missing
+from ebbflow.workloads.readers.readers import locate
 from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]  # a fixture

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config import RunConfig
-from ebbflow.infra.preflight import (
+from ebbflow.core.config import RunConfig
+from ebbflow.core.preflight import (
     Check,
     CheckFinding,
     CheckResult,

@@ -20,14 +20,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from ebbflow.core.config import RunConfig
+from ebbflow.core.footprint import causal_lm_shape, commit_bytes, size_text, staging_bytes
+from ebbflow.core.preflight import failed_results, render_checks
+from ebbflow.core.requirements import REQUIREMENTS
 from ebbflow.infra.checks.environment import ADVICE
-from ebbflow.infra.config import RunConfig
-from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, size_text, staging_bytes
-from ebbflow.infra.preflight import failed_results, render_checks
-from ebbflow.infra.requirements import REQUIREMENTS
 from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
 from ebbflow.training.checks import commits_room
-from ebbflow.training.trainer_setup import retention_policy
+from ebbflow.training.engine.trainer_setup import retention_policy
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
 
 HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}
@@ -217,8 +217,8 @@ def test_a_small_dev_shm_stops_no_run_since_staging_is_memory() -> None:
         pytest.skip("skipped, because this system gives tests no mount namespace")
     assert staging_bytes(RunConfig()) > 4 << 20
     code = (
-        "import mmap, os\nfrom ebbflow.infra.config import RunConfig\nfrom "
-        "ebbflow.infra.footprint import staging_bytes\nbuffer = os.memfd_create('buffer'); size "
+        "import mmap, os\nfrom ebbflow.core.config import RunConfig\nfrom "
+        "ebbflow.core.footprint import staging_bytes\nbuffer = os.memfd_create('buffer'); size "
         "= staging_bytes(RunConfig()); os.ftruncate(buffer, size)\nmapping = mmap.mmap(buffer, "
         "size); mapping[:] = bytes(size)\nimport sys, ebbflow.infra.__main__ as command; "
         "sys.exit(command.main(['preflight', '--quick', '--json']))"

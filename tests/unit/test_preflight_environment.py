@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
+from ebbflow.core.preflight import failed_results
 from ebbflow.infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
-from ebbflow.infra.preflight import failed_results
 from tests.support.checks import failed, passed, skipped
 
 ROOT = Path(__file__).resolve().parents[2]

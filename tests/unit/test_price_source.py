@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import CostConfig, RunConfig
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, RegionPrices, query_spot_prices
@@ -27,7 +28,6 @@ from ebbflow.cost.prices.source import (
     record_prices,
     show_prices,
 )
-from ebbflow.infra.config.schema import CostConfig, RunConfig
 from tests.support.fake_ec2 import FakeEc2, record_joins, refusal
 
 NOW = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import PLAN
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import Plan, make_plan
@@ -20,8 +22,6 @@ from ebbflow.cost.prices.quote import warn_of_age
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.cost.report.figure_text import explain_figures, format_key_figures
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import PLAN
 from tests.support.timelines import GangLog, event
 
 SYNTHETIC = Path(__file__).parents[1].joinpath("prices") / "synthetic.json"

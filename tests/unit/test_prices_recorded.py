@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.preflight import CheckResult, PreflightContext, run_checks
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.checks import CHECKS
 from ebbflow.cost.errors import PriceError
@@ -28,8 +30,6 @@ from ebbflow.cost.prices.recorded import (
     read_recording,
     write_recording,
 )
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
 
 ROOT = Path(__file__).parents[2]
 SYNTHETIC = Path("tests/prices/synthetic.json")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ebbflow.command import main
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import read_events
-from ebbflow.infra.store import Store
-from ebbflow.tracking.profiler import format_lines, profile_script, summarize_trace
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import read_events
+from ebbflow.core.store import Store
+from ebbflow.training.engine.profiler import format_lines, profile_script, summarize_trace
 from ebbflow.training.launch.messages import WorkerSpec
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config import ConfigError, load_config
 from ebbflow.flows import options
 from ebbflow.flows.launcher import reorder_words
 from ebbflow.flows.options import parse_json_option, parse_overrides
-from ebbflow.infra.config import ConfigError, load_config
 from tests.support.flow import FLOW, ROOT
 
 _DOORS = {
@@ -63,7 +63,7 @@ def test_a_missing_package_is_one_line_with_the_fix(door: str) -> None:
 
 def test_another_error_keeps_its_traceback() -> None:
     program = (
-        "from ebbflow.infra.program import begin_program; begin_program(); import no_such_module"
+        "from ebbflow.core.program import begin_program; begin_program(); import no_such_module"
     )
     done = run(sys.executable, "-c", program)
     assert done.returncode == 1 and "Traceback" in done.stderr and "no_such_module" in done.stderr
@@ -84,7 +84,7 @@ def test_a_plan_is_readable_on_an_ascii_terminal() -> None:
 
 def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
     program = (
-        r"from ebbflow.infra.program import begin_program; begin_program(); print('│ 2 × é 日 "
+        r"from ebbflow.core.program import begin_program; begin_program(); print('│ 2 × é 日 "
         r"\udc80')"
     )
     ascii_only = run(sys.executable, "-c", program, PYTHONIOENCODING="ascii")
@@ -145,7 +145,7 @@ def test_the_project_is_the_users_folder_or_the_checkout_that_contains_it(tmp_pa
     command = (
         sys.executable,
         "-c",
-        "from ebbflow.infra.program import PROJECT_ROOT; print(PROJECT_ROOT)",
+        "from ebbflow.core.program import PROJECT_ROOT; print(PROJECT_ROOT)",
     )
     places = [tmp_path, ROOT / "docs", ROOT]
     found = [
@@ -177,7 +177,7 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
     project = tmp_path / "project"
     project.mkdir()
     program = (
-        "import pathlib, sys; from ebbflow.infra.layout import *; project = "
+        "import pathlib, sys; from ebbflow.core.layout import *; project = "
         "pathlib.Path(sys.argv[1])\nprint(runs_folder(project)); print(records_root(project, "
         "METAFLOW_FOLDER))"
     )
@@ -197,7 +197,7 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_a_program_starts_with_closed_streams(closed: str, tmp_path: Path) -> None:
     program = (
-        "import ebbflow.infra.program as p; p.begin_program(); print(1); open('written', "
+        "import ebbflow.core.program as p; p.begin_program(); print(1); open('written', "
         "'w').write('whole')"
     )
     command = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program]
@@ -209,7 +209,7 @@ def test_a_program_starts_with_closed_streams(closed: str, tmp_path: Path) -> No
 
 
 def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
-    program = "from ebbflow.infra.process import ignore_lost_readers; ignore_lost_readers()\n"
+    program = "from ebbflow.core.process import ignore_lost_readers; ignore_lost_readers()\n"
     program += (
         "for number in range(10_000): print(number, flush=True)\nopen('written', "
         "'w').write('whole')"

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.allocation import (
+from ebbflow.core.events import Event
+from ebbflow.core.layout import event_key
+from ebbflow.core.store import Store
+from ebbflow.cost.errors import BillError
+from ebbflow.cost.finance.allocation import (
     compare_allocations,
     is_allocation,
     read_allocations,
     render_allocations,
 )
-from ebbflow.cost.bill import read_bill
-from ebbflow.cost.errors import BillError
-from ebbflow.cost.reconcile import Reconciliation, reconcile, render
-from ebbflow.infra.events import Event
-from ebbflow.infra.layout import event_key
-from ebbflow.infra.store import Store
+from ebbflow.cost.finance.bill import read_bill
+from ebbflow.cost.finance.reconcile import Reconciliation, reconcile, render
 from tests.support.bills import Instance, rows_of, storage_row, total_usd, write_report
 from tests.support.timelines import WALL, GangLog, plan_event, prices_event
 

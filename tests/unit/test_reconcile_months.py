@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.bill import read_bill
-from ebbflow.cost.reconcile import Reconciliation, reconcile, render
-from ebbflow.infra.events import BATCH_ATTEMPT, NODE_ENDED, Event
+from ebbflow.core.events import BATCH_ATTEMPT, NODE_ENDED, Event
+from ebbflow.cost.finance.bill import read_bill
+from ebbflow.cost.finance.reconcile import Reconciliation, reconcile, render
 from tests.support.bills import Instance, rows_of, write_report
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
 

@@ -15,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.cost.bill import BillLine
+from ebbflow.core.events import BATCH_ATTEMPT, PLAN, Event
+from ebbflow.core.layout import event_key
+from ebbflow.core.store import Store
 from ebbflow.cost.errors import BillError
-from ebbflow.cost.reconcile import (
+from ebbflow.cost.finance.bill import BillLine
+from ebbflow.cost.finance.reconcile import (
     BillingFinding,
     GapPart,
     Reconciliation,
@@ -25,9 +28,6 @@ from ebbflow.cost.reconcile import (
     reconcile,
     render,
 )
-from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, Event
-from ebbflow.infra.layout import event_key
-from ebbflow.infra.store import Store
 from tests.support.bills import write_report
 from tests.support.records import is_frozen, takes_names_only
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event

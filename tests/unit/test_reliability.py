@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from ebbflow.infra.reliability import (
+from ebbflow.core.reliability import (
     GammaHazard,
     PlannedHazard,
     daly_interval_seconds,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.events import Event
+from ebbflow.core.layout import event_key
+from ebbflow.core.store import Store
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.errors import ReplayError
+from ebbflow.cost.finance.replay import render, replay
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.replay import render, replay
-from ebbflow.infra.events import Event
-from ebbflow.infra.layout import event_key
-from ebbflow.infra.store import Store
 from tests.support.timelines import GangLog, plan_event, prices_event
 
 

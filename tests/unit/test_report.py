@@ -18,6 +18,23 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
+    EVALUATION,
+    FAULT_DETECTED,
+    OUTCOME,
+    PLAN,
+    PREFLIGHT,
+    PREPARED,
+    RESTORE,
+    Event,
+    LedgerClass,
+    Origin,
+)
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.plan.plan import make_plan
@@ -31,23 +48,6 @@ from ebbflow.cost.report.report import (
     loss_frame,
     throughput_frame,
 )
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
-    EVALUATION,
-    FAULT_DETECTED,
-    OUTCOME,
-    PLAN,
-    PREFLIGHT,
-    PREPARED,
-    RESTORE,
-    Event,
-    LedgerClass,
-    Origin,
-)
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 ROOT = Path(__file__).parents[2]

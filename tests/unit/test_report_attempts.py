@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.events import BATCH_SUBMITTED, PLAN, PREFLIGHT
 from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
 from ebbflow.cost.report.figure_text import (
     describe_prices,
@@ -23,7 +24,6 @@ from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows import cards
-from ebbflow.infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT
 from tests.support.browser import cut_off
 from tests.support.capacity import BOTH, JobLog, batch_config, planned
 from tests.support.timelines import WALL, GangLog, event

@@ -16,6 +16,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.command import COMMANDS
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import EVALUATION, PEAK, PLAN, STEP, EndReason, Event
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.report.figure_text import (
     format_comparison_rows,
@@ -26,10 +30,6 @@ from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.render_text import suggest_next_step
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import EVALUATION, PEAK, PLAN, STEP, EndReason, Event
 from tests.support.timelines import WALL, GangLog, event, plan_event
 from tests.unit.test_report import interrupted_job
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import ReservationConfig, RunConfig
 from ebbflow.cost.prices.quote import Quote
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation, open_evidence
-from ebbflow.infra.config.schema import ReservationConfig, RunConfig
 from tests.support.fake_ec2 import FakeEc2, record_joins, refusal
 
 NOW = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC

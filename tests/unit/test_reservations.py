@@ -15,6 +15,10 @@ from botocore.session import Session
 from botocore.stub import Stubber
 
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
+from ebbflow.core.config.problems import ConfigError
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store.s3 import aws_settings
+from ebbflow.core.terms import Fallback, Terms
 from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.guarantee import DECIDE_HOURS, finish_hours
@@ -24,10 +28,6 @@ from ebbflow.cost.prices.quote import Quote, StaticPrices
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation, open_evidence
 from ebbflow.flows.decorators import set_region
 from ebbflow.infra.batch import limit_to_queue_region
-from ebbflow.infra.config.problems import ConfigError
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.store.s3 import aws_settings
-from ebbflow.infra.terms import Fallback, Terms
 from tests.support.capacity import BOTH, JobLog, batch_config, queue, queues
 
 NOW = datetime.fromtimestamp(BEGAN_UTC, UTC)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbflow.infra import errors
-from ebbflow.infra.retry import backoff_pauses, call_within, retry
+from ebbflow.core import errors
+from ebbflow.core.retry import backoff_pauses, call_within, retry
 from ebbflow.training import errors as training_errors
 from ebbflow.training.retry import is_transient, retry_until_deadline, run_while
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import CheckpointConfig
-from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL
-from ebbflow.infra.reliability import GammaHazard
-from ebbflow.infra.terms import Terms
+from ebbflow.core.config.schema import CheckpointConfig
+from ebbflow.core.events import COMMIT_SKIPPED, INTERVAL
+from ebbflow.core.reliability import GammaHazard
+from ebbflow.core.terms import Terms
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.reporter import Clock, Reporter

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.config.schema import CheckpointConfig
-from ebbflow.infra.reliability import (
+from ebbflow.core.config.schema import CheckpointConfig
+from ebbflow.core.reliability import (
     GammaHazard,
     PlannedHazard,
     daly_interval_seconds,

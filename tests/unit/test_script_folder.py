@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.script_folder import ScriptFolderError, find_script, pack_script
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.store import Store
+from ebbflow.training.attach.script_folder import ScriptFolderError, find_script, pack_script
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_what_may_be_a_secret_is_refused(project: Path, name: str) -> None:
 _RUN = """
 import json, sys, traceback
 from types import SimpleNamespace
-from ebbflow.training.script import run_script
+from ebbflow.training.attach.script import run_script
 prepared = {"script": sys.argv[1], "words": []}
 try:
     own = {"heartbeat_path": None, "config": {"training": {"profile_from": None}}}
@@ -81,7 +81,7 @@ except BaseException as error:
     [
         ("import sys\n\nsys.exit(3)\n", ["RuntimeError", "train.py exited with 3", 3]),
         (
-            "from ebbflow.training.attached_job import refuse\nfrom ebbflow.training.errors "
+            "from ebbflow.training.attach.job import refuse\nfrom ebbflow.training.errors "
             "import AttachError\ntry:\n    refuse(AttachError('no loader; fix: one'))\nexcept "
             "Exception:\n    pass\n",
             ["AttachError", "no loader; fix: one", None],

@@ -13,6 +13,20 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import CloudError, JobIsRunning
+from ebbflow.core.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    NODE_STARTED,
+    PLACED,
+    Event,
+    read_events,
+)
+from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, claim_job
+from ebbflow.core.preflight import PreflightContext
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.flows.attempts.settlement import (
     CHECKS,
     check_left_behind,
@@ -24,20 +38,6 @@ from ebbflow.flows.attempts.settlement import (
 )
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import batch_client
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import CloudError, JobIsRunning
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    BATCH_SUBMITTED,
-    NODE_STARTED,
-    PLACED,
-    Event,
-    read_events,
-)
-from ebbflow.infra.launchers import RUN_CLAIM_VARIABLE, claim_job
-from ebbflow.infra.preflight import PreflightContext
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
 from tests.support.batch_service import JobService, serve_jobs
 from tests.support.timelines import event
 

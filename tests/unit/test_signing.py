@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from ebbflow.infra.layout import commit_key, data_key, index_key, signature_key
-from ebbflow.infra.signing_key import NAME_VARIABLE
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import commit_key, data_key, index_key, signature_key
+from ebbflow.core.signing_key import NAME_VARIABLE
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import (
     Signer,

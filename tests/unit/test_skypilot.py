@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.supervising.options import read_options
-from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.integrations.skypilot import main
 
 CONFIG = str(PROJECT_ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.events import GuardAction
+from ebbflow.core.events import GuardAction
 from ebbflow.training.errors import DivergenceError
 from ebbflow.training.limits import Position, Stop
 from ebbflow.training.step_sync import (

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreForbidden,
     StoreFull,
     StoreMisconfigured,
 )
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from tests.support.flow import ROOT
 from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift
@@ -199,8 +199,8 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from ebbflow.infra.errors import StoreFull\n"
-        "from ebbflow.infra.store import Store\n"
+        "from ebbflow.core.errors import StoreFull\n"
+        "from ebbflow.core.store import Store\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try:\n    Store.open(sys.argv[1]).put('k', bytes(8192))\n"
         "except StoreFull as error:\n    print(error)\n"

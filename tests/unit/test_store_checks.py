@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.preflight import CheckResult, PreflightContext, run_checks
 from ebbflow.infra.checks import CHECKS
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import FlowRunner
 from tests.support.swift import Swift

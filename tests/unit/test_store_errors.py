@@ -10,7 +10,7 @@ import os
 import pytest
 from obstore.exceptions import BaseError, GenericError, NotFoundError, PermissionDeniedError
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreForbidden,
@@ -18,7 +18,7 @@ from ebbflow.infra.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from ebbflow.infra.store.errors import as_store_errors
+from ebbflow.core.store.errors import as_store_errors
 
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 HOST = "http://127.0.0.1:5501"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.errors import StoreError, StoreTimeout
-from ebbflow.infra.store.folder import (
+from ebbflow.core.errors import StoreError, StoreTimeout
+from ebbflow.core.store.folder import (
     HANG_GUARD,
     FolderBackend,
     HangGuard,

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ebbflow.infra.errors import StoreError, StoreTimeout, StoreUnavailable
-from ebbflow.infra.events import read_events
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import open_sink
-from ebbflow.infra.store import Store
-from ebbflow.infra.store.folder import FolderBackend, HangGuard
+from ebbflow.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from ebbflow.core.events import read_events
+from ebbflow.core.store import Store
+from ebbflow.core.store.folder import FolderBackend, HangGuard
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import open_sink
 from ebbflow.training.checkpoint import (
     Checkpointer,
     open_generation,

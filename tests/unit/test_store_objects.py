@@ -16,16 +16,16 @@ import pytest
 from obstore.exceptions import GenericError, NotSupportedError, PreconditionError
 from obstore.store import MemoryStore
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreFull,
     StoreMisconfigured,
     StoreUnavailable,
 )
-from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.infra.store.folder import FolderBackend, HangGuard
-from ebbflow.infra.store.objects import StoreClock
+from ebbflow.core.store import ObjectMeta, Store
+from ebbflow.core.store.folder import FolderBackend, HangGuard
+from ebbflow.core.store.objects import StoreClock
 
 
 def bucket(backend: Any = None, **options: Any) -> Store:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import botocore.session
 import pytest
 
-from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured
-from ebbflow.infra.store.s3 import (
+from ebbflow.core.errors import StoreError, StoreForbidden, StoreMisconfigured
+from ebbflow.core.store.s3 import (
     AwsSettings,
     aws_settings,
     credential_provider,

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
 from ebbflow.training.launch.messages import GangSpec, GenerationStart
 from ebbflow.training.launch.transport import control_ports

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, PHASE, PLAN, SUPERVISED, Event
+from ebbflow.core.layout import event_key
+from ebbflow.core.store import Store
 from ebbflow.flows.supervising.options import SupervisorOptions, read_options
 from ebbflow.flows.supervising.record import (
     FINAL,
@@ -24,11 +29,6 @@ from ebbflow.flows.supervising.record import (
     read_record,
     waited_seconds,
 )
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, PHASE, PLAN, SUPERVISED, Event
-from ebbflow.infra.layout import event_key
-from ebbflow.infra.store import Store
 from tests.support.commits import put_commit, put_generation
 from tests.support.records import is_frozen, takes_names_only
 from tests.support.timelines import WALL, GangLog, event, plan_event

@@ -8,6 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
+    BATCH_ATTEMPT,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    OUTCOME,
+    SUPERVISED,
+    Origin,
+)
+from ebbflow.core.store import Store
 from ebbflow.flows.job import Job
 from ebbflow.flows.launcher import _completed_since
 from ebbflow.flows.supervising.options import read_options
@@ -22,18 +34,6 @@ from ebbflow.flows.supervising.record import (
     read_record,
     waited_seconds,
 )
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    GENERATION_ENDED,
-    GENERATION_STARTED,
-    OUTCOME,
-    SUPERVISED,
-    Origin,
-)
-from ebbflow.infra.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")

@@ -19,13 +19,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.flows import job as job_module
-from ebbflow.flows.job import Job
-from ebbflow.flows.supervising import supervisor
-from ebbflow.flows.supervising.options import SupervisorOptions, read_options
-from ebbflow.flows.supervising.supervisor import Supervisor, main
-from ebbflow.infra.errors import JobIsRunning, Outcome, StoreUnavailable
-from ebbflow.infra.events import (
+from ebbflow.core.errors import JobIsRunning, Outcome, StoreUnavailable
+from ebbflow.core.events import (
     BATCH_ATTEMPT,
     BATCH_SUBMITTED,
     GENERATION_ENDED,
@@ -36,10 +31,15 @@ from ebbflow.infra.events import (
     Event,
     read_events,
 )
-from ebbflow.infra.launchers import CLAIM_VARIABLE, Launcher, claim_job
-from ebbflow.infra.layout import launcher_key
-from ebbflow.infra.store import Store
-from ebbflow.infra.untrusted_text import GuardedStream
+from ebbflow.core.launchers import CLAIM_VARIABLE, Launcher, claim_job
+from ebbflow.core.layout import launcher_key
+from ebbflow.core.store import Store
+from ebbflow.core.untrusted_text import GuardedStream
+from ebbflow.flows import job as job_module
+from ebbflow.flows.job import Job
+from ebbflow.flows.supervising import supervisor
+from ebbflow.flows.supervising.options import SupervisorOptions, read_options
+from ebbflow.flows.supervising.supervisor import Supervisor, main
 from tests.support.commits import put_commit, put_generation
 from tests.support.programs import Programs
 from tests.support.timelines import plan_event

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.events import CONFIGURED, Event
+from ebbflow.core.layout import event_key
+from ebbflow.core.store import Store
 from ebbflow.cost.errors import TeamError
-from ebbflow.cost.focus import (
+from ebbflow.cost.finance.focus import (
     FOCUS_COLUMNS,
     focus_rows,
     month_of,
@@ -27,12 +30,9 @@ from ebbflow.cost.focus import (
     spent_by_month,
     write_focus,
 )
+from ebbflow.cost.finance.team import JobMoney, Team, admit, order_by_value, read_team
 from ebbflow.cost.job_list import group_rows, record_job
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.team import JobMoney, Team, admit, order_by_value, read_team
-from ebbflow.infra.events import CONFIGURED, Event
-from ebbflow.infra.layout import event_key
-from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.infra.terms import BUDGET_THRESHOLDS, Fallback, Terms
+from ebbflow.core.terms import BUDGET_THRESHOLDS, Fallback, Terms
 
 NOW = 1_000_000.0
 # To finish on demand, 100 steps need 1000 + 100 × 8 s and $1 + 100 × $1/64; a restart adds 128 s

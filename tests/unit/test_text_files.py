@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbflow.infra.config.schema import DataConfig
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import DataConfig
+from ebbflow.core.store import Store
 from ebbflow.training.data.build import (
     SourceFile,
     TextDetector,

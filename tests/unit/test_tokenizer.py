@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbflow.infra.config.schema import DataConfig, ModelConfig, RunConfig
-from ebbflow.infra.preflight import PreflightContext, run_checks
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import DataConfig, ModelConfig, RunConfig
+from ebbflow.core.preflight import PreflightContext, run_checks
+from ebbflow.core.store import Store
 from ebbflow.training.checks import CHECKS
 from ebbflow.training.data import open_tokens, prepare_tokens
 from ebbflow.training.data.tokenizer import PIECE_BYTES, open_tokenizer, text_pieces

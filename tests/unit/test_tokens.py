@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.infra.errors import StoreUnavailable
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import StoreUnavailable
+from ebbflow.core.store import Store
 from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.data.tokens import (
     SampleOrder,

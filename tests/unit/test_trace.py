@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.events import Event
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.infra.events import Event
-from ebbflow.tracking.trace import build_spans, build_trace, main, send_spans
+from ebbflow.observe.trace import build_spans, build_trace, main, send_spans
 from tests.support.timelines import GangLog, event, plan_event
 
 

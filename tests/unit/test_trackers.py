@@ -23,12 +23,11 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.report.report import build_report
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.problems import ConfigError
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.problems import ConfigError
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
     BUDGET,
     COMMIT,
     CONFIGURED,
@@ -45,12 +44,12 @@ from ebbflow.infra.events import (
     Origin,
     read_events,
 )
-from ebbflow.infra.process import process_stat
-from ebbflow.infra.store import Store
-from ebbflow.tracking import __main__ as track
-from ebbflow.tracking import notify
-from ebbflow.tracking.__main__ import Tracking
-from ebbflow.tracking.notify import NotificationError, open_channels
+from ebbflow.core.process import process_stat
+from ebbflow.core.store import Store
+from ebbflow.cost.report.report import build_report
+from ebbflow.observe import notify, track
+from ebbflow.observe.notify import NotificationError, open_channels
+from ebbflow.observe.track import Tracking
 from tests.support.tracker_files import (
     Series,
     mlflow_run,
@@ -662,7 +661,7 @@ def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(
     write_attempt(store, 1)
     config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
     code = (
-        "import os, signal, time; from ebbflow.infra.observe.tracking_process import "
+        "import os, signal, time; from ebbflow.observe.tracking_process import "
         f"start_tracking\nown = start_tracking('demo', {config['store']!r}, {config!r})\nwhile "
         "own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
         "print(own._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"

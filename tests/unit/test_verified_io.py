@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     CloudUnavailable,
     ObjectNotFound,
     StoreError,
@@ -25,7 +25,7 @@ from ebbflow.infra.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.verified_io import (
     CHUNK_BYTES,
     Deadline,

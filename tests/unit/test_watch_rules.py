@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.process import ProcessStat, children, process_state
+from ebbflow.core.process import ProcessStat, children, process_state
 from ebbflow.training.launch import heartbeat as heartbeat_module
 from ebbflow.training.launch import watch as watch_module
 from ebbflow.training.launch.evidence import WorkerFailure

@@ -9,7 +9,7 @@ from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.hooks import NOT_A_NUMBER
 from benchmarks.chaos.orders import Order, Strike
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 
 _AGAIN = "all is dumped, then the gang restarts from the newest commit"
 # What other people's jobs died of, word for word, to be passed on by a verdict as it is.

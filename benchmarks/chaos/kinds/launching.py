@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks.chaos.fault import Aim, Fault, Means
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 from ebbflow.training.launch.messages import GangSpec
 
 _START_SECONDS = 4.0  # patience of such a start: nobody comes however long it is

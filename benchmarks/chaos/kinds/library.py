@@ -12,7 +12,7 @@ from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.places import Shimmed
 from benchmarks.chaos.places.place import here
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 
 _SLOW_SECONDS = 1.5
 _CONNECT_SECONDS = 0.5

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.chaos.fault import Aim, Fault, Means
 from benchmarks.chaos.orders import Order, Strike
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError
 
 _AGAIN = (

@@ -13,7 +13,7 @@ from benchmarks.chaos.places import Namespaces
 from benchmarks.chaos.places.place import here
 from benchmarks.chaos.proxy import Conduct
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError
 
 _ACTION = "the node counts as lost: a new attempt"

@@ -8,7 +8,7 @@ import signal
 from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 from ebbflow.training.launch.heartbeat import HeartbeatReading
 
 _AGAIN = "the gang restarts from the newest commit"

@@ -16,7 +16,7 @@ from benchmarks.chaos.places import FailingStore
 from benchmarks.chaos.places.place import here
 from benchmarks.chaos.places.store import CALM
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.events import EndReason
+from ebbflow.core.events import EndReason
 
 
 def _bad_day(**settings: Any) -> Callable[[Scene, Aim], Strike | None]:

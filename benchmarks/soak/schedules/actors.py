@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.soak.schedules.state import build, differing, fill
-from ebbflow.infra.errors import InfraError, StoreError
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import open_sink
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import InfraError, StoreError
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import open_sink
 from ebbflow.training.checkpoint import (
     FROM_SCRATCH,
     Checkpointer,

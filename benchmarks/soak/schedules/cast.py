@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 _LINE_BYTES = 1 << 20
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.soak.schedules.plan import Schedule, draw
 from benchmarks.soak.schedules.summary import Outcome, text
 from benchmarks.soak.server import FailingS3
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 _LOT = 5  # seeds that a worker takes at once: as few as the start of their server allows
 

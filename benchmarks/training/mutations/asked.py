@@ -16,7 +16,7 @@ import resource
 import sys
 from pathlib import Path
 
-from ebbflow.infra.process import die_with_parent
+from ebbflow.core.process import die_with_parent
 
 _ROOM_BYTES = 2**30
 

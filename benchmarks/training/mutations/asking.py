@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ebbflow.infra.program import python_path
+from ebbflow.core.program import python_path
 from ebbflow.training.errors import CheckpointError
 
 _START_SECONDS = 120.0  # on a busy machine importing torch alone takes many

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.training.mutations.trials import NAMES, Bench, Tally, as_json
 from benchmarks.training.tables import machine_line, table
-from ebbflow.infra.errors import InfraError
+from ebbflow.core.errors import InfraError
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import TrainingError
 

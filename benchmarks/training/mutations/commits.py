@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.training.mutations.contestant import STEPS, Answer, Outcome, model, same, tensors
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import InfraError
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.reader import find_problem

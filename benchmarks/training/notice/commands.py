@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.training.notice.scaled import measure_scaled
 from benchmarks.training.notice.shape import ARMS, TARGET_STEPS, WORKERS, measure_shape
 from benchmarks.training.tables import machine_line
-from ebbflow.infra.errors import InfraError
+from ebbflow.core.errors import InfraError
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import TrainingError
 

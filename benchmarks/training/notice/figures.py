@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ebbflow.infra.events import COMMIT, GENERATION_STARTED, NOTICE, STEP, Event
+from ebbflow.core.events import COMMIT, GENERATION_STARTED, NOTICE, STEP, Event
 
 
 def steps_taken(events: Sequence[Event]) -> list[int]:

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.chaos.imds import FakeMetadata
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import Event, read_events
-from ebbflow.infra.layout import job_prefix
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import Event, read_events
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch.agent import LocalGang

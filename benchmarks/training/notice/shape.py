@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.chaos.imds import FakeMetadata
 from benchmarks.training.notice.figures import generation_of_attempt, steps_redone, steps_taken
 from benchmarks.training.notice.job import NoticeJob
-from ebbflow.infra.events import STEP, Event
+from ebbflow.core.events import STEP, Event
 
 WORKERS = 8
 NODES = 2

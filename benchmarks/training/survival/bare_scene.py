@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.orders import Orders
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.errors import GangError
 
 _RANK_SCRIPT = "benchmarks.training.survival.bare_rank"

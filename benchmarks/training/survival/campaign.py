@@ -17,9 +17,9 @@ from benchmarks.chaos.places import Place
 from benchmarks.chaos.trial import Trial, run_trial
 from benchmarks.training.survival.job import make_scene
 from benchmarks.training.survival.judge import Finding, judge
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.events import read_events
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.events import read_events
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.launch.messages import GangOutcome
 

@@ -18,7 +18,7 @@ from benchmarks.training.survival.campaign import Campaign, Planned, available
 from benchmarks.training.survival.figures import survival_figures, survival_text
 from benchmarks.training.survival.job import survival_config
 from benchmarks.training.tables import machine_line
-from ebbflow.infra.errors import InfraError
+from ebbflow.core.errors import InfraError
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import TrainingError
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.chaos.orders import Orders
 from benchmarks.chaos.places import Place
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import workload_prefix
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import workload_prefix
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.messages import GangSpec
 

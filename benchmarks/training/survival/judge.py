@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.chaos.fault import Means, Symptom
 from benchmarks.chaos.trial import Injection, Trial
-from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, OUTCOME, STEP, Event
+from ebbflow.core.events import FAULT_DETECTED, GENERATION_ENDED, OUTCOME, STEP, Event
 
 _RANK = re.compile(r"\brank (\d+)\b")
 _NODE = re.compile(r"\bnode (\d+)\b")

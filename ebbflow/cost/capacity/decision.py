@@ -30,6 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.terms import Fallback
 from ebbflow.cost.capacity import placement
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.errors import PlacementError
@@ -47,9 +50,6 @@ from ebbflow.cost.plan.guarantee import (
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Pool
 from ebbflow.cost.prices.reservations import Reservation
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.terms import Fallback
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState

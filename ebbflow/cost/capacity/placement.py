@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
-from ebbflow.cost.plan.plan import Plan
-from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
-from ebbflow.infra.batch.queues import accepts_type
-from ebbflow.infra.events import (
+from ebbflow.core.events import (
     BATCH_ATTEMPT,
     BATCH_SUBMITTED,
     GENERATION_ENDED,
@@ -22,6 +18,10 @@ from ebbflow.infra.events import (
     PLACED,
     Event,
 )
+from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
+from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
+from ebbflow.infra.batch.queues import accepts_type
 from ebbflow.infra.notices import RECLAIMS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Placement:
     # id of the capacity reservation or Capacity Block that runs the attempt; None for other pools
     reservation: str | None = None
     # time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to
-    # which it moves (`ebbflow.infra.terms.Fallback` as JSON). None if there is neither.
+    # which it moves (`ebbflow.core.terms.Fallback` as JSON). None if there is neither.
     fallback: dict[str, Any] | None = field(default=None, repr=False)
 
     @property

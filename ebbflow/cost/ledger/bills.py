@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from ebbflow.core.events import Event, LedgerClass
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.instances import (
     BatchJob,
@@ -22,7 +23,6 @@ from ebbflow.cost.ledger.instances import (
 )
 from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, read_paid_nodes
-from ebbflow.infra.events import Event, LedgerClass
 
 # (Unix microseconds, number of nodes that share the price from then on), ordered by time.
 SharerCounts = tuple[tuple[int, int], ...]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ebbflow.infra.events as ev
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import EndReason, Event
-from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.layout import parse_commit_key
+import ebbflow.core.events as ev
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import EndReason, Event
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.layout import parse_commit_key
 
 # The job was done or stopped itself. Any other end is an interruption.
 PLANNED_ENDS = frozenset(

@@ -25,10 +25,10 @@ from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 from typing import Any
 
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
+from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
-from ebbflow.infra.grouping import group_by_key
 
 MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile`

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
+from ebbflow.core.events import BUDGET, CONFIGURED, NODE_HEARTBEAT, STEP, Event, LedgerClass
 from ebbflow.cost.amounts import apportion, round_amount
 from ebbflow.cost.ledger.bills import (
     NodeBill,
@@ -29,7 +30,6 @@ from ebbflow.cost.ledger.bills import (
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
-from ebbflow.infra.events import BUDGET, CONFIGURED, NODE_HEARTBEAT, STEP, Event, LedgerClass
 
 MEASURED = "measured"
 ESTIMATED = "estimated"

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from ebbflow.core.events import PLAN, PRICES, Event
+from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
-from ebbflow.infra.events import PLAN, PRICES, Event
-from ebbflow.infra.grouping import group_by_key
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"

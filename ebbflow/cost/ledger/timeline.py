@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbflow.cost.errors import LedgerError
-from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import (
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import (
     NODE_ENDED,
     NODE_HEARTBEAT,
     NODE_STARTED,
@@ -22,7 +20,9 @@ from ebbflow.infra.events import (
     Event,
     LedgerClass,
 )
-from ebbflow.infra.grouping import group_by_key, sum_by_key
+from ebbflow.core.grouping import group_by_key, sum_by_key
+from ebbflow.cost.errors import LedgerError
+from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
 
 MICRO = 1_000_000
 MACHINE_KEYS = (

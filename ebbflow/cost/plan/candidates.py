@@ -15,6 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import PLAN, STEP, Event
+from ebbflow.core.footprint import ModelShape, commit_bytes, shard_ranks
+from ebbflow.core.reliability import daly_interval_seconds
 from ebbflow.cost.catalogue import Catalogue, InstanceType, Rates, Usage, load_rates, other_costs
 from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.ledger.generations import read_generations
@@ -42,10 +46,6 @@ from ebbflow.cost.plan.throughput import (
 )
 from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import PLAN, STEP, Event
-from ebbflow.infra.footprint import ModelShape, commit_bytes, shard_ranks
-from ebbflow.infra.reliability import daly_interval_seconds
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState

@@ -41,11 +41,11 @@ from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import ModelShape, commit_bytes
+from ebbflow.core.reliability import GammaHazard, daly_interval_seconds
 from ebbflow.cost.job_history import WAIT_HOURS
 from ebbflow.cost.plan.throughput import MemoryFit, Throughput
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import ModelShape, commit_bytes
-from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
     import numpy

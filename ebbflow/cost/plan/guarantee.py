@@ -14,7 +14,7 @@ Spot capacity, and P the hourly price of all nodes. Each option then needs:
 A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on
 Spot starts only if the remaining hours and dollars cover the row "start on Spot". The job moves to
 on-demand when the remaining hours or dollars no longer exceed the row "keep on Spot"
-(`ebbflow.infra.terms.Fallback`). An attempt on Spot ends by a loss of the machine, which undoes I,
+(`ebbflow.core.terms.Fallback`). An attempt on Spot ends by a loss of the machine, which undoes I,
 or by a last save, never by both.
 
 With 2 d, an attempt may stay although its container is made as late as `Placement.start_by_utc`
@@ -26,12 +26,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.terms import Fallback
 from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET
 from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.cost.prices.reservations import Reservation
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.terms import Fallback
 
 DECIDE_HOURS = 5 / 60
 """Longest time between two placements, and the shortest useful wait for capacity: an instance must boot (assumed)."""

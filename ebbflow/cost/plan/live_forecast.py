@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.plan.forecast import DRAWS, PRIOR_WEIGHT
 from ebbflow.cost.plan.guarantee import (
     DECIDE_HOURS,
@@ -31,7 +32,6 @@ from ebbflow.cost.plan.guarantee import (
     start_hours,
 )
 from ebbflow.cost.plan.pools import Candidate
-from ebbflow.infra.config.schema import RunConfig
 
 if TYPE_CHECKING:
     import numpy

@@ -17,6 +17,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.footprint import ModelShape, causal_lm_shape
+from ebbflow.core.terms import Terms
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.catalogue import RATES_KIND, Catalogue, load_catalogue, on_demand_recorded
 from ebbflow.cost.errors import PlanError
 from ebbflow.cost.job_history import JobHistory
@@ -41,11 +46,6 @@ from ebbflow.cost.plan.refusal import (
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
 from ebbflow.cost.prices.reservations import CapacityEvidence, open_evidence
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.footprint import ModelShape, causal_lm_shape
-from ebbflow.infra.terms import Terms
-from ebbflow.infra.untrusted_text import one_line
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.untrusted_text import one_line, wrap_line
 from ebbflow.cost.amounts import (
     format_count,
     format_duration,
@@ -22,8 +24,6 @@ from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import format_short_age, format_time
-from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.untrusted_text import one_line, wrap_line
 
 WIDTH = 100
 BAR = "│"

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
 from ebbflow.cost.plan.candidates import (
     AUTO_NODES,
@@ -22,8 +24,6 @@ from ebbflow.cost.plan.candidates import (
 from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
 from ebbflow.cost.prices.quote import refresh_command
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:

@@ -1,7 +1,7 @@
 """Estimate the memory per GPU and the tokens per second of a gang (all ranks of a job).
 
 Memory is a sum of named parts in bytes, so that a refusal can show its arithmetic.
-`ebbflow.infra.footprint.rank_bytes` computes the parts at the peak of a step:
+`ebbflow.core.footprint.rank_bytes` computes the parts at the peak of a step:
 
 - parameters: float32, also under mixed precision, where the float32 shards are the master weights.
   bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
@@ -39,10 +39,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 
+from ebbflow.core import footprint
+from ebbflow.core.config.schema import ModelConfig, RunConfig
 from ebbflow.cost.catalogue import Catalogue, InstanceType
 from ebbflow.cost.job_history import JobHistory, MeasuredSpeed
-from ebbflow.infra import footprint
-from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
 GIB = 2**30
 # The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
+from ebbflow.core.errors import CloudError, CloudForbidden
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.quote import (
@@ -30,7 +31,6 @@ from ebbflow.cost.prices.recorded import (
     with_zone_ids,
 )
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
-from ebbflow.infra.errors import CloudError, CloudForbidden
 
 # Deadline for all regions together; the static table stands in for a region that needs longer.
 DEADLINE_SECONDS = 30.0

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, Protocol
 
+from ebbflow.core.config.name_rules import zone_prefix
 from ebbflow.cost.catalogue import (
     RATES_RECORDED,
     InstanceType,
     advisor_recorded,
     on_demand_recorded,
 )
-from ebbflow.infra.config.name_rules import zone_prefix
 
 QuoteKind = Literal["live", "recorded", "estimated"]
 

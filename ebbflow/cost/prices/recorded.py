@@ -25,6 +25,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.amounts import read_decimal
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
@@ -38,7 +39,6 @@ from ebbflow.cost.prices.quote import (
     is_zone_of,
     region_of,
 )
-from ebbflow.infra.grouping import group_by_key
 
 # Both names of the product whose price includes no software licence.
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")

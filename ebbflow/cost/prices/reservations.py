@@ -12,11 +12,11 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Self
 
+from ebbflow.core.config.schema import ReservationConfig, RunConfig
+from ebbflow.core.errors import CloudError
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.prices.quote import Quote, format_time
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
-from ebbflow.infra.config.schema import ReservationConfig, RunConfig
-from ebbflow.infra.errors import CloudError
 
 _SECONDS = 15.0
 # EC2 ends the instances of a Capacity Block this long before the block's end.

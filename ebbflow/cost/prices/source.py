@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import CostConfig, RunConfig
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.program import DEFAULT_CONFIG
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
@@ -19,11 +24,6 @@ from ebbflow.cost.prices.recorded import (
     read_recording,
     write_recording,
 )
-from ebbflow.infra.config.load import load_config
-from ebbflow.infra.config.schema import CostConfig, RunConfig
-from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.program import DEFAULT_CONFIG
-from ebbflow.infra.untrusted_text import one_line
 
 NOT_ASKED = "live prices are asked when the plan is made"
 

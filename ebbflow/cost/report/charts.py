@@ -14,13 +14,13 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
-import ebbflow.infra.events as ev
+import ebbflow.core.events as ev
+from ebbflow.core.events import Event, LedgerClass
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 from ebbflow.cost.report.figures import find_peaks, read_number
-from ebbflow.infra.events import Event, LedgerClass
 
 LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap

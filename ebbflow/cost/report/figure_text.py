@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from ebbflow.core.config.load import DEFAULT, value_text
+from ebbflow.core.events import FAULT_INJECTED, LedgerClass, describe_network
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import (
     NONE,
     apportion,
@@ -21,9 +24,6 @@ from ebbflow.cost.capacity.placement import UNKNOWN
 from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
-from ebbflow.infra.config.load import DEFAULT, value_text
-from ebbflow.infra.events import FAULT_INJECTED, LedgerClass, describe_network
-from ebbflow.infra.untrusted_text import one_line
 
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
 CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")

@@ -9,7 +9,9 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-import ebbflow.infra.events as ev
+import ebbflow.core.events as ev
+from ebbflow.core.events import Event, LedgerClass
+from ebbflow.core.grouping import group_by_key, sum_by_key
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.ledger.bills import NodeBill, compute_bills, count_machines
@@ -17,8 +19,6 @@ from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
-from ebbflow.infra.events import Event, LedgerClass
-from ebbflow.infra.grouping import group_by_key, sum_by_key
 
 _WORK = (
     LedgerClass.USEFUL_STEP,

@@ -17,6 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.events import LedgerClass, without_nan
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.rank_logs import escape_controls
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import (
     NONE,
     format_count,
@@ -45,10 +49,6 @@ from ebbflow.cost.report.verdict import (
     render_verdict,
     reproduce_command,
 )
-from ebbflow.infra.events import LedgerClass, without_nan
-from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.rank_logs import escape_controls
-from ebbflow.infra.untrusted_text import one_line
 
 # One colour per class of time, after Okabe and Ito, whose colours the colour-blind can tell apart.
 COLOURS = {

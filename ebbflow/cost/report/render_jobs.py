@@ -5,12 +5,12 @@ failures by cause.
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import NONE, format_count, format_percent, format_usd
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
 from ebbflow.cost.report.report import RunReport
 from ebbflow.cost.report.verdict import describe_cause, describe_simulation
-from ebbflow.infra.untrusted_text import one_line
 
 _HEADER = (
     "job",

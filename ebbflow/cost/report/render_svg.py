@@ -6,11 +6,11 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_number
 from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.figure_text import get_loss_unit, get_weight_unit
 from ebbflow.cost.report.report import RunReport
-from ebbflow.infra.untrusted_text import one_line
 
 _WIDTH = 560
 _HEIGHT = 230

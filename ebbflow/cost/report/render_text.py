@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, NamedTuple
 
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import FAULT_INJECTED, LedgerClass
+from ebbflow.core.untrusted_text import one_line, wrap_line
 from ebbflow.cost.amounts import format_number, format_percent, format_usd, usd_decimals
 from ebbflow.cost.report import figure_text
 from ebbflow.cost.report.report import RunReport
 from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict, script_command
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import FAULT_INJECTED, LedgerClass
-from ebbflow.infra.untrusted_text import one_line, wrap_line
 
 PROGRAM = "ebbflow"  # the console command
 # `run` reads the configuration again; the events do not record the options of the earlier run.

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-import ebbflow.infra.events as ev
+import ebbflow.core.events as ev
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import Event, LedgerClass, without_nan
+from ebbflow.core.rank_logs import LogLine
+from ebbflow.core.segments import Damage
 from ebbflow.cost.amounts import round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.errors import LedgerError, ReportError
@@ -32,12 +36,8 @@ from ebbflow.cost.report.figures import (
     compute_money_figures,
     list_step_figures,
 )
-from ebbflow.infra.bundle import redact
-from ebbflow.infra.diagnose.job import diagnose_job
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import Event, LedgerClass, without_nan
-from ebbflow.infra.rank_logs import LogLine
-from ebbflow.infra.segments import Damage
+from ebbflow.diagnose.bundle import redact
+from ebbflow.diagnose.job import diagnose_job
 
 if TYPE_CHECKING:
     import pandas

@@ -5,6 +5,9 @@
 import shlex
 from typing import NamedTuple
 
+from ebbflow.core.config.load import value_text
+from ebbflow.core.errors import Outcome
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import (
     NONE,
     format_count,
@@ -16,9 +19,6 @@ from ebbflow.cost.amounts import (
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.cost.report.figure_text import describe_damage, is_unpriced, shorten
 from ebbflow.cost.report.report import RunReport, find_deciding_failure
-from ebbflow.infra.config.load import value_text
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.untrusted_text import one_line
 
 _LONGEST_CAUSE = 160
 _LONGEST_NAME = 80

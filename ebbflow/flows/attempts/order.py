@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ebbflow.infra.layout import order_key
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import order_key
+from ebbflow.core.store import Store
 
 # JSON for the submitting process (`ebbflow.flows.attempts.submission`).
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"

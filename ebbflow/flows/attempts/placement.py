@@ -14,23 +14,23 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.errors import JobIsRunning, Outcome
+from ebbflow.core.events import COMMIT, PLACED, PLAN, Event, read_events
+from ebbflow.core.footprint import ModelShape
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.settlement import settle_attempts
 from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading, Job
 from ebbflow.flows.steps import read_job_history
 from ebbflow.infra.aws.calls import within
-from ebbflow.infra.errors import JobIsRunning, Outcome
-from ebbflow.infra.events import COMMIT, PLACED, PLAN, Event, read_events
-from ebbflow.infra.footprint import ModelShape
-from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
+    from ebbflow.core.event_log import EventLog
     from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
     from ebbflow.cost.plan.plan import Plan
     from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
     from ebbflow.infra.batch import QueueState
-    from ebbflow.infra.event_log import EventLog
 
 
 DEADLINE_SECONDS = 60.0

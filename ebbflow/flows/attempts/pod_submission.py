@@ -28,11 +28,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ebbflow.core.errors import CloudError, CloudForbidden, Outcome
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
 from ebbflow.flows.attempts.submission import StartLimits, submit_events
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
-from ebbflow.infra.errors import CloudError, CloudForbidden, Outcome
 from ebbflow.infra.kubernetes.cluster import (
     QUEUE_LABEL,
     QUOTA,
@@ -256,7 +256,7 @@ class PodSubmission:
         """Record the job's outcome, and return the exit code of a task that is not to be retried."""
         _say(message)
         if self._asked:
-            from ebbflow.infra.events import OUTCOME
+            from ebbflow.core.events import OUTCOME
 
             with submit_events(self._asked) as log:
                 log.emit(OUTCOME, flush=True, outcome=outcome, message=message)
@@ -267,7 +267,7 @@ class PodSubmission:
         """Record the id before the create request, so that the next launcher finds pods left behind
         by this process.
         """
-        from ebbflow.infra.events import BATCH_SUBMITTED
+        from ebbflow.core.events import BATCH_SUBMITTED
 
         if self._asked:
             details = {"step": self._asked["step"], "task": self._asked["task"]}
@@ -392,8 +392,8 @@ class PodSubmission:
             _report_errors(self._record)
 
     def _record(self) -> None:
+        from ebbflow.core.events import BATCH_ATTEMPT, OUTCOME
         from ebbflow.cost.capacity import Placement, batch_attempt_data
-        from ebbflow.infra.events import BATCH_ATTEMPT, OUTCOME
 
         assert self._watch is not None
         self._recorded = True

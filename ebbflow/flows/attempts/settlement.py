@@ -11,6 +11,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ebbflow.core.errors import CloudRefused, InfraError
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import (
+    BATCH_ATTEMPT,
+    BATCH_SUBMITTED,
+    NODE_STARTED,
+    PLACED,
+    Event,
+    read_events,
+)
+from ebbflow.core.launchers import check_run_claim
+from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed
 from ebbflow.cost.capacity import Placement, batch_attempt_data
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import (
@@ -22,19 +34,7 @@ from ebbflow.infra.batch import (
     describe_attempts,
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
-from ebbflow.infra.errors import CloudRefused, InfraError
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import (
-    BATCH_ATTEMPT,
-    BATCH_SUBMITTED,
-    NODE_STARTED,
-    PLACED,
-    Event,
-    read_events,
-)
 from ebbflow.infra.kubernetes import cluster as kubernetes
-from ebbflow.infra.launchers import check_run_claim
-from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext, failed, passed
 
 # Short, because the container of the step `report` may not reach Batch. The launcher tries again.
 _REPORT_SECONDS = 6.0

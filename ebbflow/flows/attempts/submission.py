@@ -32,7 +32,7 @@ from ebbflow.flows.job import Job
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 
 if TYPE_CHECKING:
-    from ebbflow.infra.event_log import EventLog
+    from ebbflow.core.event_log import EventLog
 
 
 # Variable with the path of the file in which the task writes its process id for the signal-passing
@@ -242,8 +242,8 @@ class Submission:
 
     def _note_refusal(self, why: str) -> None:
         """Record the refused submit as the job's outcome, because Metaflow then ends the run."""
-        from ebbflow.infra.errors import Outcome
-        from ebbflow.infra.events import OUTCOME
+        from ebbflow.core.errors import Outcome
+        from ebbflow.core.events import OUTCOME
 
         if self._asked:
             with submit_events(self._asked) as log:
@@ -266,8 +266,8 @@ class Submission:
         Args:
             unwanted: Id of a duplicate Batch job to record; "" to record the job of this process.
         """
-        from ebbflow.infra.errors import StoreError
-        from ebbflow.infra.events import BATCH_SUBMITTED
+        from ebbflow.core.errors import StoreError
+        from ebbflow.core.events import BATCH_SUBMITTED
 
         asked = self._asked
         if not asked:
@@ -293,8 +293,8 @@ class Submission:
 
         Metaflow then retries with a new placement.
         """
+        from ebbflow.core.errors import InfraError
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
-        from ebbflow.infra.errors import InfraError
 
         client = batch_client(self._asked.get("region"))
         patience = StartLimits(
@@ -369,9 +369,9 @@ def submit_events(asked: dict[str, Any]) -> EventLog:
 
     `asked` is the JSON object in SUBMIT_VARIABLE.
     """
-    from ebbflow.infra.config.schema import RunConfig
-    from ebbflow.infra.event_log import EventLog
-    from ebbflow.infra.events import Origin
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.core.event_log import EventLog
+    from ebbflow.core.events import Origin
 
     config = RunConfig.model_validate({"store": asked["store"]})
     job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)

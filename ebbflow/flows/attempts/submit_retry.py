@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ebbflow.infra.errors import CloudError, CloudUnavailable
+from ebbflow.core.errors import CloudError, CloudUnavailable
 
 _LOOK_SECONDS = 5.0
 _IN_TROUBLE = (500, 502, 503, 504)  # HTTP status of a proxy, or of Batch after it created the job

@@ -18,8 +18,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 if (_ROOT / "ebbflow").is_dir():  # a checkout
     sys.path.insert(1, str(_ROOT))
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.process import StoppedProcesses, die_with_parent
+from ebbflow.core.errors import Outcome
+from ebbflow.core.process import StoppedProcesses, die_with_parent
 
 # A drained launcher waits up to 60 s for its last save, and then writes the report.
 LEAVE_SECONDS = 180.0

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.infra.config import load_config
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.layout import check_job_name
+from ebbflow.core.config import load_config
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import check_job_name
 from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
 
 MAX_FAILURES = 3

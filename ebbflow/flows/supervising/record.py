@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import BATCH_ATTEMPT, PLAN, SUPERVISED, read_events
+from ebbflow.core.store import Store
 from ebbflow.cost.errors import CostError
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.attempts.settlement import unsettled_jobs
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, read_events
-from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import TrainingError

@@ -11,6 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbflow.core.errors import Outcome, StoreError, StoreUnavailable
+from ebbflow.core.events import OUTCOME, SUPERVISED
+from ebbflow.core.launchers import CLAIM_VARIABLE, Claim, claim_job
+from ebbflow.core.process import ignore_lost_readers, run_command
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.amounts import format_count
 from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
@@ -30,12 +36,6 @@ from ebbflow.flows.supervising.record import (
     read_record,
     waited_seconds,
 )
-from ebbflow.infra.errors import Outcome, StoreError, StoreUnavailable
-from ebbflow.infra.events import OUTCOME, SUPERVISED
-from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
-from ebbflow.infra.process import ignore_lost_readers, run_command
-from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.infra.untrusted_text import guard_terminal
 
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0

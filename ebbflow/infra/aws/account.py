@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from ebbflow.core.errors import CloudRefused
 from ebbflow.infra.aws.calls import (
     RequestDeadline,
     aws_client,
@@ -20,7 +21,6 @@ from ebbflow.infra.aws.calls import (
     request_name,
     required_field,
 )
-from ebbflow.infra.errors import CloudRefused
 
 # Regions for which GetBucketLocation returns another name.
 LOCATIONS = {"": "us-east-1", "EU": "eu-west-1"}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from ebbflow.core.errors import CloudError, Outcome
 from ebbflow.infra.aws.account import (
     CONTAINERS,
     LOCATIONS,
@@ -25,7 +26,6 @@ from ebbflow.infra.aws.account import (
 from ebbflow.infra.aws.calls import RequestDeadline, call_aws, paginate
 from ebbflow.infra.batch import QueueState, batch_client, describe_queues
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES
-from ebbflow.infra.errors import CloudError, Outcome
 
 T = TypeVar("T")
 

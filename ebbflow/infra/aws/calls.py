@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
-from ebbflow.infra.retry import backoff_pauses, call_within, retry
-from ebbflow.infra.store.s3 import aws_settings
+from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+from ebbflow.core.retry import backoff_pauses, call_within, retry
+from ebbflow.core.store.s3 import aws_settings
 
 T = TypeVar("T")
 

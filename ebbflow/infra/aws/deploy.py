@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
+from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
-from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a

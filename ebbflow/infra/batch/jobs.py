@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
+from ebbflow.core.errors import CloudError
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, describe_in_parts
-from ebbflow.infra.errors import CloudError
 
 
 def batch_client(region: str | None = None) -> Any:

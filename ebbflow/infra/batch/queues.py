@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ebbflow.core.config.schema import BatchConfig, QueueConfig, RunConfig
+from ebbflow.core.errors import CloudError, InfraError
+from ebbflow.core.store.s3 import aws_settings
 from ebbflow.infra.aws.calls import (
     RequestDeadline,
     aws_client,
@@ -16,9 +19,6 @@ from ebbflow.infra.aws.calls import (
     is_amazons,
     paginate,
 )
-from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
-from ebbflow.infra.errors import CloudError, InfraError
-from ebbflow.infra.store.s3 import aws_settings
 
 # Batch chooses from the families c6i, c7i, m6i and r6i, or their Arm variants; none has a GPU.
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html

@@ -1,9 +1,9 @@
 """Table of the preflight checks of the configuration, this machine, the store and the AWS account."""
 
+from ebbflow.core.preflight import Check
 from ebbflow.infra.checks import batch, gpu, machine, store
 from ebbflow.infra.checks import environment as env
 from ebbflow.infra.kubernetes.checks import CHECKS as KUBERNETES_CHECKS
-from ebbflow.infra.preflight import Check
 
 # Boto3 is imported and its service descriptions are read as well
 _AWS_SECONDS = batch.ANSWER_SECONDS + 3.0

@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ebbflow.core.errors import CloudError, InfraError, StoreError
+from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.core.store.s3 import split_uri
 from ebbflow.infra.aws.account import (
     CONTAINERS,
     bucket_state,
@@ -20,9 +23,6 @@ from ebbflow.infra.aws.calls import RequestDeadline, aws_client, is_amazons
 from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.checks.store import compare_clock
-from ebbflow.infra.errors import CloudError, InfraError, StoreError
-from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.store.s3 import split_uri
 
 # "A request must reach AWS within five minutes of the time stamp in the request":
 # https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv.html

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ebbflow.core.config.keys import PREFIX, leaf_fields
+from ebbflow.core.config.load import violations
+from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.core.program import python_path
+from ebbflow.core.requirements import NEWEST_PYTHON, OLDEST_PYTHON, REQUIREMENTS, TESTED_PYTHON
+from ebbflow.core.signing_key import NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.checks.gpu import NoAnswer, gpu_files, has_rdma, run_program
-from ebbflow.infra.config.keys import PREFIX, leaf_fields
-from ebbflow.infra.config.load import violations
 from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
-from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.program import python_path
-from ebbflow.infra.requirements import NEWEST_PYTHON, OLDEST_PYTHON, REQUIREMENTS, TESTED_PYTHON
-from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
 
 _ANSWER_SECONDS = 1.5
 _IMPORT_SECONDS = 90.0

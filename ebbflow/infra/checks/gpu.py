@@ -14,10 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.infra.footprint import local_gang
-from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.program import python_path
-from ebbflow.infra.requirements import DRIVER_FILE, installed_versions
+from ebbflow.core.footprint import local_gang
+from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.core.program import python_path
+from ebbflow.core.requirements import DRIVER_FILE, installed_versions
 
 GPU_FILES = "/dev/nvidia[0-9]*"  # one for each GPU
 RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike

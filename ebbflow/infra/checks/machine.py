@@ -13,20 +13,20 @@ from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
-from ebbflow.infra import footprint
+from ebbflow.core import footprint
+from ebbflow.core.config.rule_base import division, nearest_divisors, nearest_multiples
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.config.shape_rules import DERIVED
+from ebbflow.core.footprint import size_text
+from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.core.process import memory_left, read_system_file
 from ebbflow.infra.checks.gpu import gpu_files, has_rdma
-from ebbflow.infra.config.rule_base import division, nearest_divisors, nearest_multiples
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.shape_rules import DERIVED
-from ebbflow.infra.footprint import size_text
 from ebbflow.infra.instance import (
     HOP_LIMIT_FIX,
     MetadataService,
     metadata_endpoint,
     metadata_unavailable_reason,
 )
-from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.process import memory_left, read_system_file
 
 _ALL_ANSWERS_SECONDS = 1.8
 _TOKEN_TTL_SECONDS = 60

@@ -11,12 +11,12 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
-from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root, runs_folder
-from ebbflow.infra.preflight import CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.store import Store
-from ebbflow.infra.store.errors import ACTIONS
-from ebbflow.infra.store.s3 import aws_settings, split_uri
+from ebbflow.core.errors import ObjectNotFound, StoreError, StoreForbidden
+from ebbflow.core.layout import METAFLOW_FOLDER, job_prefix, records_root, runs_folder
+from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.core.store import Store
+from ebbflow.core.store.errors import ACTIONS
+from ebbflow.core.store.s3 import aws_settings, split_uri
 
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0

@@ -6,16 +6,8 @@ import argparse
 import os
 from collections.abc import Callable
 
-from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
-from ebbflow.infra.kubernetes.cluster import (
-    JOBSET_GROUP,
-    QUOTA,
-    QUOTA_FIX,
-    Cluster,
-    namespace,
-    open_cluster,
-)
-from ebbflow.infra.preflight import (
+from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
+from ebbflow.core.preflight import (
     Check,
     CheckFinding,
     PreflightContext,
@@ -23,6 +15,14 @@ from ebbflow.infra.preflight import (
     passed,
     render_results,
     skipped,
+)
+from ebbflow.infra.kubernetes.cluster import (
+    JOBSET_GROUP,
+    QUOTA,
+    QUOTA_FIX,
+    Cluster,
+    namespace,
+    open_cluster,
 )
 
 _SECONDS = 4.0
@@ -241,9 +241,9 @@ def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from ebbflow.infra.config import load_config
-    from ebbflow.infra.preflight import failed_results, run_checks
-    from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
+    from ebbflow.core.config import load_config
+    from ebbflow.core.preflight import failed_results, run_checks
+    from ebbflow.core.program import DEFAULT_CONFIG, PROJECT_ROOT
 
     loaded = load_config(options.config or DEFAULT_CONFIG, options.set, project_root=PROJECT_ROOT)
     context = PreflightContext(config=loaded.config, project_root=PROJECT_ROOT, target="kubernetes")

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+from ebbflow.core.retry import retry
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
-from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
-from ebbflow.infra.retry import retry
 
 JOBSET_GROUP = "jobset.x-k8s.io"
 JOBSET_VERSION = "v1alpha2"

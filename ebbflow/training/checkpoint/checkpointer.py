@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ebbflow.infra.events import STAGED
-from ebbflow.infra.layout import data_key
-from ebbflow.infra.store import Store
+from ebbflow.core.events import STAGED
+from ebbflow.core.layout import data_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.inflight_save import (
     InflightSave,
     SaveTracker,

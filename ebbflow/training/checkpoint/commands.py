@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, ObjectNotFound, describe_error
-from ebbflow.infra.layout import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError, ObjectNotFound, describe_error
+from ebbflow.core.layout import (
     data_prefix,
     known_job,
     pin_key,
@@ -23,8 +23,8 @@ from ebbflow.infra.layout import (
     tombstone_key,
     verified_key,
 )
-from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
-from ebbflow.infra.store import Store
+from ebbflow.core.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import TracedCommit, trace_lineage
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_uncommitted, read_manifest, verify_commit

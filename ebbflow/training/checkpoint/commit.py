@@ -16,10 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError
-from ebbflow.infra.layout import commit_key, commit_prefix, index_key, index_prefix
-from ebbflow.infra.retry import backoff_pauses
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import ObjectNotFound, StoreError
+from ebbflow.core.layout import commit_key, commit_prefix, index_key, index_prefix
+from ebbflow.core.retry import backoff_pauses
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest, RankIndex, merge_indexes
 from ebbflow.training.checkpoint.signing import signer

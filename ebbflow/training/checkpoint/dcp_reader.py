@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
 from ebbflow.training.checkpoint.reader import (

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.checkpoint.hugging_face import their_name, write_settings
 from ebbflow.training.checkpoint.portable_state import (
     PortableState,

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import ModelConfig
+from ebbflow.core.config.schema import ModelConfig
 from ebbflow.training.errors import WorkloadError
 
 _KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ebbflow.infra.errors import StoreFull
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED
-from ebbflow.infra.program import python_path
+from ebbflow.core.errors import StoreFull
+from ebbflow.core.events import COMMIT, COMMIT_FAILED
+from ebbflow.core.program import python_path
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.verified_io import Deadline

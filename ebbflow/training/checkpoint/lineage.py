@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ebbflow.infra import layout
-from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
-from ebbflow.infra.retry import backoff_pauses
-from ebbflow.infra.store import Store
+from ebbflow.core import layout
+from ebbflow.core.errors import ObjectNotFound, StoreUnavailable
+from ebbflow.core.retry import backoff_pauses
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process
 from ebbflow.training.checkpoint.signing import Signer, signer

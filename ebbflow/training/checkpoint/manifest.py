@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbflow.infra.layout import data_key, parse_commit_key
+from ebbflow.core.layout import data_key, parse_commit_key
 from ebbflow.training.checkpoint.verified_io import canonical_json, seal, sha256_text, unseal
 from ebbflow.training.errors import CheckpointError, CorruptCommit, MisplacedCommit
 

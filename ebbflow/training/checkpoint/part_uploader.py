@@ -10,9 +10,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import LARGEST_COUNT, UploadedPart, UploadSink
+from ebbflow.core.errors import ObjectNotFound, StoreError, StoreUnavailable
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import LARGEST_COUNT, UploadedPart, UploadSink
 from ebbflow.training.checkpoint import verified_io
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks

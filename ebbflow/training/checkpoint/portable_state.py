@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.infra.layout import data_key, index_key
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import open_sink
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import data_key, index_key
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import open_sink
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, newest_generation_number, open_generation

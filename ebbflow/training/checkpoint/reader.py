@@ -26,20 +26,20 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     InfraError,
     ObjectNotFound,
     StoreError,
     StoreTimeout,
     StoreUnavailable,
 )
-from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
-from ebbflow.infra.process import die_with_parent
-from ebbflow.infra.program import python_path
-from ebbflow.infra.ranges import read_blocks
-from ebbflow.infra.retry import backoff_pauses, retry
-from ebbflow.infra.store import Store
-from ebbflow.infra.store.folder import HANG_GUARD
+from ebbflow.core.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
+from ebbflow.core.process import die_with_parent
+from ebbflow.core.program import python_path
+from ebbflow.core.retry import backoff_pauses, retry
+from ebbflow.core.store import Store
+from ebbflow.core.store.folder import HANG_GUARD
+from ebbflow.core.store.ranges import read_blocks
 from ebbflow.training.checkpoint import verified_io
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
-from ebbflow.infra.layout import quarantine_key
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
+from ebbflow.core.layout import quarantine_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import (
     CommitRef,

@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ebbflow.infra import layout
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
-from ebbflow.infra.grouping import group_by_key
-from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.infra.store.objects import StoreClock
+from ebbflow.core import layout
+from ebbflow.core.errors import ObjectNotFound, StoreError, StoreForbidden
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.store import ObjectMeta, Store
+from ebbflow.core.store.objects import StoreClock
 from ebbflow.training.checkpoint.lineage import (
     CommitRef,
     TracedCommit,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.infra.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
-from ebbflow.infra.layout import permit_key
-from ebbflow.infra.store import Store
+from ebbflow.core.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
+from ebbflow.core.layout import permit_key
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.manifest import VERSION
 from ebbflow.training.checkpoint.verified_io import seal

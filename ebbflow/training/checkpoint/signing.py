@@ -17,10 +17,10 @@ import json
 import os
 from dataclasses import replace
 
-from ebbflow.infra.errors import ObjectNotFound
-from ebbflow.infra.layout import parse_commit_key, signature_key
-from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import ObjectNotFound
+from ebbflow.core.layout import parse_commit_key, signature_key
+from ebbflow.core.signing_key import NAME_VARIABLE, signing_key_problem
+from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.manifest import Manifest, RankIndex
 from ebbflow.training.checkpoint.verified_io import canonical_json, fetch_verified, put_verified
 from ebbflow.training.errors import CorruptCommit, NoSigningKey, RefusedCommit

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.infra.process import host_bytes_left
+from ebbflow.core.process import host_bytes_left
 from ebbflow.training.checkpoint.save_plan import BufferLayout
 from ebbflow.training.errors import CheckpointError
 

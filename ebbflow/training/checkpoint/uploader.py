@@ -37,12 +37,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ebbflow.infra.errors import InfraError, StoreFull
-from ebbflow.infra.layout import index_key
-from ebbflow.infra.multipart.requests import Throttle
-from ebbflow.infra.multipart.sinks import open_sink
-from ebbflow.infra.process import die_with_parent
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import InfraError, StoreFull
+from ebbflow.core.layout import index_key
+from ebbflow.core.process import die_with_parent
+from ebbflow.core.store import Store
+from ebbflow.core.store.multipart.requests import Throttle
+from ebbflow.core.store.multipart.sinks import open_sink
 from ebbflow.training.checkpoint.commit import CommitAttempt, await_commit, commit_as_backup
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, IndexEntry, RankIndex
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader

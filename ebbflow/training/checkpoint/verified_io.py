@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from awscrt.checksums import combine_crc64nvme
 from awscrt.checksums import crc64nvme as _crc64nvme
 
-from ebbflow.infra.errors import (
+from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreForbidden,
     StoreFull,
     StoreMisconfigured,
 )
-from ebbflow.infra.retry import backoff_pauses, retry
-from ebbflow.infra.store import Store
+from ebbflow.core.retry import backoff_pauses, retry
+from ebbflow.core.store import Store
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
 T = TypeVar("T")

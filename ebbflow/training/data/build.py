@@ -18,9 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ebbflow.infra.config.schema import DataConfig
-from ebbflow.infra.layout import tokens_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.config.schema import DataConfig
+from ebbflow.core.layout import tokens_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.data.tokenizer import Tokenizer, encode_files, open_tokenizer, text_pieces
 from ebbflow.training.data.tokens import (
     DESCRIPTION,

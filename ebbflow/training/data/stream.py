@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ebbflow.infra.store import Store
+from ebbflow.core.store import Store
 from ebbflow.training.retry import retry_until_deadline
 
 _REQUESTS = 16  # at the same time, of one rank

@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from ebbflow.infra.config.schema import DataConfig, RunConfig
+from ebbflow.core.config.schema import DataConfig, RunConfig
 from ebbflow.training.errors import DataError
 
 BYTES = "bytes"

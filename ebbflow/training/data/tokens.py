@@ -27,9 +27,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from ebbflow.infra.errors import ObjectNotFound
-from ebbflow.infra.layout import tokens_prefix
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import ObjectNotFound
+from ebbflow.core.layout import tokens_prefix
+from ebbflow.core.store import Store
 from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.data.tokenizer import dtype_of
 from ebbflow.training.errors import DataError

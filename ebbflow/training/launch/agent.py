@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.process import die_with_parent
-from ebbflow.infra.program import begin_program, python_path
-from ebbflow.infra.untrusted_text import guard_terminal
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.process import die_with_parent
+from ebbflow.core.program import begin_program, python_path
+from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch import messages

@@ -175,7 +175,7 @@ def _all_wait_for_good(evidence: Sequence[WorkerFailure]) -> bool:
         for failure in evidence
         if failure.waiting and not has_queued_calls(failure.calls)
     )
-    return sum(not place.startswith("training/engine.py") for place in places) == len(evidence)
+    return sum(not place.startswith("training/engine/loop.py") for place in places) == len(evidence)
 
 
 def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-import ebbflow.infra.events as ev
-from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.events import EndReason, Event, read_events
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
+import ebbflow.core.events as ev
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.events import EndReason, Event, read_events
+from ebbflow.core.store import Store
+from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     Generation,
@@ -31,8 +31,8 @@ from ebbflow.training.checkpoint.rollback import (
     check_rollback,
     newest_generation_in_events,
 )
+from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.errors import GangError, TrainingError
-from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch import messages
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import CoordinatorPeers, replacements_of

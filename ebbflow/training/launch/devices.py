@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from ebbflow.core.preflight import CheckFinding
 from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden, may_have_gpus, try_gpus
-from ebbflow.infra.preflight import CheckFinding
 from ebbflow.training.errors import DeviceUnavailable
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.process import process_state
-from ebbflow.infra.program import IMPORT_ROOT, INSTALLED, PACKAGE_ROOT
+from ebbflow.core.process import process_state
+from ebbflow.core.program import IMPORT_ROOT, INSTALLED, PACKAGE_ROOT
 from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, RECORDER, STACKS
 
 _SPY_SECONDS = 3.0
@@ -45,10 +45,10 @@ _EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
 # position.
 _EXCHANGE = ("gather", "gather_numbers", "wait", "_tell", "_hear", "_read", "_lost")
 _ENGINE_FILES = (
-    "training/engine.py",
-    "training/trainer_setup.py",
-    "training/guards/",
-    "training/trainer.py",
+    "training/engine/loop.py",
+    "training/engine/trainer_setup.py",
+    "training/engine/guards/",
+    "training/engine/trainer.py",
 )
 _ENGINE_PLACES = (*_WAITING_FILES, *_ENGINE_FILES)
 _WAITING_FUNCTIONS = ("sync_step",)  # the CPU waits here for the GPU, and so for its collectives

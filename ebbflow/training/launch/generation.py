@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import ClusterConfig, RunConfig
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, STALL, EndReason, Origin
+from ebbflow.core.config.schema import ClusterConfig, RunConfig
+from ebbflow.core.errors import InfraError
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, STALL, EndReason, Origin
+from ebbflow.core.keeper import Keeper
+from ebbflow.core.layout import generation_name
+from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
 from ebbflow.infra.instance import identify_machine
-from ebbflow.infra.keeper import Keeper
-from ebbflow.infra.layout import generation_name
-from ebbflow.infra.store import Store
-from ebbflow.infra.terms import Terms
 from ebbflow.training import errors
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback

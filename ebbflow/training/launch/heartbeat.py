@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.core.config.schema import RunConfig
 
 DUMP_SIGNAL = signal.SIGRTMIN + 3  # SIGUSR1 and SIGUSR2 belong to schedulers and to users
 PHASES = (

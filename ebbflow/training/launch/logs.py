@@ -2,7 +2,7 @@
 
 A rank writes its output directly to a file (its raw log), so it can write even when the agent is
 not running. The agent reads that file and writes one JSON record per line to `rank-N.jsonl` in the
-same folder. If the agent is killed, `ebbflow.infra.rank_logs` reads the remaining lines from the
+same folder. If the agent is killed, `ebbflow.core.rank_logs` reads the remaining lines from the
 raw log. A thread uploads the records in segments, unless the log folder is in the store.
 
 Both files have a size limit (`survival.rank_log_mib`). If a raw log exceeds it, the agent frees the
@@ -26,11 +26,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ebbflow.infra.layout import log_key
-from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
-from ebbflow.infra.rank_logs import LogLine, escape_controls, split_lines, utc_text
-from ebbflow.infra.retry import backoff_pauses
-from ebbflow.infra.store import Store
+from ebbflow.core.layout import log_key
+from ebbflow.core.program import REPLACE_UNPRINTABLE, own_command
+from ebbflow.core.rank_logs import LogLine, escape_controls, split_lines, utc_text
+from ebbflow.core.retry import backoff_pauses
+from ebbflow.core.store import Store
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec

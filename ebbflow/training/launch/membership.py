@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import EndReason
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError, UnreliableReader
 from ebbflow.training.launch import messages
 from ebbflow.training.launch.blame import (

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.schema import SurvivalConfig
-from ebbflow.infra.diagnose.rules import load_rules
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.events import EndReason
-from ebbflow.infra.requirements import installed_versions
-from ebbflow.infra.terms import Terms
+from ebbflow.core.config.schema import SurvivalConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import EndReason
+from ebbflow.core.requirements import installed_versions
+from ebbflow.core.terms import Terms
+from ebbflow.diagnose.rules import load_rules
 from ebbflow.training import errors
 from ebbflow.training.launch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
 from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
@@ -50,7 +50,7 @@ class _StartSpec:
     config: dict  # `RunConfig.model_dump(mode="json")`
     store_uri: str
     prepared: dict  # result of the workload's `prepare`, with its fingerprint
-    terms: dict | None = None  # budget and price (`ebbflow.infra.terms.Terms`)
+    terms: dict | None = None  # budget and price (`ebbflow.core.terms.Terms`)
     promised_gpus: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
 
 
@@ -265,7 +265,7 @@ class GenerationStart:
     generation_id: str
     candidates: list[str]  # keys of commits to restore from, newest first
     rendezvous_port: int  # port of torch's store on node 0
-    terms: dict | None  # budget and price (`ebbflow.infra.terms.Terms`), with the spending so far
+    terms: dict | None  # budget and price (`ebbflow.core.terms.Terms`), with the spending so far
     rehearse: dict | None  # fault to inject
     hosts: list[str]  # host names of these nodes
     # Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks

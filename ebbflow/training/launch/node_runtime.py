@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ebbflow.core.config.schema import ClusterConfig
+from ebbflow.core.events import EndReason
+from ebbflow.core.keeper import Keeper
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.process import AwakeClock
+from ebbflow.core.store import Store
 from ebbflow.infra.checks.gpu import gpus_hidden
-from ebbflow.infra.config.schema import ClusterConfig
-from ebbflow.infra.events import EndReason
-from ebbflow.infra.keeper import Keeper
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.process import AwakeClock
-from ebbflow.infra.store import Store
 from ebbflow.training.errors import AgentFailure, describe_exception, describe_traceback
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import parse_traceback
@@ -204,7 +204,7 @@ class NodeRuntime:
                 process.close()
         url = self.spec.config.get("metrics", {}).get("push_url")
         if url is not None:  # pushed metrics do not expire, and a killed rank cannot delete them
-            from ebbflow.infra.metrics import PushGroup, delete_group
+            from ebbflow.core.metrics import PushGroup, delete_group
 
             for node in self._node_numbers:
                 delete_group(PushGroup(url, self.spec.job, node), say=print_line)

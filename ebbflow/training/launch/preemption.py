@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.config.schema import CheckpointConfig, SurvivalConfig
-from ebbflow.infra.events import NOTICE, NOTICE_SOURCES
+from ebbflow.core.config.schema import CheckpointConfig, SurvivalConfig
+from ebbflow.core.events import NOTICE, NOTICE_SOURCES
 from ebbflow.infra.notices import (
     LEAVE,
     REBALANCE,

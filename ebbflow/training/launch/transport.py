@@ -28,10 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome
-from ebbflow.infra.layout import secret_key
-from ebbflow.infra.process import AwakeClock
-from ebbflow.infra.store import Store
+from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
+from ebbflow.core.layout import secret_key
+from ebbflow.core.process import AwakeClock
+from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError, TrainingError
 
 SECRET_BYTES = 32

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.infra.process import (
+from ebbflow.core.process import (
     available_bytes,
     children,
     process_stat,

@@ -5,7 +5,7 @@ imports torch before it starts a process. It replaces a killed rank several time
 (docs/benchmarks.md, Injected faults), and waits up to 1,801 s for a frozen rank.
 
 Each node has a standby process, which has imported torch and the engine and forks a rank on
-request. Without a standby, each rank is a new interpreter. The keeper (`ebbflow.infra.keeper`) is
+request. Without a standby, each rank is a new interpreter. The keeper (`ebbflow.core.keeper`) is
 an ancestor of all processes that the ranks start, so that all of them can be found and killed. If
 there is no keeper, only processes in a rank's session are found.
 """
@@ -24,9 +24,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.errors import Outcome
-from ebbflow.infra.keeper import Keeper, RemoteChild, kill_until_none
-from ebbflow.infra.process import (
+from ebbflow.core.errors import Outcome
+from ebbflow.core.keeper import Keeper, RemoteChild, kill_until_none
+from ebbflow.core.process import (
     MessageReader,
     ProcessStat,
     all_processes,
@@ -35,7 +35,7 @@ from ebbflow.infra.process import (
     process_state,
     signal_name,
 )
-from ebbflow.infra.program import python_path
+from ebbflow.core.program import python_path
 from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class
 from ebbflow.training.launch.evidence import RECORDER_VARIABLES, WorkerFailure, is_peer_loss_error

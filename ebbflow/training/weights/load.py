@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ebbflow.infra.grouping import group_by_key
+from ebbflow.core.grouping import group_by_key
 from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import (

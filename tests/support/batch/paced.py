@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
-from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
 
 
 class Paced(TextWorkload):

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ebbflow.core.config import load_config
+from ebbflow.core.layout import job_history_key
 from ebbflow.cost.job_history import JobMeasurements, MeasuredSpeed
 from ebbflow.cost.plan.throughput import speed_fingerprint
-from ebbflow.infra.config import load_config
-from ebbflow.infra.layout import job_history_key
 from tests.support.batch.flow import PREFIX, BatchRunner
 from tests.support.flow import ROOT
 

@@ -1,0 +1,447 @@
+"""Loader of the typed configuration from a YAML file, the environment and --set; it reports all
+problems at once.
+"""
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml.nodes import ScalarNode
+
+from ebbflow.core.config import name_rules, shape_rules
+from ebbflow.core.config.keys import (
+    ENVIRONMENT,
+    Entry,
+    Given,
+    Origin,
+    annotation_of,
+    environment_source,
+    leaf_fields,
+    mapping_of,
+    override_name,
+)
+from ebbflow.core.config.problems import ConfigError, Problem
+from ebbflow.core.config.rule_base import Violation
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.config.yaml_values import Expected, MismatchError, SourceText, convert, parse
+
+_RULES = (*shape_rules.RULES, *name_rules.RULES)
+
+
+def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
+    """Return all rules that a configuration breaks.
+
+    Rules about a key in `without` are not checked.
+    """
+    broken = []
+    for rule in _RULES:
+        if any(key in without for key in rule.keys):
+            continue
+        found = rule.check(config)
+        if found is not None:
+            broken.append(Violation(keys=rule.keys, message=found[0], hint=found[1]))
+    return broken
+
+
+_BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
+
+
+def _convert(given: Given) -> dict[str, Any]:
+    """Convert each given value to the type in the schema; return the values by dotted key.
+
+    A value that cannot be converted is left out, and added to the problems of `given`.
+    """
+    values: dict[str, Any] = {}
+    for key, entry in given.entries.items():
+        try:
+            values[key] = convert(entry.node, Expected.of(annotation_of(key)))
+        except MismatchError as mismatch:
+            given.complain(
+                f"{key} {mismatch.message}", key, entry.place_of(mismatch.node), mismatch.hint
+            )
+    return values
+
+
+def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str]) -> RunConfig:
+    """Check values against the schema's ranges and the rules about several keys; return the
+    configuration.
+
+    Problems are added to `given`, and defaults replace wrong values. Rules about a key in `unknown`
+    are not checked, because the value that the user intended for it is unknown.
+    """
+    good = dict(values)
+    bad = set(unknown)
+    try:
+        RunConfig.model_validate(_nested(good))
+    except ValidationError as error:
+        for key, details in _errors_by_key(error).items():
+            message, hint = _range_message(given.entries[key], details)
+            given.complain(message, key, given.entries[key].place, hint)
+            bad.add(key)
+            del good[key]
+    config = RunConfig.model_validate(_nested(good))
+    for violation in violations(config, without=bad):
+        # Blame the key given with --set, else in the environment, else in the file; of several, the
+        # first.
+        found = {key: _entry(key, given.entries) for key in violation.keys}
+        ranks = {key: 0 if entry is None else _BLAME[entry.origin] for key, entry in found.items()}
+        blamed = max(violation.keys, key=lambda key: ranks[key])
+        entry = found[blamed]
+        given.complain(
+            violation.message, blamed, None if entry is None else entry.place, violation.hint
+        )
+    return config
+
+
+def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
+    """Return one pydantic error for each wrong key.
+
+    For a union such as `int | Literal["auto"]`, pydantic reports one error per member. Of these, an
+    error about an exceeded limit is preferred to "not a valid choice".
+    """
+    found: dict[str, ErrorDetails] = {}
+    for details in error.errors():
+        key = ".".join(str(part) for part in details["loc"])
+        while key not in leaf_fields():
+            key = key.rpartition(".")[0]
+        if key not in found or found[key]["type"] == "literal_error":
+            found[key] = details
+    return found
+
+
+def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None]:
+    key = entry.key
+    limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+    context = details.get("ctx", {})
+    wanted = [f"{words} {context[name]:g}" for name, words in limits.items() if name in context]
+    if not wanted or not isinstance(entry.node, ScalarNode):
+        return f"{key}: {details['msg']}", None
+    default = leaf_fields()[key].default
+    if default is None:
+        hint = None
+    else:
+        hint = f"the default is {default}"
+    return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
+
+
+def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
+    """Return a key's `Entry`, or None.
+
+    For a free mapping (workload_options), return the `Entry` of its first name.
+    """
+    names = (name for name in entries if mapping_of(name) == key)
+    return entries.get(key) or entries.get(next(names, ""))
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, leaf = key.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = value
+    return tree
+
+
+_LARGEST_FILE_BYTES = 1 << 20
+# Keys whose value is a path, and special words that are valid instead.
+_PATHS: dict[str, tuple[str, ...]] = {
+    "store": (),
+    "script": (),
+    "data.path": (),
+    "data.tokenizer": ("bytes",),
+    "training.initial_weights": (),
+    "cost.prices": (),
+}
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A validated configuration, and the source of each value."""
+
+    config: RunConfig  # values of all keys, with absolute paths
+    # Source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
+    sources: dict[str, str]
+    path: Path  # absolute path of the configuration file; the current directory without one
+
+    def script_settings(self) -> dict[str, Any]:
+        """Return the configuration of a user's script as JSON.
+
+        Its save interval is "auto" unless the user chose one.
+
+        A default in steps would be arbitrary, because the steps of an unknown script may take
+        microseconds or minutes.
+        """
+        settings = self.config.model_dump(mode="json")
+        intervals = (
+            "checkpoint.interval",
+            "checkpoint.interval_steps",
+            "checkpoint.interval_seconds",
+        )
+        if all(self.sources.get(key, "default") == "default" for key in intervals):
+            settings["checkpoint"]["interval"] = "auto"
+        return settings
+
+
+def load_config(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    project_root: Path,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LoadedConfig:
+    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources
+    win.
+
+    Args:
+        path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers": 8}}',
+            or None.
+        overrides: values of the --set options, such as "model.num_heads=8".
+        project_root: base of relative paths that are written in the file.
+        cwd: base of all other relative paths, including `path`; None for the current directory.
+        environment: environment variables; None for os.environ.
+
+    Raises:
+        ConfigError: the configuration has problems; the error lists all of them.
+    """
+    if cwd is None:
+        cwd = Path.cwd()
+    else:
+        cwd = Path(cwd)
+    if isinstance(path, str) and path.lstrip().startswith("{"):
+        inline = path
+    else:
+        inline = None
+    if path is None or inline:
+        file = cwd
+    else:
+        file = Path(os.path.abspath(cwd / Path(path).expanduser()))
+    given = Given()
+    entries = given.entries
+    problems = given.problems
+    try:
+        if path is not None:
+            if inline:
+                where = "--config"
+            else:
+                where = _display(file, cwd)
+            source = SourceText(where, inline or _read(file, path, project_root, cwd))
+            given.add_section(parse(source), "", source, "file")
+    except ConfigError as error:
+        problems += error.problems
+    readable = all(problem.key for problem in problems)
+    given.add_environment(os.environ if environment is None else environment)
+    for override in overrides:
+        given.add_override(override)
+    values = _convert(given)
+    _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
+    # Values that could not be read are unknown: rules about them would judge defaults that the user
+    # did not choose.
+    unknown = {key for key in leaf_fields() if not readable and key not in entries}
+    unknown |= {
+        key for problem in problems for key in leaf_fields() if _hides(problem.key, key, values)
+    }
+    config = _validate(values, given, unknown)
+    if problems:
+        raise ConfigError(_in_reading_order(problems, overrides))
+    for entry in entries.values():
+        if entry.given_key != entry.key:
+            _warn(f"warning: {entry.place}: {entry.given_key} has a new name: write {entry.key}")
+    return LoadedConfig(config, sources_of(entries), file)
+
+
+@cache
+def _warn(line: str) -> None:
+    """Print a warning to stderr, only once per process, because launching loads the configuration
+    several times.
+    """
+    print(line, file=sys.stderr)
+
+
+def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> str:
+    """Return the text of the configuration file. Raises ConfigError."""
+    place = None
+    try:
+        if file.is_dir():
+            message = "is a folder, not a configuration file"
+            hint = _configs_there_are(file, project_root, cwd)
+        elif file.exists() and not file.is_file():
+            message = "is not a regular file"
+            hint = None
+        else:
+            with file.open("rb") as stream:
+                raw = stream.read(_LARGEST_FILE_BYTES + 1)
+            if len(raw) <= _LARGEST_FILE_BYTES:
+                return raw.decode("utf-8-sig")
+            message = "is larger than 1 MiB; expected a configuration file"
+            hint = None
+        message = f"{given}: {message}"
+    except UnicodeDecodeError as error:
+        raw = error.object
+        good = SourceText(
+            _display(file, cwd), raw[: error.start].decode("utf-8-sig", "replace") + "\ufffd"
+        )
+        message = f"not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}"
+        place = good.span_at(len(good.text) - 1)
+        hint = "save the file as UTF-8"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        missing = isinstance(error, FileNotFoundError)
+        if missing:
+            reason = f"there is no such file (looked in {cwd})"
+        else:
+            reason = f"cannot be read: {error}"
+        message = f"{given}: {reason}"
+        hint = _configs_there_are(file, project_root, cwd)
+    raise ConfigError([Problem(message=message, place=place, hint=hint)])
+
+
+def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
+    """Return a hint that lists the existing configuration files and suggests the one with the most
+    similar name.
+    """
+    folders = dict.fromkeys([file, file.parent, project_root / "configs"])
+    try:
+        names = []
+        for folder in folders:
+            for found in sorted(folder.glob("*.yaml")):
+                names.append(_display(found, cwd))
+    except (OSError, ValueError):
+        names = []
+    if not names:
+        return f"write one; there is no *.yaml in {file.parent} or {project_root / 'configs'}"
+    close = difflib.get_close_matches(_display(file, cwd), names, n=1, cutoff=0.8)
+    if close:
+        meant = f"did you mean {close[0]}? "
+    else:
+        meant = ""
+    return f"{meant}configurations that exist: {', '.join(dict.fromkeys(names))}"
+
+
+def _resolve_paths(
+    values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path
+) -> None:
+    """Make paths in `values` absolute, in place; keep keywords such as "static" and addresses such
+    as s3://.
+    """
+    values.setdefault("store", leaf_fields()["store"].default)
+    for key, words in _PATHS.items():
+        value = values.get(key)
+        if not isinstance(value, str) or not value.strip() or value in words:
+            continue
+        if name_rules.ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
+            continue
+        if key == "cost.prices" and not Path(value).suffix:  # "static", "live", or an unknown word
+            continue
+        if key not in entries or entries[key].origin == "file":
+            base = project_root
+        else:
+            base = cwd
+        path = os.path.expanduser(value.removeprefix("file://"))
+        values[key] = os.path.abspath(os.path.join(base, path))
+
+
+def _hides(bad: str, key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the intended value of `key` is unknown because of a problem with the key or
+    section `bad`.
+    """
+    return key not in values and (key == bad or key.startswith(f"{bad}."))
+
+
+def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
+    """Sort problems: first the file from top to bottom, then the environment, then the overrides in
+    order.
+    """
+    order = {override_name(override): number for number, override in enumerate(overrides, start=2)}
+
+    def position(problem: Problem) -> tuple[int, int, int]:
+        place = problem.place
+        if place is None:
+            return 0, 0, 0
+        rank = order.get(place.source, int(place.source.startswith(ENVIRONMENT)))
+        return rank, place.line, place.column
+
+    return sorted(problems, key=position)
+
+
+def _display(file: Path, cwd: Path) -> str:
+    """Return a file's path for messages: relative if the file is below `cwd`, otherwise absolute."""
+    if file.is_relative_to(cwd):
+        return str(file.relative_to(cwd))
+    return str(file)
+
+
+DEFAULT = "default"
+
+
+def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the source of each key's value, in the schema's order.
+
+    A mapping whose names the user chooses, such as workload_options, has one source per name.
+    """
+    sources: dict[str, str] = {}
+    for key in leaf_fields():
+        names = [name for name in entries if mapping_of(name) == key]
+        sources |= {name: _source(entries.get(name)) for name in names or [key]}
+    return sources
+
+
+def values_with_sources(
+    config: Mapping[str, Any], sources: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return a row {"key", "value", "source"} for each key in `sources`.
+
+    config: the configuration as nested JSON objects.
+    """
+    return [
+        {"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()
+    ]
+
+
+def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
+    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys
+    that were not set.
+    """
+    shown = [row for row in rows if defaults or row["source"] != DEFAULT]
+    texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
+    # A long list overflows its column instead of widening it for every line.
+    widths = [min(60, max((len(text[column]) for text in texts), default=0)) for column in range(2)]
+    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in texts]
+    left_out = len(rows) - len(shown)
+    return "\n".join([*lines, *([f"… and {left_out} defaults"] if left_out else [])])
+
+
+def value_text(value: Any) -> str:
+    """Render a value as YAML, such as null, true or 0.001."""
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _source(entry: Entry | None) -> str:
+    if entry is None:
+        return DEFAULT
+    if entry.origin == "environment":
+        return environment_source(entry.key)
+    if entry.origin == "set":
+        return "--set"
+    return f"{entry.place.source}:{entry.place.line}"
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        else:
+            value = None
+    return value

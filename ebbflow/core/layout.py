@@ -1,0 +1,337 @@
+"""Keys of all objects in a store, and the folder runs/ on this machine.
+
+<store>/jobs/<job>/config.json
+                   events/<generation>/<node>-<rank>-<segment>.jsonl
+                   logs/<generation>/<node>-<rank>-<segment>.jsonl
+                   generations/<generation>-<id>.json
+                   data/<generation>-<id>/...         data of saves, one object per rank and step
+                   index/<generation>-<id>/...        index of each of these objects
+                   commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
+                   quarantine/<sha256>.json           the commit must never be restored again
+                   tombstones/<sha256>.json           the commit is being deleted
+                   pins/<sha256>.json                 the commit must never be deleted
+                   verified/<sha256>.json             every byte of the commit was read and is intact
+                   signatures/<sha256>.json           HMAC of the commit if the job signs commits; written first
+                   overrides/<generation>-<rank>-<what>.json  instructions from guards for later starts of the gang
+                   permits/<what>/<generation>.json           permissions that a user gave for a start
+                   orders/<run>-<step>-<task>-<attempt>.json  instructions for an attempt on another machine
+                   secrets/<run>-<attempt>    shared secret of a start's agents; deleted once all have joined
+                   launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
+                   clock/<random>             written and deleted to read the store's clock
+                   plan.json                  the newest plan with all pools
+                   trackers.json              what was sent to trackers and notification channels so far
+                   report.json  report.html
+                   metrics.prom
+<store>/tokens/<sha256>/...                            prepared data of the built-in language model
+<store>/workloads/<module and name>/...                prepared data of a user's workload
+<store>/scripts/<sha256>.tar                           folder of a user's script
+<store>/experience/<day>-<job>.json                    job history: pools and throughput
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbflow.core.errors import LayoutError
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# Names that runs/<job> cannot have.
+_TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest"})
+JOB_HISTORY_PREFIX = "experience/"
+LAUNCHERS_PREFIX = "launchers/"
+PLAN_KEY = "plan.json"
+TRACKED_KEY = "trackers.json"
+# Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never
+# run again.
+TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
+_LONGEST_PLAIN_NAME = 80
+_STEP_LIMIT = 10**12 - 1
+_GENERATION_LIMIT = 10**6 - 1
+
+
+def check_job_name(name: str) -> str:
+    """Return a job's name unchanged.
+
+    Raises LayoutError if some store could not use it as a folder name.
+    """
+    if not _JOB_NAME.fullmatch(name) or name in _TAKEN:
+        raise LayoutError(
+            f"--job {name!r} cannot be a job's name\n  hint: letters, digits, '.', '_' and '-', "
+            "at most 100, beginning with a letter or digit; not " + ", ".join(sorted(_TAKEN))
+        )
+    return name
+
+
+def job_of_script(name: str | None, script: str) -> str:
+    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the
+    script's file name.
+
+    Raises LayoutError if the given name cannot be a job's name.
+    """
+    if script not in ("", "-c"):
+        stem = re.sub(r"^\W+", "", plain_name(Path(script).stem))
+    else:
+        stem = ""
+    return check_job_name(name or os.environ.get("EBBFLOW_JOB") or stem or "job")
+
+
+def plain_name(text: str) -> str:
+    """Convert any text to a valid job name.
+
+    If this replaces characters, append a hash to keep names distinct.
+    """
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", text)[:_LONGEST_PLAIN_NAME]
+    if plain == text:
+        return plain
+    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def job_prefix(job: str) -> str:
+    return f"jobs/{job}"
+
+
+def tokens_prefix(fingerprint: str) -> str:
+    return f"tokens/{fingerprint}"
+
+
+def script_key(sha256: str) -> str:
+    return f"scripts/{sha256}.tar"
+
+
+def compile_cache_key(sha256: str) -> str:
+    return f"compile-cache/{sha256}"
+
+
+def workload_prefix(workload: str) -> str:
+    """Return the key prefix of the prepared data of a workload such as ``package.module:Name``.
+
+    A dot replaces the colon, because some file systems allow no colon in file names.
+    """
+    return f"workloads/{workload.replace(':', '.')}"
+
+
+def job_history_key(day: str, job: str) -> str:
+    """Return the key of a job's history. day: a date such as 20261121, which makes keys sort by
+    time.
+    """
+    return f"{JOB_HISTORY_PREFIX}{day}-{job}.json"
+
+
+def generation_name(generation: int, generation_id: str) -> str:
+    """Return the name that keys use for one start of the gang, such as ``000002-9f3c01ab``."""
+    return f"{generation:06d}-{generation_id}"
+
+
+def generation_key(generation: int, generation_id: str) -> str:
+    return f"generations/{generation_name(generation, generation_id)}.json"
+
+
+def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
+    """Return the key of one segment of the event log.
+
+    Args:
+        generation: 0 before the gang's first start.
+        rank: number of the rank, or the name of another process, such as ``agent`` or a step of the
+            flow.
+        segment: the segment's number, and a random text that is unique to the process.
+    """
+    return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
+
+
+def log_key(generation: int, node: int, rank: int, segment: str) -> str:
+    return f"logs/{generation:06d}/{node}-{rank}-{segment}.jsonl"
+
+
+def override_key(generation: int, rank: int, what: str) -> str:
+    return f"overrides/{generation:06d}-{rank}-{what}.json"
+
+
+def permit_prefix(what: str) -> str:
+    return f"permits/{what}"
+
+
+def permit_key(what: str, generation: int) -> str:
+    """Return the key of a user's permission `what` (such as ``from-scratch``), which is valid up to
+    `generation`.
+    """
+    return f"{permit_prefix(what)}/{generation:06d}.json"
+
+
+def order_key(run: str, step: str, task: str, attempt: int) -> str:
+    return f"orders/{run}-{step}-{task}-{attempt}.json"
+
+
+def secret_key(run: str, attempt: int) -> str:
+    return f"secrets/{run}-{attempt}"
+
+
+def data_key(generation: str, step: int, rank: int) -> str:
+    """Return the key of one rank's data in one save.
+
+    The key is unique if `generation` is from `generation_name`.
+    """
+    return f"{data_prefix(generation, step)}{rank:05d}.bin"
+
+
+def data_prefix(generation: str, step: int) -> str:
+    return f"data/{generation}/{step:012d}/"
+
+
+def index_prefix(generation: str, step: int) -> str:
+    return f"index/{generation}/{step:012d}/"
+
+
+def index_key(generation: str, step: int, rank: int) -> str:
+    return f"{index_prefix(generation, step)}{rank:05d}.json"
+
+
+def commit_prefix(step: int, generation: int) -> str:
+    """Return the key prefix of a step's commits.
+
+    Its numbers count down, so that newer commits are listed first.
+    """
+    return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
+
+
+def commit_key(step: int, generation: int, sha256: str) -> str:
+    return f"{commit_prefix(step, generation)}{sha256}.json"
+
+
+def parse_commit_key(key: str) -> tuple[int, int, str]:
+    """Return (step, generation, sha256 of the manifest) of a commit key.
+
+    Raises ValueError for other keys.
+    """
+    head, inverted_step, inverted_generation, name = key.split("/")
+    if head != "commits" or not name.endswith(".json"):
+        raise ValueError(f"not a commit key: {key}")
+    return (
+        _STEP_LIMIT - int(inverted_step),
+        _GENERATION_LIMIT - int(inverted_generation),
+        name[: -len(".json")],
+    )
+
+
+def _key_of_commit(folder: str) -> Callable[[str], str]:
+    return lambda sha256: f"{folder}/{sha256}.json"
+
+
+# Keys of objects about the commit whose manifest has this sha256.
+quarantine_key = _key_of_commit("quarantine")
+tombstone_key = _key_of_commit("tombstones")
+pin_key, signature_key, verified_key = map(_key_of_commit, ("pins", "signatures", "verified"))
+
+
+def launcher_key(number: int) -> str:
+    return f"{LAUNCHERS_PREFIX}{number:06d}.json"
+
+
+def clock_key(name: str) -> str:
+    return f"clock/{name}"
+
+
+NOTE = "job.json"
+METAFLOW_FOLDER = ".metaflow"
+
+
+def runs_folder(project_root: Path) -> Path:
+    """Return the folder for reports and logs on this machine: EBBFLOW_RUNS, or runs/ in
+    `records_root`.
+    """
+    own = os.environ.get("EBBFLOW_RUNS")
+    if own:
+        return Path(own).absolute()
+    return records_root(project_root, "runs") / "runs"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file on this machine, so that a reader sees either the old content or the whole new
+    one.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+
+
+def records_root(project_root: Path, name: str) -> Path:
+    """Return the folder that contains the folder `name` (`runs` or `.metaflow`).
+
+    It is the project's folder or, if that is read-only, the user's state folder.
+    """
+    folder = project_root / name
+    if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):
+        return project_root.absolute()
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return (state / "ebbflow").absolute()
+
+
+@dataclass(frozen=True)
+class KnownJob:
+    """A job and its store, as recorded on this machine in runs/<job>/job.json."""
+
+    name: str  # name of the job
+    store: str  # address of the store as in the configuration, with absolute paths
+
+    @property
+    def uri(self) -> str:
+        """Address of the job's part of the store: a folder, or s3://bucket/prefix/jobs/NAME."""
+        return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
+
+    def note(self) -> bytes:
+        return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
+
+
+def known_job(folder: Path) -> KnownJob | None:
+    """Return the job recorded in a folder such as runs/latest; None if its job.json is missing or
+    unreadable.
+    """
+    try:
+        note = json.loads((folder / NOTE).read_text())
+        return KnownJob(str(note["job"]), str(note["store"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def make_local_folder(runs: Path, job: str, store: str) -> Path:
+    """Return the folder <runs>/<job> on this machine, and create it if it is missing.
+
+    If the store is the folder of runs itself, <runs>/<job> is a symbolic link to the job's data in
+    the store.
+    """
+    folder = runs / job
+    in_store = runs / job_prefix(job)
+    if store == str(runs):
+        in_store.mkdir(parents=True, exist_ok=True)
+        _link(folder, in_store.relative_to(runs))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def remember_job(runs: Path, job: KnownJob) -> Path:
+    """Write the store's address into <runs>/<job> and let <runs>/latest point there.
+
+    Return the folder.
+
+    Commands on this machine then find the job by its name, or the newest job if no name is given.
+    """
+    folder = make_local_folder(runs, job.name, job.store)
+    write_atomically(folder / NOTE, job.note())
+    _link(runs / "latest", Path(job.name))
+    return folder
+
+
+def _link(link: Path, target: Path) -> None:
+    """Create or replace a symbolic link atomically. If `link` is a folder, change nothing."""
+    if link.is_symlink() and link.readlink() == target:
+        return
+    if link.exists() and not link.is_symlink():
+        return  # keep the folder of an earlier job with another store
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)

@@ -1,0 +1,232 @@
+"""Preflight: run checks in parallel before anything is paid for, and render their results.
+
+The packages infra, cost, training and flows each list their own checks in CHECKS. A check that
+reaches its deadline or raises is reported as failed, and does not delay other checks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbflow.core.config.schema import RunConfig
+
+Severity = Literal["error", "warning"]  # effect of a failed check: error stops the job
+Target = Literal["local", "batch", "kubernetes"]  # where a run's steps are sent
+Tier = Literal["quick", "full"]  # quick: local, well under a second, imports no torch
+Status = Literal["passed", "failed", "warning", "skipped"]
+
+_MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn", "skipped": "skip"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightContext:
+    """The information about a run that every check receives."""
+
+    config: RunConfig  # the job's configuration
+    project_root: Path  # folder of the project
+    config_path: Path | None = None  # the configuration's file; None: it was not read from a file
+    job: str | None = None  # the job's name, if it has one; the store may then have objects of it
+    # Where the run is sent; None: check all that the configuration allows
+    target: Target | None = None
+
+
+@dataclass(frozen=True)
+class CheckFinding:
+    """The return value of one check: its status, the details, and how to repair a failure."""
+
+    status: Literal["passed", "failed", "skipped"]  # passed, failed or skipped
+    detail: str  # what the check found
+    fix: str | None = None  # how to repair it; None: there is nothing to repair
+
+    @classmethod
+    def passed(cls, detail: str) -> CheckFinding:
+        return cls("passed", detail)
+
+    @classmethod
+    def failed(cls, detail: str, fix: str) -> CheckFinding:
+        return cls("failed", detail, fix)
+
+    @classmethod
+    def skipped(cls, reason: str) -> CheckFinding:
+        """Make the finding of a check that could not run.
+
+        `reason` completes "skipped, because …".
+        """
+        return cls("skipped", f"skipped, because {reason}")
+
+
+passed = CheckFinding.passed
+failed = CheckFinding.failed
+skipped = CheckFinding.skipped
+
+
+@dataclass(frozen=True)
+class Check:
+    """A preflight check: its function, and how to run it and report its result."""
+
+    id: str  # name of the check in reports
+    title: str  # short description
+    severity: Severity  # effect of a failure
+    tier: Tier  # quick or full
+    deadline_seconds: float  # time after which the check counts as failed
+    # Ids of the troubles that the check detects, such as A05 (docs/preflight.md)
+    symptoms: tuple[str, ...]
+    run: Callable[[PreflightContext], CheckFinding]  # the check's function
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """The finding of a check, with the check's properties.
+
+    A failed check of severity "warning" has the status "warning".
+    """
+
+    id: str
+    title: str
+    severity: Severity
+    tier: Tier
+    symptoms: tuple[str, ...]
+    status: Status
+    detail: str
+    fix: str | None
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"symptoms": list(self.symptoms)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CheckResult:
+        fields: dict[str, Any] = {**data, "symptoms": tuple(data["symptoms"])}
+        return cls(**fields)
+
+
+def run_checks(
+    checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False
+) -> list[CheckResult]:
+    """Run the checks in parallel, and return their results in the order of the checks.
+
+    With `quick_only`, checks of the full tier are left out. The call takes no longer than the
+    longest deadline. Checks run in daemon threads, so that a check that never returns does not keep
+    the process from exiting. Raises ValueError if two checks share an id.
+    """
+    ids = [check.id for check in checks]
+    if len(set(ids)) != len(ids):
+        raise ValueError(
+            f"two checks share an id: {sorted({name for name in ids if ids.count(name) > 1})}"
+        )
+    running = [
+        _Running(check, context) for check in checks if not quick_only or check.tier == "quick"
+    ]
+    return [one.result() for one in running]
+
+
+def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Return the results that forbid the run: failures, but neither warnings nor skipped checks."""
+    return [result for result in results if result.status == "failed"]
+
+
+def render_results(results: Sequence[CheckResult]) -> str:
+    """Render one line per check, the fix below each failed check, and a last line that counts each
+    status.
+    """
+    width = max((len(result.id) for result in results), default=0)
+    lines = [line for result in results for line in _lines(result, width)]
+    return "\n".join([*lines, _summary(results)])
+
+
+def render_checks(checks: Sequence[Check]) -> str:
+    """Render the checks as the table in docs/preflight.md."""
+    rows = [
+        "| check | what it makes sure of | fails as | tier | deadline | catches |",
+        "|---" * 6 + "|",
+    ]
+    for check in checks:
+        purpose = " ".join(
+            (check.run.__doc__ or check.title).strip().split("\n\n")[0].split()
+        ).replace("|", "\\|")
+        cells = (
+            purpose,
+            check.severity,
+            check.tier,
+            f"{check.deadline_seconds:g} s",
+            ", ".join(check.symptoms),
+        )
+        rows.append(f"| `{check.id}` | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+class _Running:
+    def __init__(self, check: Check, context: PreflightContext) -> None:
+        self._check = check
+        self._context = context
+        self._answer: tuple[CheckFinding, float] | None = None
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"check {check.id}", daemon=True)
+        self._thread.start()
+
+    def result(self) -> CheckResult:
+        check = self._check
+        self._thread.join(max(0.0, self._started + check.deadline_seconds - time.monotonic()))
+        hangs = (
+            "see whether a disk, network or name server that it asks is hanging, then run the "
+            "preflight again"
+        )
+        late = failed(f"did not answer within {check.deadline_seconds:g} s", hangs)
+        answer = self._answer  # read once: a late answer could come between two reads
+        finding, seconds = answer or (late, time.monotonic() - self._started)
+        if finding.status == "failed" and check.severity == "warning":
+            status = "warning"
+        else:
+            status = finding.status
+        known = {
+            name: getattr(check, name) for name in ("id", "title", "severity", "tier", "symptoms")
+        }
+        return CheckResult(
+            **known,
+            status=status,
+            detail=finding.detail,
+            fix=finding.fix,
+            seconds=round(seconds, 3),
+        )
+
+    def _run(self) -> None:
+        try:
+            finding = self._check.run(self._context)
+        except BaseException as error:  # even SystemExit: a check that exits has not passed
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split()) or "no text"
+            where = f"see {Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+            finding = failed(f"the check itself raised {type(error).__name__}: {text}", where)
+        self._answer = (finding, time.monotonic() - self._started)
+
+
+def _lines(result: CheckResult, width: int) -> list[str]:
+    first, *rest = result.detail.splitlines() or [""]
+    margin = " " * (6 + width + 2)
+    lines = [f"{_MARKS[result.status]:<4}  {result.id:<{width}}  {first}".rstrip()]
+    lines += [margin + line for line in rest]
+    if result.fix:
+        first, *rest = result.fix.splitlines()
+        lines.append(f"{margin}fix: {first}")
+        lines += [f"{margin}     {line}" for line in rest]
+    return lines
+
+
+def _summary(results: Sequence[CheckResult]) -> str:
+    names: dict[Status, str] = {
+        "passed": "passed",
+        "failed": "failed",
+        "warning": "warned",
+        "skipped": "skipped",
+    }
+    counts = {
+        name: sum(result.status == status for result in results) for status, name in names.items()
+    }
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"preflight: {said or 'no checks'}"

@@ -1,0 +1,489 @@
+"""Process control: end children with their parent, inspect processes, handle signals, and survive
+closed outputs.
+"""
+
+import contextlib
+import ctypes
+import errno
+import io
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ebbflow.core.errors import EbbflowError, Outcome, describe_error
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.program import IMPORT_ROOT, python_path
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for
+    any reason.
+
+    The kernel watches the parent *thread*: a thread that starts such a process must live as long as
+    the parent does. If the parent `parent_pid` has already died, this process exits.
+
+    Returns:
+        False on systems other than Linux. The caller must then detect the parent's end in another
+            way, such as by the end of a pipe.
+    """
+    if parent_pid is None:
+        expected = os.getppid()
+    else:
+        expected = parent_pid
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
+        return False
+    if os.getppid() != expected:  # it died before the kernel got the request
+        os._exit(Outcome.INTERRUPTED.exit_code)
+    return True
+
+
+def tie_forked_children() -> None:
+    """Have the kernel kill the processes that the main thread forks (data-loader workers) when this
+    process ends.
+
+    Grandchildren are not affected. Children of other threads are not affected either, because those
+    threads may end before this process.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    own = os.getpid()
+    libc = ctypes.CDLL(None)
+    by_main_thread = [False]
+
+    def before() -> None:
+        by_main_thread[0] = threading.current_thread() is threading.main_thread()
+
+    def after_in_child() -> None:
+        if by_main_thread[0] and os.getppid() == own:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """Status of a process from /proc/PID/stat (proc(5))."""
+
+    pid: int  # process id
+    state: str  # the kernel's state letter
+    parent: int
+    group: int
+    session: int
+    threads: int  # number of threads
+    started_ticks: (
+        int  # start in clock ticks since boot, which identifies a process if its id is reused
+    )
+    wait_status: int  # as of wait(2), of a process that has ended
+    cpu_ticks: int  # clock ticks of CPU time that its threads have used
+
+    @property
+    def living(self) -> bool:
+        """Whether the process is alive.
+
+        A zombie with several threads is alive: only its main thread has ended.
+        """
+        return self.state not in ("Z", "X") or self.threads > 1
+
+
+def read_system_file(path: Path | str) -> str:
+    """Return the stripped text of a file in /proc or /sys; "" if it does not exist or cannot be
+    read.
+    """
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """Read the status of a process.
+
+    Return None if the process is gone or the system has no /proc.
+    """
+    try:
+        # The second field is the command in parentheses, which may contain anything: count from its
+        # end.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        parent, group, session = (int(field) for field in fields[1:4])
+        ticks = int(fields[11]) + int(fields[12])
+        others = (int(fields[at]) for at in (17, 19, 49))
+        return ProcessStat(pid, fields[0], parent, group, session, *others, cpu_ticks=ticks)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def all_processes() -> Iterator[ProcessStat]:
+    """Yield the living processes that this process can see."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return
+    for number in numbers:
+        stat = process_stat(number)
+        if stat is not None and stat.living:
+            yield stat
+
+
+def descendants(
+    root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()
+) -> list[ProcessStat]:
+    """Return the living processes below `root`, which must be a subreaper.
+
+    The function follows the kernel's lists of children. If these yield nothing, it examines the
+    parents of all processes.
+
+    Args:
+        spare: ids of processes to leave out; their descendants are still returned.
+        spare_trees: ids of processes to leave out together with all their descendants.
+    """
+    found: list[ProcessStat] = []
+    ahead = [root]
+    while ahead:
+        parent = ahead.pop()
+        children_of_threads: list[int] = []
+        with contextlib.suppress(OSError, ValueError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children_of_threads += map(
+                    int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
+                )
+        for pid in children_of_threads:
+            if pid in spare_trees or (stat := process_stat(pid)) is None:
+                continue
+            ahead.append(pid)
+            if pid not in spare and stat.living:
+                found.append(stat)
+    return found or _descendants_by_parent(root, spare, spare_trees)
+
+
+def _descendants_by_parent(
+    root: int, spare: Collection[int], spare_trees: Collection[int]
+) -> list[ProcessStat]:
+    by_parent = group_by_key((stat.parent, stat) for stat in all_processes())
+    found: list[ProcessStat] = []
+    ahead = [root]
+    while ahead:
+        below = [stat for stat in by_parent.pop(ahead.pop(), []) if stat.pid not in spare_trees]
+        ahead += [stat.pid for stat in below]
+        found += [stat for stat in below if stat.pid not in spare]
+    return found
+
+
+def zombie_status(pid: int, parent: int) -> int | None:
+    """Return the exit code of a zombie child of `parent`: -N if signal N killed it.
+
+    Return None for others.
+    """
+    stat = process_stat(pid)
+    if stat is None or stat.state != "Z" or stat.parent != parent or stat.threads > 1:
+        return None
+    return os.waitstatus_to_exitcode(stat.wait_status)
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of the living children of `pid`'s main thread."""
+    listed = read_system_file(f"/proc/{pid}/task/{pid}/children").split()
+    return [int(child) for child in listed if process_state(int(child)) not in ("Z", "")]
+
+
+def available_bytes() -> int | None:
+    """Return the machine's available memory in bytes (MemAvailable), or None if it is unknown."""
+    found = read_system_file("/proc/meminfo").partition("MemAvailable:")[2].split()
+    if found:
+        return int(found[0]) * 1024
+    return None
+
+
+# By version of cgroups: the files with limit and use, and the lines of memory.stat that count the
+# page cache, which the kernel drops before it kills a process.
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+_NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
+
+
+def memory_left() -> dict[str, int]:
+    """Return the bytes that can still be allocated, keyed by what limits them; empty if unknown.
+
+    A container has the limit of its cgroup and those of the cgroups around it.
+    """
+    available = available_bytes()
+    if available is None:
+        left = {}
+    else:
+        left = {"available on this machine": available}
+    for line in read_system_file("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            version = "memory"
+        else:
+            version = controllers
+        if version not in _CGROUP_FILES:
+            continue
+        limit, use, cached = _CGROUP_FILES[version]
+        group = Path(path)
+        for folder in (group, *group.parents):  # a container may see its own group as the root
+            place = _CGROUPS / version / str(folder).lstrip("/")
+            most, used = (read_system_file(place / name) for name in (limit, use))
+            if most.isdecimal() and used.isdecimal() and int(most) < _NO_LIMIT:
+                stat = (row.split() for row in read_system_file(place / "memory.stat").splitlines())
+                free = int(most) - int(used) + sum(int(row[1]) for row in stat if row[0] in cached)
+                left["left in this container"] = min(free, left.get("left in this container", free))
+    return left
+
+
+def host_bytes_left() -> float:
+    """Return the bytes that can still be allocated on this machine or in this container; infinity
+    if unknown.
+    """
+    return min(memory_left().values(), default=math.inf)
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …), or ""
+    if it is gone.
+    """
+    stat = process_stat(pid)
+    if stat is None:
+        return ""
+    return stat.state
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, including real-time signals, which `signal.Signals` does not
+    name.
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        first = getattr(signal, "SIGRTMIN", 0)
+        last = getattr(signal, "SIGRTMAX", 0)
+        if first <= number <= last:
+            return f"SIGRTMIN+{number - first}"
+        return f"signal {number}"
+
+
+class AwakeClock:
+    """Clock that stops while this process is paused, for measuring how long other processes have
+    been silent.
+
+    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of
+    the whole process (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most
+    `longest_turn_seconds`.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25
+    ) -> None:
+        self._now = now
+        self._longest = longest_turn_seconds
+        self._last = now()
+        self.seconds = 0.0
+
+    def tick(self) -> float:
+        """Add the time since the last call.
+
+        Return the total in seconds. The main loop calls this in each iteration.
+        """
+        now = self._now()
+        self.seconds += min(max(now - self._last, 0.0), self._longest)
+        self._last = now
+        return self.seconds
+
+
+class StoppedProcesses:
+    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than
+    `limit_seconds`.
+
+    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not
+    count.
+    """
+
+    def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit_seconds
+        self._awake = AwakeClock(now, longest_turn_seconds=2.0)
+        self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
+
+    def look(self, pids: Iterable[int]) -> dict[int, float]:
+        """Map each process stopped for over `limit_seconds` to its seconds in that state.
+
+        Call this once per second.
+        """
+        awake = self._awake.tick()
+        stopped = [pid for pid in pids if process_state(pid) == "T"]
+        self._since = {pid: self._since.get(pid, awake) for pid in stopped}
+        return {
+            pid: awake - since for pid, since in self._since.items() if awake - since > self._limit
+        }
+
+
+def exit_when_interrupted() -> None:
+    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with
+    code 75.
+
+    A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"interrupted\n")
+        _end_descendants()
+        os._exit(Outcome.INTERRUPTED.exit_code)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+
+
+def end_with_descendants(number: int, frame: object) -> None:
+    """Signal handler that kills all descendants and exits with 128 + the signal's number, as a
+    shell does.
+    """
+    _end_descendants()
+    os._exit(128 + number)
+
+
+def _end_descendants() -> None:
+    for stat in _descendants_by_parent(os.getpid(), (), ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stat.pid, signal.SIGKILL)
+
+
+def ignore_lost_readers() -> None:
+    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop
+    the output.
+
+    Otherwise the next line of output raises BrokenPipeError in the middle of the work.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            descriptor = stream.fileno()
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # closed, or none at all
+            continue
+        raw = io.BufferedWriter(_LastingOutput(descriptor, "wb", closefd=False))
+        lasting = io.TextIOWrapper(
+            raw,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+        )
+        setattr(sys, name, lasting)
+
+
+class _LastingOutput(io.FileIO):
+    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk
+    rejects.
+    """
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            # Space may be free again later
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return len(data)
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())
+            os.close(nothing)
+            return len(data)
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command of the command line and return its exit code.
+
+    An expected error becomes a message on stderr.
+    """
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except EbbflowError as error:
+        print(describe_error(error), file=sys.stderr)
+        return error.outcome.exit_code
+    except BrokenPipeError:
+        return silence_stdout()
+
+
+def silence_stdout() -> int:
+    """Discard further output after a BrokenPipeError on stdout (`… | head`).
+
+    Return 141, the exit code for SIGPIPE.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def run_benchmarks(arguments: list[str]) -> NoReturn:
+    """Replace this process with `python -m benchmarks ARGUMENTS`.
+
+    Outside a source checkout, exit with code 2.
+    """
+    root = IMPORT_ROOT
+    if not (root / "benchmarks").is_dir():
+        print(
+            "benchmarks are part of the source checkout only: clone the repository to run them",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
+
+
+class MessageReader:
+    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or
+    socket.
+
+    Args:
+        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are
+            available.
+    """
+
+    def __init__(self, receive: Callable[[], bytes]) -> None:
+        self._receive = receive
+        self._unfinished = b""
+
+    def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
+        """Pass each available message to `note`.
+
+        Return False if no more messages can follow, else True.
+
+        No more messages can follow at the end of the pipe, after a read error, or after bytes that
+        are not a message. Such bytes come from another process.
+        """
+        while True:
+            try:
+                data = self._receive()
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            try:
+                for line in lines:
+                    note(json.loads(line))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                return False

@@ -1,0 +1,4 @@
+"""Bills: reconciliation, matching, allocation, FOCUS exports, teams and replays.
+
+Loaded only by the commands that need them.
+"""

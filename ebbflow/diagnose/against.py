@@ -1,0 +1,352 @@
+"""Comparison of a job with a reference job of the same configuration
+(`ebbflow diagnose JOB --against SOUND`).
+
+This module calls the reference job sound, because it ran as expected.
+"""
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebbflow.core.events import COMMIT, CONFIGURED, PHASE, STEP, Event, LedgerClass
+from ebbflow.core.rank_logs import LogLine
+from ebbflow.core.untrusted_text import one_line
+
+SLOWER = 1.3  # a duration this many times the sound job's is reported
+_RARELY_SLOWER = 2.0  # the same of a duration with fewer than `_FEW` values
+_FEW = 10
+_SHORTEST_SECONDS = 0.01  # a shorter difference is noise
+_WARM_UP_STEPS = 3
+# For "since", this many steps must be slow, beyond two for each other one: `_LONGER_THAN_A_BURST`,
+# or a quarter of a longer job's steps up to `_MOST_NEEDED`. Of a short job, half of its steps must
+# be slow, and at least `_LEAST_SLOW`.
+_LEAST_SLOW = 3
+_LONGER_THAN_A_BURST = 10  # a burst of load on one machine passes sooner
+_MOST_NEEDED = 50
+_MOST_LINES = 5
+# If no rank computes or reads slower, collectives or the network are slow
+_WAIT = "waiting for other ranks"
+_Timed = tuple[int | None, int, float]  # step (None: not of a step), node, seconds
+_DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowerPart:
+    """A part of the steps, or a kind of operation such as a commit, that takes longer than in the
+    reference job.
+    """
+
+    part: str  # ledger class of a step, "commit", or the class of a phase such as startup
+    rank: int | None  # None: every rank is slower
+    node: int | None
+    seconds: float  # median
+    sound_seconds: float  # median over all ranks of the sound job
+    # First of enough slow steps; None: no such stretch, or not a part of steps
+    since_step: int | None
+
+    def render(self) -> str:
+        if self.since_step is None:
+            since = ""
+        else:
+            since = f" since step {self.since_step}"
+        if self.sound_seconds:
+            ratio = self.seconds / self.sound_seconds
+        else:
+            ratio = float("inf")
+        if self.rank is None:
+            who = "every rank"
+        else:
+            who = f"node {self.node} rank {self.rank}"
+        return (
+            f"{who}: {self.part} takes {self.seconds:.3g} s, in the sound job "
+            f"{self.sound_seconds:.3g} s ({ratio:.1f} times){since}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that was the slowest in most slow steps.
+
+    Time spent waiting for other ranks does not count.
+    """
+
+    rank: int
+    node: int | None  # None: unknown
+    ratio: float  # median over its steps of its own time divided by the median of all ranks
+    steps: int  # number of steps in which it was the slowest
+    since_step: int | None  # first of a stretch with mostly such steps
+
+    def render(self) -> str:
+        if self.since_step is None:
+            since = ""
+        else:
+            since = f" since step {self.since_step}"
+        if self.node is None:
+            node = ""
+        else:
+            node = f"node {self.node} "
+        return (
+            f"{node}rank {self.rank} is {self.ratio:.1f} times as slow as the median "
+            f"rank{since}, in {self.steps} steps"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Differences between a job and a reference job."""
+
+    # (key, value, value in the reference job) of each setting that differs, except for the store
+    settings: tuple[tuple[str, Any, Any], ...]
+    # a rank that slows down the other ranks. None if there is no such rank, or if the same rank was
+    # about as slow in the reference job.
+    straggler: Straggler | None
+    slower: tuple[SlowerPart, ...]
+    # The first log lines that the reference job did not print. Digits are ignored.
+    new_lines: tuple[LogLine, ...]
+    missing: tuple[str, ...]  # names of events that only the reference job has, such as commits
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("generation", "node", "rank", "step", "t", "text")
+        return asdict(self) | {
+            "new_lines": [{name: getattr(line, name) for name in names} for line in self.new_lines]
+        }
+
+    def render(self) -> str:
+        parts = [
+            f"setting {key}: {mine}, in the sound job {sound}" for key, mine, sound in self.settings
+        ]
+        if self.straggler is not None:
+            parts += [self.straggler.render()]
+        parts += [each.render() for each in self.slower]
+        parts += [f"missing: {name}" for name in self.missing]
+        parts += [
+            f"new line of node {line.node} rank {line.rank}, step "
+            f"{'?' if line.step is None else line.step}: {one_line(line.text)[:200]}"
+            for line in self.new_lines
+        ]
+        return "\n".join(parts) or "no difference in settings, times, events or lines"
+
+
+def compare_jobs(
+    events: Sequence[Event],
+    lines: Iterable[LogLine],
+    sound: Sequence[Event],
+    sound_lines: Iterable[LogLine],
+) -> Comparison:
+    """Compare the events and log lines of a job with those of a reference job."""
+    known = {_form(line.text) for line in sound_lines}
+    new: dict[str, LogLine] = {}
+    for line in lines:
+        form = _form(line.text)
+        if form and form not in known:
+            new.setdefault(form, line)
+    have, had = ({event.name for event in each} for each in (events, sound))
+    slower = sorted(
+        _slower(events, sound),
+        key=lambda one: (one.since_step is None, one.sound_seconds - one.seconds),
+    )
+    # The other ranks wait for this one
+    if any(each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower):
+        slower = [each for each in slower if each.part != _WAIT]
+    straggler = _straggler(events)
+    usual = _straggler(sound)
+    if (
+        straggler
+        and usual
+        and usual.rank == straggler.rank
+        and straggler.ratio < SLOWER * usual.ratio
+    ):
+        straggler = None
+    return Comparison(
+        settings=tuple(_settings(events, sound)),
+        straggler=straggler,
+        slower=tuple(slower[:_MOST_LINES]),
+        new_lines=tuple(list(new.values())[:_MOST_LINES]),
+        missing=tuple(sorted(had - have)),
+    )
+
+
+def _form(text: str) -> str:
+    return _DIGITS.sub("0", text).strip()
+
+
+def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple[str, Any, Any]]:
+    mine, theirs = (
+        {
+            entry["key"]: entry.get("value")
+            for event in each
+            if event.name == CONFIGURED
+            for entry in event.data["settings"]
+        }
+        for each in (events, sound)
+    )
+    for key in sorted(mine.keys() & theirs.keys()):
+        if mine[key] != theirs[key] and key != "store":
+            yield key, mine[key], theirs[key]
+
+
+def _straggler(events: Sequence[Event]) -> Straggler | None:
+    steps = [
+        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
+        if event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
+        else (event.step, -1, 1.0)
+        for event in events
+        if event.name == STEP
+        and event.step is not None
+        and isinstance(event.data.get("slowest_rank"), int)
+        and isinstance(event.data.get("slowest_ratio"), int | float)
+    ]
+    slow = [(rank, ratio) for _, rank, ratio in steps if ratio > SLOWER]
+    if not slow:
+        return None
+    rank, count = Counter(rank for rank, _ in slow).most_common(1)[0]
+    ratio = statistics.median(ratio for slowest, ratio in slow if slowest == rank)
+    since = _since([(step, slowest == rank and ratio > SLOWER) for step, slowest, ratio in steps])
+    if since is None or 2 * count < max(len(slow), sum(step >= since for step, _, _ in steps)):
+        return None
+    node = next((event.node for event in events if event.name == STEP and event.rank == rank), None)
+    return Straggler(rank=rank, node=node, ratio=ratio, steps=count, since_step=since)
+
+
+def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerPart]:
+    for mine, theirs in (
+        (_step_parts(events), _step_parts(sound)),
+        (_operations(events), _operations(sound)),
+    ):
+        for part in dict.fromkeys(part for part, _ in mine):
+            reference = [
+                second
+                for (name, _), each in theirs.items()
+                if name == part
+                for _, _, second in each
+            ]
+            ranks = {rank: each for (name, rank), each in mine.items() if name == part}
+            slow = {
+                rank: found for rank, each in ranks.items() if (found := _compare(each, reference))
+            }
+            if len(slow) == len(ranks) > 1:  # ranks wait for each other
+                everyone = sorted(
+                    (value for each in ranks.values() for value in each),
+                    key=lambda one: one[0] or 0,
+                )
+                if found := _compare(everyone, reference):
+                    yield from _part(part, None, everyone, found)
+                continue
+            for rank, found in slow.items():
+                yield from _part(part, rank, ranks[rank], found)
+
+
+def _part(
+    part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]
+) -> Iterator[SlowerPart]:
+    """Yield a slower part. If it is a part of steps, enough of these in a row must be slow."""
+    steps = sorted(
+        (step, second > sum(found) / 2) for step, _, second in values if step is not None
+    )
+    if rank is None:
+        node = None
+    else:
+        node = values[0][1]
+    since = _since(steps)
+    if since is not None or not steps:
+        yield SlowerPart(
+            part=part,
+            rank=rank,
+            node=node,
+            seconds=found[0],
+            sound_seconds=found[1],
+            since_step=since,
+        )
+
+
+def _compare(values: Sequence[_Timed], sound: list[float]) -> tuple[float, float] | None:
+    """Return the medians of both jobs if this one is slower.
+
+    Its median is that of all steps or of the last third.
+    """
+    if not values or not sound:
+        return None
+    seconds = [second for _, _, second in values]
+    mine = max(statistics.median(seconds), statistics.median(seconds[-(len(seconds) // 3 + 1) :]))
+    other = statistics.median(sound)
+    if len(values) >= _FEW:
+        ratio = SLOWER
+    else:
+        ratio = _RARELY_SLOWER
+    if mine > ratio * other and mine - other > _SHORTEST_SECONDS:
+        return (mine, other)
+    return None
+
+
+def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
+    """Return the times that steps took, by (ledger class, rank).
+
+    A step is divided into the rank's own computation and its wait for other ranks, if the rank
+    recorded its own time. The first three steps of each rank in each generation are left out as
+    warm-up.
+    """
+    found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
+    taken: Counter[tuple[int, int]] = Counter()
+    for event in events:
+        if event.name != STEP or event.step is None:
+            continue
+        taken[event.generation, event.rank] += 1
+        if taken[event.generation, event.rank] <= _WARM_UP_STEPS:
+            continue
+        parts = dict(event.data.get("seconds") or {})
+        own = event.data.get("own_seconds")
+        if isinstance(own, int | float) and own > 0:
+            parts["compute"] = max(own - parts.get(LedgerClass.DATA_WAIT, 0.0), 0.0)
+            parts[_WAIT] = max(parts.pop(LedgerClass.USEFUL_STEP, 0.0) - parts["compute"], 0.0)
+        for part, seconds in parts.items():
+            found[str(part), event.rank].append((event.step, event.node, seconds))
+    return found
+
+
+def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
+    """Return how long commits and phases took, by (ledger class, rank).
+
+    The event's name replaces a missing ledger class.
+    """
+    found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
+    for event in events:
+        if event.name in (COMMIT, PHASE) and isinstance(
+            seconds := event.data.get("seconds"), int | float
+        ):
+            found[str(event.data.get("class", event.name)), event.rank].append(
+                (None, event.node, seconds)
+            )
+    return found
+
+
+def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
+    """Return the first step of the longest stretch of which two thirds are slow; None if it has too
+    few slow steps.
+
+    steps: (step, whether the step was slow).
+    """
+    most = 0
+    found = None
+    beyond = 0
+    begin = None
+    for step, slow in steps:
+        if beyond > 0:
+            beyond, begin = (beyond, begin)
+        else:
+            beyond, begin = (0, step)
+        if slow:
+            beyond += 1
+        else:
+            beyond += -2
+        if beyond > most:
+            most, found = (beyond, begin)
+        else:
+            most, found = (most, found)
+    count = len({step for step, _ in steps})
+    least = max(_LEAST_SLOW, min(count // 2, max(count // 4, _LONGER_THAN_A_BURST), _MOST_NEEDED))
+    if most >= least * len(steps) / max(count, 1):
+        return found
+    return None

@@ -1,0 +1,451 @@
+"""Diagnosis of the symptoms found in logs: it names the root failure, unless the evidence is too
+weak.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.untrusted_text import one_line
+from ebbflow.diagnose.matching import Seen, load_matcher
+from ebbflow.diagnose.reading import FileScan, LogText, candidates, rank_of_path
+from ebbflow.diagnose.rules import SymptomRule, load_rules
+from ebbflow.diagnose.series import Series, judge_series
+from ebbflow.diagnose.vocabulary import MARGIN, TRIGGERS, confidence_of, guess_family
+
+THIN = 0.5  # a root below this confidence is not named
+_LIKELY = 0.6  # the weight of advice that may be the only explanation
+_MOST_FINDINGS = 3
+_LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
+_LASTING = ("quality", "throughput", "hardware", "cost")
+_GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
+_GENERIC_RANK = 3
+# Exceptions up to this rank are attributed to the code that raised them, or by words
+_VAGUE_RANK = 5
+_NEAR_LINES = 3
+_SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
+# The last collective that a rank of the default group has called: the rank with the smallest number
+# is behind.
+_ENQUEUED = re.compile(
+    r"\[PG ID 0 [^]]*?Rank (\d+)\].*?last enqueued(?: NCCL)? work: (-?\d+)", re.IGNORECASE
+)
+_NOTES = {
+    "others": "the lines above come from a rank that waits, and not from the one at fault",
+    "all": "the ranks differ, and no line tells which of them is wrong",
+    "alike": "every rank wrote these lines, and no line tells of one that is at fault alone",
+}
+# Rules for an absent file, by the area of the code that opens it
+_MISSING_FILE = {"storage": "H02", "data": "E09"}
+# Rules whose message does not tell the family; the code that raised it does.
+_BY_PLACE = {
+    "O02": ("data",),
+    "E09": ("storage", "monitoring"),
+    "H01": ("data", "monitoring"),
+    "D06": ("data",),
+}
+# What a process meets whose data worker ends while it sends a batch.
+_WORKER_GONE = re.compile(r"\bEOFError$|Connection(?:Reset|Refused)Error|BrokenPipeError")
+_SERIES_ONLY = ("F02", "G01", "G02", "G11", "E06")  # what only a series shows explains no exception
+_OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
+_TEXT_LENGTH = 300
+# Of several ranks with the same cause, one that has it so much earlier is named
+_LEAD_SECONDS = 1.0
+# A cause that is logged this long after an effect did not lead to it.
+_AFTERMATH_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A symptom found in the logs: its rule, its role (root, cascade or advice), the confidence and
+    the evidence.
+    """
+
+    rule: SymptomRule
+    role: str
+    confidence: float
+    evidence: tuple[LogText, ...]
+    ranks: tuple[int, ...]  # that wrote it
+    count: int
+    suspects: tuple[
+        int, ...
+    ] = ()  # ranks that the lines accuse, or that did not write them although others wait
+    note: str = ""  # how far the lines tell which rank is at fault
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "symptom": self.rule.id,
+            "family": self.rule.family,
+            "role": self.role,
+            "confidence": round(self.confidence, 2),
+            "evidence": [
+                {
+                    "file": line.file,
+                    "line": line.number,
+                    "text": shorten(line.text),
+                    "rank": line.rank,
+                    "time": line.time,
+                }
+                for line in self.evidence
+            ],
+            "fix": "; ".join(self.rule.fix),
+            "title": self.rule.title,
+            "causes": self.rule.causes,
+            "ranks": list(self.ranks),
+            "suspects": list(self.suspects),
+            "note": self.note,
+            "matches": self.count,
+        }
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Findings in a set of logs, whether the diagnosis abstained from naming a root, and which
+    files were read.
+    """
+
+    findings: tuple[Finding, ...]
+    abstained: bool
+    scans: tuple[FileScan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "findings": [finding.to_json() for finding in self.findings],
+            "abstained": self.abstained,
+            "files": [
+                {"file": scan.file, "lines": scan.lines, "refused": scan.refused}
+                for scan in self.scans
+            ],
+        }
+
+
+def shorten(text: str) -> str:
+    """Replace unprintable characters of a log line, and shorten it to at most 300 characters."""
+    shown = one_line(text)
+    if len(shown) <= _TEXT_LENGTH:
+        return shown
+    return f"{shown[: _TEXT_LENGTH - 1]}…"
+
+
+def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
+    """Diagnose log files; None in the list stands for standard input."""
+    matcher = load_matcher()
+    triggers = tuple({*matcher.triggers, *Series.triggers, *TRIGGERS})
+    seen: dict[str, Seen] = {}
+    series = Series()
+    scans = []
+    order = 0
+    for path in files:
+        scan = FileScan("-" if path is None else str(path))
+        order = matcher.collect(series.watch(candidates(path, triggers, scan)), seen, order)
+        scans.append(scan)
+    return judge(seen, series, scans)
+
+
+def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
+    """Choose at most three findings: the root failure, then failures that followed from it, then
+    advice.
+
+    seen: the matches of each rule, by rule id.
+    """
+    for identifier, lines in judge_series(series).items():
+        rule = load_rules().find(identifier)
+        if rule and identifier not in seen:
+            found = seen.setdefault(identifier, Seen(rule, strong=True))
+            for order, line in lines:
+                found.add(line, order)
+    known = {key: found for key, found in seen.items() if _confidence(found) > 0}
+    suspects = [found for found in known.values() if found.rule.kind != "advice"]
+    root = _root(suspects, series)
+    if root is None and series.finished is None:
+        root = _only_advice(
+            each for each in known.values() if not series.sound or _tells_of_the_run(each)
+        )
+    root = _by_words(root, suspects, series)
+    if root is None:  # a summary that tells at least who reports the failure
+        root = next(
+            (found for found in suspects if _is_summary(found) and _confidence(found) >= THIN), None
+        )
+    findings = []
+    if root is not None:
+        ranks = {rank for scan in scans if (rank := rank_of_path(Path(scan.file))) is not None}
+        accused = _accuse(root, ranks.union(*(found.ranks for found in suspects)))
+        findings.append(replace(_finding(root, "root", suspects), **accused))
+        rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
+        after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
+        findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
+    advice = [
+        found
+        for found in known.values()
+        if found.rule.kind == "advice"
+        and found is not root
+        and _confidence(found) >= (THIN if root else _LIKELY)
+    ]
+    if root is None:  # a summary names no cause, but says where to look for one
+        advice += [found for found in suspects if found.rule.kind == "summary"]
+    if root is not None or not series.sound:
+        advice.sort(key=lambda found: (-_confidence(found), found.order))
+        findings += [
+            _finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]
+        ]
+    return Diagnosis(tuple(findings), root is None, tuple(scans))
+
+
+def _confidence(found: Seen) -> float:
+    """Return the confidence in one symptom, regardless of other symptoms; 0 if no line matches its
+    rule's `need`.
+    """
+    rule = found.rule
+    if (rule.need and not found.needed) or (found.count < rule.least and not found.verdict):
+        return 0.0
+    if found.strong:
+        return rule.weight
+    return min(0.65, 1 - 0.65 ** len(found.hints))
+
+
+def _level(found: Seen) -> int:
+    generic = found.rule.kind == "cause" and found.rule.rank <= _GENERIC_RANK
+    if generic:
+        return _GENERIC_LEVEL
+    return _LEVELS[found.rule.kind]
+
+
+def _root(suspects: list[Seen], series: Series) -> Seen | None:
+    """Return the first failure, or a nearby symptom that its rule lists under `follows`, as one
+    that causes it.
+    """
+    first = _first_failure(suspects, series)
+    if first is None:
+        return None
+    causes = [
+        each
+        for each in suspects
+        if each.rule.id in first.rule.follows and _confidence(each) >= THIN
+    ]
+    return _earliest(
+        [each for each in causes if abs(each.order - first.order) <= _SAME_FAILURE] or [first]
+    )
+
+
+def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
+    # A failure that training survived is no root, except in families that harm a run without ending
+    # it.
+    able = [found for found in suspects if _confidence(found) >= THIN and not _is_summary(found)]
+    able = [found for found in able if _lasted(found, series)]
+    if not able:
+        return None
+    level = max(_level(found) for found in able)
+    top = [found for found in able if _level(found) == level]
+    top = [found for found in top if found.rule.id not in _SERIES_ONLY] or top
+    if (
+        level >= _GENERIC_LEVEL
+        and series.went_on(top)
+        and not any(each.rule.family in _LASTING for each in top)
+    ):
+        return None
+    chosen = _earliest(top)
+    effects = [found for found in able if _level(found) < level and found.rule.kind == "effect"]
+    if effects and chosen.rule.rank <= 2 and _follows_late(chosen, _earliest(effects)):
+        # A generic exception long after an effect, such as a timeout, comes from clean-up
+        return _earliest(effects)
+    # A nearby match of a more specific rule usually describes the same exception.
+    if chosen.rule.rank == 1:
+        margin, reach = (1, _SAME_FAILURE)
+    else:
+        margin, reach = (2, 8)
+    near = [found for found in top if found.rule.rank >= chosen.rule.rank + margin]
+    return _earliest(
+        [found for found in near if abs(found.order - chosen.order) <= reach] or [chosen]
+    )
+
+
+def _follows_late(failure: Seen, effect: Seen) -> bool:
+    """Return whether a failure was logged so long after an effect that it did not lead to it."""
+    before = effect.lines[0].time
+    after = failure.lines[0].time
+    return before is not None and after is not None and after - before > _AFTERMATH_SECONDS
+
+
+def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
+    """Return `root`, or a symptom whose family fits the stack frames or the words of the error
+    lines better.
+    """
+    if root is None:
+        return _by_words_alone(series)
+    at = root.lines[0]
+    vague = root.rule.family == "program" and root.rule.rank <= _VAGUE_RANK
+    family = series.raised_in(at)
+    if family is not None and (vague or family in _BY_PLACE.get(root.rule.id, ())):
+        rule = load_rules().find(_symptom_of_code(family, at.text))
+        if rule:
+            return replace(root, rule=rule, strong=True)
+        return root
+    lines = list(series.severe.values())
+    if vague:  # the lines of other failures would drown the exception's
+        lines = [
+            at,
+            *(
+                line
+                for line in lines
+                if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES
+            ),
+        ]
+    guess = guess_family(line.text for line in lines)
+    if guess is None:
+        return root
+    family, margin = guess
+    if vague and family != "program" and margin >= 1.5 * MARGIN:
+        return _unknown_failure(family, margin, at, series) or root
+    if margin >= _OVERRULING_MARGIN and family != root.rule.family:
+        level = _level(root)
+        rivals = [each for each in suspects if each.rule.family == family and _level(each) == level]
+        rivals = [
+            each
+            for each in rivals
+            if root.rule.id not in each.rule.follows and _lasted(each, series)
+        ]
+        rivals = [each for each in rivals if _confidence(each) >= THIN]
+        if rivals:
+            return _earliest(rivals)
+        return root
+    return root
+
+
+def _by_words_alone(series: Series) -> Seen | None:
+    """Return the failure of logs in which no rule names a root, from the words of severe lines or
+    from stack frames.
+    """
+    lines = list(series.severe.values())
+    guess = guess_family(line.text for line in lines)
+    if guess is not None:
+        family, margin = guess
+        return _unknown_failure(family, margin, lines[0], series)
+    end = series.last_frame  # a traceback without its exception
+    if end is None:
+        return None
+    family = series.raised_in(end)
+    if family is None:
+        return None
+    return _unknown_failure(family, MARGIN, end, series)
+
+
+def _unknown_failure(family: str, margin: float, line: LogText, series: Series) -> Seen | None:
+    """Return a failure of a family that none of its rules describes, or None if the run completed
+    or trained on.
+    """
+    book = load_rules()
+    rule = book.find(book.other(family))
+    if rule is None or series.finished or series.survived(line):
+        return None
+    found = Seen(replace(rule, weight=confidence_of(margin)), strong=True)
+    found.add(line, 0)
+    return found
+
+
+def _symptom_of_code(family: str, text: str) -> str:
+    """Return the id of the symptom of an exception that code of a family raised."""
+    if family == "data" and _WORKER_GONE.search(text):
+        return "E01"
+    if "No such file" in text and family in _MISSING_FILE:
+        return _MISSING_FILE[family]
+    return load_rules().other(family)
+
+
+def _lasted(found: Seen, series: Series) -> bool:
+    """Return whether a failure may have ended or harmed the run, because normal training did not
+    follow.
+    """
+    if found.verdict:
+        return True
+    if found.rule.id == "F01":
+        return not series.recovered(found.last)
+    return found.rule.family in _LASTING or not series.survived(found.last)
+
+
+def _only_advice(known: Iterable[Seen]) -> Seen | None:
+    """Return the best advice if the logs show no failure, for example if a run is only slow;
+    otherwise return None.
+    """
+    found = list(known)
+    if any(
+        each.rule.kind not in ("advice", "summary") and _confidence(each) >= THIN for each in found
+    ):
+        return None
+    advice = [
+        each
+        for each in found
+        if each.rule.kind == "advice" and each.rule.weight >= _LIKELY and _confidence(each) >= THIN
+    ]
+    return max(advice, key=lambda each: (_confidence(each), -each.order), default=None)
+
+
+def _is_summary(found: Seen) -> bool:
+    return found.rule.kind == "summary"
+
+
+def _tells_of_the_run(found: Seen) -> bool:
+    """Return whether advice matters although losses are sound: monitoring or speed, or clocks, in
+    several lines.
+    """
+    return found.count > 1 and (
+        found.rule.family in ("monitoring", "throughput") or found.rule.id == "A32"
+    )
+
+
+def _earliest(found: list[Seen]) -> Seen:
+    """Return the symptom with the smallest time of its first line, or the first in the logs if a
+    time is unknown.
+    """
+    in_order = sorted(found, key=lambda each: (each.order, -each.rule.rank))
+    if any(each.lines[0].time is None for each in found):
+        return in_order[0]
+    return min(in_order, key=lambda each: each.lines[0].time or 0.0)
+
+
+def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
+    """Return the ranks that the symptom's lines accuse or, if their writers only wait, the other
+    ranks of the logs.
+    """
+    lines = [*found.lines, *found.ranks.values()]
+    rule = found.rule
+    hits = (hit for line in lines for text in rule.accuses if (hit := re.search(text, line.text)))
+    named = {int(number) for hit in hits for number in re.findall(r"\d+", hit[1])}
+    reached = {int(hit[1]): int(hit[2]) for line in lines if (hit := _ENQUEUED.search(line.text))}
+    named = named or {rank for rank, work in reached.items() if work < max(reached.values())}
+    if not (found.verdict or named or rule.suspects) and _are_alike(found, known):
+        return {"note": _NOTES["alike"]}
+    if found.verdict or named or not rule.suspects:
+        return {"suspects": tuple(sorted(named))}
+    others = known - set(found.ranks if rule.suspects == "others" else ())
+    return {"suspects": tuple(sorted(others)), "note": _NOTES[rule.suspects]}
+
+
+def _are_alike(found: Seen, known: set[int]) -> bool:
+    """Return whether every one of several ranks has the cause, none of them clearly before the
+    others.
+    """
+    if found.rule.kind != "cause" or len(found.ranks) < max(2, len(known)):
+        return False
+    # At a start, the time tells only which rank was started first.
+    times = sorted(line.time or 0.0 for line in found.ranks.values())
+    return found.rule.family == "startup" or not times[0] or times[1] - times[0] < _LEAD_SECONDS
+
+
+def _finding(found: Seen, role: str, others: list[Seen]) -> Finding:
+    confidence = _confidence(found)
+    if role == "root":
+        rivals = [
+            each
+            for each in others
+            if each.rule.family != found.rule.family
+            and _level(each) == _level(found)
+            and _confidence(each) >= THIN
+        ]
+        confidence *= 0.9 ** min(len(rivals), 3)
+    first = found.lines[0].rank
+    ranks = tuple(sorted(found.ranks))
+    if role == "root" and first is not None:
+        ranks = (first, *(rank for rank in ranks if rank != first))
+    return Finding(found.rule, role, max(confidence, 0.05), tuple(found.lines), ranks, found.count)

@@ -1,0 +1,311 @@
+"""Matching of log lines against the rules' regular expressions, fast enough for a million lines.
+
+Each expression has required literals: texts of which every matching line contains at least one.
+Each literal contains one of the short texts in `Matcher.triggers`. The reader searches whole blocks
+of a file for the triggers. Lines that differ only in digits share one cached result, unless an
+expression that may match them depends on digits.
+"""
+
+import functools
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ebbflow.diagnose.reading import LogText
+from ebbflow.diagnose.rules import VALUES, SymptomRule, load_rules
+
+_MOST_CACHED = 200_000
+_TRIGGER_LENGTHS = (7, 6, 5, 4)
+# Words that are too common in logs of healthy runs to be triggers.
+_COMMON = (
+    "step",
+    "rank",
+    "info",
+    "train",
+    "torch",
+    "tensor",
+    "model",
+    "data",
+    "time",
+    "loss",
+    " the",
+    "with",
+    "epoch",
+)
+_NOISE = re.compile("|".join(VALUES["noise"]))
+_PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
+_FRAME = re.compile(r'File "[^"]+", line \d+')
+# A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have
+# no other.
+_QUOTED_CODE = re.compile(r"  +(?!assert )\S")
+# The task, Batch job or pod that a line is about.
+_OBJECT = re.compile(
+    r"\[(\d+/\w+(?:/\d+)?)\b|(?<![\w-])([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}(?::\d+)?)"
+    r"|(?:\bpods?(?:/|=\"|[ :]+\"?(?=[\w.-]+/))|Successfully assigned )(?:[\w.-]+/)?([\w.-]+)"
+)
+_MOST_KEPT = 1000
+_DIGIT = re.compile(r"[\d.]")
+_NO_DIGITS = {ord(digit): None for digit in "0123456789"}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A compiled expression of a rule.
+
+    `rule` is the rule's index, `role` the rule's field (look, hint, …).
+    """
+
+    regex: re.Pattern[str]
+    rule: int
+    role: str
+    literals: tuple[str, ...]
+
+
+@dataclass
+class Seen:
+    """Matches of one rule: how many there are, the first lines, and the first line of each rank."""
+
+    rule: SymptomRule
+    lines: list[LogText] = field(default_factory=list)
+    count: int = 0
+    ranks: dict[int, LogText] = field(default_factory=dict)
+    hints: set[str] = field(default_factory=set)
+    strong: bool = False
+    first: LogText | None = None
+    last: LogText | None = None
+    needed: bool = False
+    verdict: bool = False  # whether agents or guards of a job of ours recorded it
+    order: int = 0  # position among all candidate lines
+    # Lines with their order and object, of a rule that has `cleared`.
+    kept: list[tuple[LogText, int, str]] = field(default_factory=list)
+
+    def add(self, line: LogText, order: int) -> None:
+        """Record a matching line. A line that several expressions match counts once."""
+        if self.last is line:
+            return
+        self.count += 1
+        if self.first is None:
+            self.first = line
+            self.order = order
+        self.last = line
+        if self.rule.cleared and len(self.kept) < _MOST_KEPT:
+            self.kept.append((line, order, _object_of(line)))
+        if len(self.lines) < 3:
+            self.lines.append(line)
+        # Which tells how far the rank has come
+        new = line.rank not in self.ranks or "ast enqueued" in line.text
+        if line.rank is not None and new and len(self.ranks) < 4096:
+            self.ranks[line.rank] = line
+
+    def without(self, cleared: str) -> "Seen | None":
+        """Return the matches that are about another task, job or pod than `cleared`, or None if
+        there are none.
+        """
+        left = [(line, order) for line, order, name in self.kept if name not in ("", cleared)]
+        new = Seen(self.rule, hints=self.hints, strong=self.strong, needed=self.needed)
+        for line, order in left:
+            new.add(line, order)
+        if left:
+            return new
+        return None
+
+
+def _object_of(line: LogText) -> str:
+    match = _OBJECT.search(line.text)
+    if match:
+        return match[match.lastindex or 0]
+    return ""
+
+
+class Matcher:
+    """Index of all rules' expressions, which finds the rules that match a line."""
+
+    def __init__(self, rules: Sequence[SymptomRule]) -> None:
+        self.rules = rules
+        self._patterns = [
+            Pattern(compiled, number, role, required_literals(compiled.pattern))
+            for number, rule in enumerate(rules)
+            for role in ("look", "hint", "need", "cleared")
+            for compiled in (re.compile(text, re.IGNORECASE) for text in getattr(rule, role))
+        ]
+        self._unless = [[re.compile(text, re.IGNORECASE) for text in rule.unless] for rule in rules]
+        self._by_literal: dict[str, list[Pattern]] = defaultdict(list)
+        for pattern in self._patterns:
+            for literal in pattern.literals:
+                self._by_literal[literal].append(pattern)
+        words = choose_triggers(self._by_literal)
+        self.triggers = tuple(word.encode() for word in words)
+        self._literals_of = {
+            word: [each for each in self._by_literal if word in each] for word in words
+        }
+        self._counts_digits = {
+            id(pattern): bool(
+                re.search(r"\\d|[0-9]", re.sub(r"\{[\d,]+\}", "", pattern.regex.pattern))
+            )
+            for pattern in self._patterns
+        }
+        self._cache: dict[str, tuple[tuple[int, str, str], ...] | None] = {}
+
+    def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
+        """Return (index of the rule, role, expression) for each expression that matches a line.
+
+        If several rules match with the role "look", only the matches of the rules with the highest
+        `rank` are returned.
+        """
+        skeleton = text.translate(_NO_DIGITS)
+        cached = self._cache.get(skeleton, False)
+        if cached is not None and cached is not False:
+            return cached  # type: ignore[return-value]
+        if _PREFIX.match(text):
+            text = _PREFIX.sub("", text, count=1)
+        if _NOISE.search(text):
+            return ()
+        low = text.lower()
+        tried = {
+            id(pattern): pattern
+            for word, literals in self._literals_of.items()
+            if word in low
+            for literal in literals
+            if literal in low
+            for pattern in self._by_literal[literal]
+        }
+        digits = any(self._counts_digits[key] for key in tried)
+        found = [pattern for pattern in tried.values() if pattern.regex.search(text)]
+        found = [
+            each for each in found if not any(no.search(text) for no in self._unless[each.rule])
+        ]
+        highest = max(
+            (self.rules[each.rule].rank for each in found if each.role == "look"), default=0
+        )
+        result = tuple(
+            (each.rule, each.role, each.regex.pattern)
+            for each in found
+            if each.role != "look" or self.rules[each.rule].rank == highest
+        )
+        if len(self._cache) < _MOST_CACHED and cached is False:
+            if digits:
+                self._cache[skeleton] = None
+            else:
+                self._cache[skeleton] = result
+        return result
+
+    def collect(self, lines: Iterable[LogText], seen: dict[str, Seen], order: int = 0) -> int:
+        """Add the matches in `lines` to `seen`, by rule id.
+
+        order: number of lines processed so far; the function returns the new number.
+        """
+        frame = None  # the last frame of a traceback
+        column = 0  # where its `File` begins
+        for line in lines:
+            order += 1
+            if found := _FRAME.search(line.text):
+                frame = line
+                column = found.start()
+            elif (
+                frame and line.number == frame.number + 1 and _QUOTED_CODE.match(line.text, column)
+            ):
+                continue
+            for number, role, expression in self.match(line.text):
+                rule = self.rules[number]
+                if role == "cleared":
+                    mine = seen.pop(rule.id, None)
+                    if mine and (rest := mine.without(_object_of(line))):
+                        seen[rule.id] = rest
+                    continue
+                mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))
+                if role == "need":
+                    mine.needed = True
+                    continue
+                mine.strong = mine.strong or role == "look"
+                if role == "hint":
+                    mine.hints.add(expression)
+                mine.add(line, order)
+        return order
+
+
+@functools.cache
+def load_matcher() -> Matcher:
+    return Matcher(load_rules().rules)
+
+
+def required_literals(expression: str) -> tuple[str, ...]:
+    """Return lower-case texts such that every line that matches the expression contains at least
+    one of them.
+
+    Raises ValueError if the expression requires no text of at least 3 characters.
+    """
+    from re import _parser  # type: ignore[attr-defined]
+
+    best = _best(_parser.parse(expression, re.IGNORECASE))
+    if not best:
+        raise ValueError(f"{expression!r} has no fixed text of 3 characters")
+    return tuple(sorted(best))
+
+
+def _best(sequence: Any) -> set[str]:
+    """Return a set of texts such that every match of a parsed regular expression contains at least
+    one of them.
+
+    If there are several such sets, return the one with the longest texts.
+    """
+    found: list[set[str]] = []
+    run = ""
+    for name, value in [*sequence, ("END", None)]:
+        kind = str(name)
+        if kind == "LITERAL":
+            run += chr(value)
+            continue
+        if len(run) >= 3:
+            found.append({run.lower()})
+        run = ""
+        if kind == "SUBPATTERN":
+            found.append(_best(value[3]))
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT") and value[0] >= 1:
+            found.append(_best(value[2]))
+        elif kind == "BRANCH":
+            parts = [_best(branch) for branch in value[1]]
+            found.append(set().union(*parts) if all(parts) else set())
+    found = [each for each in found if each]
+    found = [each for each in found if _shortest(each) >= 3]
+    return max(found, key=lambda each: (_shortest(each), -len(each)), default=set())
+
+
+def _shortest(literals: set[str]) -> int:
+    """Return the smallest length of a literal.
+
+    Its length is that of its longest run without digits and dots.
+    """
+    return min(max(map(len, _DIGIT.split(literal))) for literal in literals)
+
+
+def choose_triggers(literals: Iterable[str]) -> list[str]:
+    """Choose a small set of short texts such that each literal contains at least one of them
+    (greedy set cover).
+    """
+    uncovered = set(literals)
+    holders: dict[str, set[str]] = defaultdict(set)
+    for literal in uncovered:
+        for length in _TRIGGER_LENGTHS:
+            for at in range(len(literal) - length + 1):
+                part = literal[at : at + length]
+                if (
+                    part.isascii()
+                    and not _DIGIT.search(part)
+                    and not any(word in part or part in word for word in _COMMON)
+                ):
+                    holders[part].add(literal)
+    chosen: list[str] = []
+    queue = [(-len(held), -len(part), part) for part, held in holders.items() if len(held) > 1]
+    heapq.heapify(queue)
+    while queue:
+        count, length, part = heapq.heappop(queue)
+        covers = holders[part] & uncovered
+        if len(covers) == -count:
+            chosen.append(part)
+            uncovered -= covers
+        elif len(covers) > 1:
+            heapq.heappush(queue, (-len(covers), length, part))
+    return chosen + sorted({max(_DIGIT.split(literal), key=len) for literal in uncovered})

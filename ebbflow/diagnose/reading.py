@@ -1,0 +1,377 @@
+"""Streaming reader of logs in any encoding, which finds candidate lines fast and parses their ranks
+and times.
+
+A log of 100 MB has about a million lines. `candidates` therefore searches blocks of bytes for
+triggers (short texts that a line must contain to match a rule), and yields only the lines that
+contain one.
+"""
+
+import gzip
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from ebbflow.core.errors import InfraError, Outcome
+
+BLOCK_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 64 * 1024  # a longer line is read in pieces of this size
+_LONGEST_READ_BYTES = 8 << 20  # the rest of a longer line is skipped
+_MOST_FILES = 2000
+_MOST_SKELETONS = 200_000
+# Of lines that differ only in digits, the first ones are all examined, then a sample.
+_MOST_EQUAL = 500
+_SAMPLE = 64
+
+
+class DiagnoseError(InfraError, outcome=Outcome.CONFIG):
+    """Error: a log does not exist, or a folder has too many files."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogText:
+    """One line of a log."""
+
+    file: str  # the path as given; "-" is standard input
+    number: int  # line number, counted from 1
+    # The line without terminal escape sequences. If the line is a JSON record, only the record's
+    # message.
+    text: str
+    rank: int | None = None  # the rank that wrote the line; None if unknown
+    # Unix time in seconds; None if unknown. A timestamp without a year is dated in the current
+    # year.
+    time: float | None = None
+
+
+@dataclass
+class FileScan:
+    """Number of lines read from one file, or the reason why the file was refused."""
+
+    file: str
+    lines: int = 0
+    refused: str | None = None
+
+
+def log_files(paths: Sequence[str]) -> list[Path]:
+    """Return the named files and all files below the named folders. Raises DiagnoseError."""
+    files: list[Path] = []
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            found = sorted(
+                each for each in path.rglob("*") if each.is_file() and not each.name.startswith(".")
+            )
+            # A rank's records repeat its raw log.
+            found = [
+                each
+                for each in found
+                if each.suffix != ".jsonl" or not each.with_suffix(".log").exists()
+            ]
+            if len(found) > _MOST_FILES:
+                raise DiagnoseError(
+                    f"{name} has {len(found)} files, more than {_MOST_FILES}; name a folder of "
+                    "one run"
+                )
+            files += found
+        elif path.is_file() or path.is_fifo():
+            files.append(path)
+        else:
+            raise DiagnoseError(f"{name}: no such file or folder, and no job of this name")
+    return files
+
+
+def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
+    """Yield the lines of a log file that contain at least one of the words `triggers`, in order.
+
+    A `path` of None reads standard input. The number of lines, or why a file cannot be read, is
+    recorded in `scan`.
+    """
+    try:
+        if path is None:
+            stream: BinaryIO = sys.stdin.buffer
+        else:
+            stream = open(path, "rb")  # noqa: SIM115
+        with stream:
+            if path is None:
+                head = stream.read(4096)
+            else:
+                head = stream.read(64 * 1024)
+            if head[:2] == b"\x1f\x8b" and path is not None:
+                stream.seek(0)
+                stream = gzip.open(stream)  # type: ignore[assignment]  # noqa: SIM115
+                head = stream.read(64 * 1024)
+            encoding = _encoding(head)
+            if encoding is None:
+                scan.refused = "binary file, not a log"
+                return
+            if path:
+                rank = rank_of_path(path)
+            else:
+                rank = None
+            for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan):
+                yield from _parse(scan.file, number, raw, rank)
+    except (OSError, EOFError) as error:
+        scan.refused = getattr(error, "strerror", None) or str(error)
+
+
+def _encoding(head: bytes) -> str | None:
+    """Guess the encoding of a file from its first bytes; return None for a binary file."""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    nulls = head.count(0)
+    if nulls > len(head) // 4:  # UTF-16 without a mark has a zero byte in most characters
+        even = head[::2].count(0)
+        odd = head[1::2].count(0)
+        if min(even, odd) * 20 < max(even, odd):
+            if odd > even:
+                return "utf-16-le"
+            return "utf-16-be"
+    controls = sum(head.count(byte) for byte in (*range(1, 7), *range(14, 27), 0))
+    if controls > len(head) // 100 + 2:
+        return None
+    return "utf-8"
+
+
+def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
+    """Yield the file in UTF-8 blocks that end at line ends; a line longer than a block is divided."""
+    import codecs
+
+    if encoding == "utf-8":
+        decoder = None
+    else:
+        decoder = codecs.getincrementaldecoder(encoding)("replace")
+    if decoder is None:
+        rest = head.removeprefix(b"\xef\xbb\xbf")
+    else:
+        rest = decoder.decode(head).encode()
+    long = 0
+    while data := stream.read(BLOCK_BYTES):
+        block = rest + (data if decoder is None else decoder.decode(data).encode())
+        end = block.rfind(b"\n") + 1
+        if not end:
+            if len(block) < BLOCK_BYTES:
+                rest = block
+                continue
+            long += len(block)
+            if long <= _LONGEST_READ_BYTES:
+                yield block
+            rest = b""
+            continue
+        long = 0
+        yield block[:end]
+        rest = block[end:]
+    if rest:
+        yield rest
+
+
+def _find_lines(
+    blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number, line) for each line that contains a trigger, which is a text that some
+    rule looks for.
+
+    Lines that differ only in digits count as equal. If a line is repeated thousands of times, only
+    a sample is yielded. Triggers contain no digits, so equal lines need only one search.
+    """
+    counts: dict[
+        bytes, int
+    ] = {}  # occurrences of each line, digits removed; -1: it contains no trigger
+    for block in blocks:
+        lines = block.split(b"\n")
+        skeletons = block.lower().translate(None, b"0123456789.").split(b"\n")
+        for number, skeleton in enumerate(skeletons, start=scan.lines + 1):
+            count = counts.get(skeleton)
+            if count is None:
+                if any(trigger in skeleton for trigger in triggers):
+                    count = 0
+                else:
+                    count = -1
+                if len(counts) < _MOST_SKELETONS:
+                    counts[skeleton] = count
+            if count < 0:
+                continue
+            counts[skeleton] = count + 1
+            if count > _MOST_EQUAL and count % _SAMPLE:
+                continue
+            line = lines[number - scan.lines - 1]
+            for piece in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
+                yield number, line[piece : piece + LONGEST_LINE_BYTES]
+        scan.lines += len(lines) - 1
+
+
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ "
+    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]"
+)
+# Keys of the records that log shippers write: of the message, of what it quotes, and of records
+# inside a record.
+_TEXT_KEYS = (
+    "log",
+    "message",
+    "msg",
+    "text",
+    "textPayload",
+    "MESSAGE",
+    "event",
+    "line",
+    "@message",
+)
+_MORE_KEYS = (
+    "error",
+    "err",
+    "exception",
+    "exc_info",
+    "stack",
+    "stack_trace",
+    "stacktrace",
+    "traceback",
+)
+_INNER_KEYS = ("jsonPayload", "_source", "events", "logEvents", "entries")
+_TIME_KEYS = ("t", "time", "timestamp", "@timestamp", "ts")
+_CSV = re.compile(r'(\d{13}|20\d\d-[^,"]{6,30}),"(.*?)"?$')
+_RECORDS = re.compile(r"(?<=\}),\s*(?=\{)")
+
+
+def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[LogText]:
+    text = _ESCAPES.sub("", raw.decode("utf-8", "replace"))
+    records: list[tuple[str, str | None, int | None]] = []
+    if text.lstrip(" ,[")[:1] == "{":
+        records = list(_records(text))
+    elif row := _CSV.match(text):
+        records = [(row[2].replace('""', '"'), row[1], None)]
+    elif text.lstrip()[:1] == '"':  # a line of an indented JSON document
+        text = text.replace('\\"', '"')
+    for body, stamp, found in records or [(text, None, None)]:
+        # A traceback that was logged by its repr has its line ends escaped.
+        for part in re.split(r"(?:[\r\n]|\\n)+" if '\\n  File "' in body else r"[\r\n]+", body):
+            if part.strip():
+                own = rank_of(part)
+                if own is None:
+                    own = rank if found is None else found
+                yield LogText(
+                    file,
+                    number,
+                    part.rstrip(),
+                    own,
+                    time_of(part) or (time_of(stamp) if stamp else None),
+                )
+
+
+def _records(text: str) -> Iterator[tuple[str, str | None, int | None]]:
+    """Yield (message, timestamp, rank) of each record in a line of JSON, which may be a piece of a
+    longer line.
+    """
+    for piece in [text] if len(text) < LONGEST_LINE_BYTES // 2 else _RECORDS.split(text):
+        try:
+            value = json.loads(piece)
+        except ValueError:
+            if piece is not text:  # the end or start of a record
+                yield piece.replace('\\"', '"'), None, None
+            continue
+        found = [value]
+        for record in found:
+            if isinstance(record, list):
+                found += record
+            if not isinstance(record, dict):
+                continue
+            found += [
+                record[key] for key in _INNER_KEYS if isinstance(record.get(key), list | dict)
+            ]
+            texts = [
+                next((record[key] for key in _TEXT_KEYS if isinstance(record.get(key), str)), "")
+            ]
+            texts += [record[key] for key in _MORE_KEYS if isinstance(record.get(key), str)]
+            stamp = next((str(record[key]) for key in _TIME_KEYS if key in record), None)
+            rank = record.get("rank", record.get("global_rank"))
+            if any(texts):
+                yield "\n".join(texts), stamp, rank if isinstance(rank, int) else None
+
+
+_RANK = re.compile(
+    r"\[rank[: ]?\s?(\d{1,5})\]|\bglobal_rank[=:\s]+(\d{1,5})|\[default(\d{1,3})\]|\(?\brank[ "
+    r"=:#]+(\d{1,5})\b|^\s{0,3}(\d{1,4}): "
+    r"|\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]",
+    re.IGNORECASE,
+)
+_RANK_OF_PATH = re.compile(
+    r"(?:.*rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)",
+    re.IGNORECASE,
+)
+
+
+def rank_of(text: str) -> int | None:
+    """Return the rank in a line's prefix, as torch, Slurm, Lightning, Ray or kubectl write it, or
+    None.
+    """
+    match = _RANK.search(text[:200])
+    if match:
+        return int(next(group for group in match.groups() if group))
+    return None
+
+
+def rank_of_path(path: Path) -> int | None:
+    """Return the rank in the name of a log file or of its folders, or None.
+
+    The last "rank" in a path counts.
+    """
+    match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
+    if match:
+        return int(match[1] or match[2])
+    return None
+
+
+_CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+_STAMPS = (
+    re.compile(
+        r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<hour>\d\d):(?P<minute>\d\d)"
+        r"(?::(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?)?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+    ),
+    re.compile(
+        rf"\[?[EWIF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}(?:\.(?P<fraction>\d{{1,9}}))?"
+    ),
+    re.compile(
+        rf"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{{1,2}}) {_CLOCK}"
+    ),
+    re.compile(rf"\b(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d) {_CLOCK}"),
+)
+_EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
+
+
+def time_of(text: str) -> float | None:
+    """Parse the timestamp in the first 120 characters of a line.
+
+    Return the Unix time, or None if there is none.
+    """
+    head = text[:120]
+    try:
+        if match := next((found for one in _STAMPS if (found := one.search(head))), None):
+            parts = match.groupdict()
+            if "name" in parts:
+                month = _MONTHS.index(parts["name"]) // 3 + 1
+            else:
+                month = int(parts["month"])
+            date = int(parts.get("year") or datetime.now(UTC).year), month, int(parts["day"])
+            moment = datetime(
+                *date,
+                int(parts["hour"]),
+                int(parts["minute"]),
+                int(parts["second"] or 0),
+                tzinfo=UTC,
+            )
+            zone = (parts.get("zone") or "Z").replace(":", "")
+            offset = 0
+            if zone != "Z":
+                offset = (int(zone[1:3]) * 3600 + int(zone[3:]) * 60) * (
+                    -1 if zone[0] == "-" else 1
+                )
+            return moment.timestamp() - offset + float(f"0.{parts.get('fraction') or 0}")
+        if match := _EPOCH.search(head):
+            return float(f"{match[1]}.{match[2] or match[3] or 0}")
+    except ValueError:
+        pass
+    return None

@@ -1,0 +1,166 @@
+"""Processes that run beside the launcher.
+
+One keeps runs/<job>/live.html current. Another sends metrics to trackers and messages to
+notification channels.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.layout import KnownJob, remember_job, write_atomically
+from ebbflow.core.program import python_path
+from ebbflow.flows.job import RUNS
+from ebbflow.observe.tracking_process import start_tracking
+
+LIVE_PAGE = "live.html"
+SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page
+_WAIT_SECONDS = 0.1
+_END_SECONDS = 3.0
+_CARD_SECONDS = 10.0
+
+
+class LivePageWriter:
+    """Manager of the process that writes the page: starts it as soon as the job has a name, and
+    ends it.
+
+    After a signal, the launcher waits for all children of its main thread. It must not wait for the
+    writing process. Another thread therefore starts that process, and stays alive until the process
+    has ended.
+    """
+
+    def __init__(
+        self, flow: str, job: str, config: RunConfig, run_id_file: Path, tell: Callable[[str], None]
+    ) -> None:
+        self._tell = tell  # prints a line for the user
+        self._flow = flow
+        self._job = job
+        self._store = config.store
+        self._run_id_file = run_id_file
+        self._config = config.model_dump(mode="json")
+        self._run = ""  # Metaflow's id, once it is known
+        self._page: Path | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="live page", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the writing process, so that it does not overwrite the report."""
+        self._run_id()  # the launcher deletes the file
+        self._ending.set()
+        self._thread.join()
+
+    def save_card(self) -> None:
+        """Store a copy of the page as a card of the run.
+
+        After an unexpected error, later calls store no card.
+        """
+        from ebbflow.flows.cards import save_live_card
+
+        if self._page is None or not self._run_id():
+            return
+        try:
+            save_live_card(self._flow, self._run, self._page.read_text())
+        except Exception as error:  # Metaflow's client and its storages raise many kinds of errors
+            if self._ending.is_set() or not isinstance(error, LookupError | OSError):
+                self._tell(f"no live card: {type(error).__name__}: {error}")
+                self._page = None
+
+    def _run_id(self) -> str:
+        with contextlib.suppress(OSError):
+            self._run = self._run or self._run_id_file.read_text().strip()
+        return self._run
+
+    def _keep(self) -> None:
+        while not self._run_id() and not self._ending.wait(_WAIT_SECONDS):
+            # Until Metaflow has accepted the options: before, there is no run whose page `latest`
+            # could be
+            pass
+        if self._ending.is_set():
+            return
+        job = self._job or self._run_id()
+        tracking = start_tracking(job, self._store, self._config, self._tell)
+        if os.environ.get(SWITCH) != "0":
+            self._keep_page(job)
+        else:
+            self._ending.wait()
+        if tracking is not None:
+            tracking.end()
+
+    def _keep_page(self, job: str) -> None:
+        try:
+            process = self._start(job)
+        except OSError as error:
+            self._tell(f"no live page: {error}")
+            self._ending.wait()
+            return
+        shown = RUNS / "latest" / LIVE_PAGE
+        self._tell(
+            "live page: "
+            f"{shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown}"
+        )
+        while not self._ending.wait(_CARD_SECONDS):
+            self.save_card()
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _start(self, job: str) -> subprocess.Popen[bytes]:
+        self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
+        words = [
+            sys.executable,
+            "-m",
+            "ebbflow",
+            "watch",
+            job,
+            "--store",
+            self._store,
+            "--write",
+            str(self._page),
+        ]
+        return subprocess.Popen(
+            [*words, "--parent", str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def finish_page(folder: Path) -> None:
+    """Replace the live page with the report.
+
+    A browser that shows the live page then shows the report.
+    """
+    with contextlib.suppress(OSError):
+        for unfinished in folder.glob(f".{LIVE_PAGE}.*"):  # of a writer that was ended
+            unfinished.unlink(missing_ok=True)
+        write_atomically(folder / LIVE_PAGE, (folder / "report.html").read_bytes())
+
+
+def task_with_card(word: str, records: Path) -> str:
+    """Return the pathspec `word`, with `report` replaced by `start` if the run ended before its
+    step `report`.
+
+    Such a run has only the card of its step `start`.
+    """
+    run, _, step = word.rpartition("/")
+    if word.startswith(("/", ".")):
+        return word  # a file
+    with contextlib.suppress(OSError, StopIteration):
+        steps = next(records.glob("*/latest_run")).parent / (
+            run or next(records.glob("*/latest_run")).read_text()
+        )
+        if step == "report" and steps.is_dir() and not (steps / step).is_dir():
+            return f"{run}/start".removeprefix("/")
+    return word

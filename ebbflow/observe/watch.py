@@ -1,0 +1,413 @@
+"""`ebbflow watch`: serve the live page of a job to this machine's browser, write it to a file, or
+print it once.
+"""
+
+import argparse
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.errors import InfraError, Outcome, StoreError
+from ebbflow.core.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
+from ebbflow.core.grouping import sum_by_key
+from ebbflow.core.launchers import Launcher, RunningLauncher
+from ebbflow.core.layout import job_prefix, runs_folder, write_atomically
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.rank_logs import LogLine, read_logs
+from ebbflow.core.segments import Damage
+from ebbflow.core.store import Store
+from ebbflow.core.untrusted_text import one_line
+from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.jobs import (
+    find_job_uri,
+    find_running_launcher,
+    list_known_jobs,
+    load_report,
+    read_job_log,
+)
+from ebbflow.cost.report.render_html import escape, fill_page, render
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.cost.report.verdict import summarize_status
+
+_REQUEST_SECONDS = 10.0
+_PAUSE_SECONDS = 2.0  # between two looks at the event log
+_IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
+_COMPARED_JOBS = 8
+_MOST_UNMERGED = 20_000  # events
+_MOST_PLOTTED = 8192  # events
+
+
+def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
+    """Merge step events: all steps of a rank between two commits become one event.
+
+    For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if
+    that leaves over 8,192 events. A log of several days has millions of steps, too many to evaluate
+    every few seconds. Merging does not change the ledger, because the steps between two commits are
+    either all in the final weights or all lost. Steps after the last commit are not merged. A
+    merged event has the highest loss of its steps, and their number as `merged`.
+    """
+    commits: dict[int, set[int]] = {}
+    lowest: dict[int, int] = {}
+    for event in events:
+        if event.name == COMMIT and event.step is not None:
+            commits.setdefault(event.generation, set()).add(event.step)
+        elif event.name == STEP:
+            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
+    bounds = {generation: sorted(steps) for generation, steps in commits.items()}
+    newest = max((steps[-1] for steps in bounds.values()), default=0)
+    plotted = max(8, 1 << (newest // _MOST_PLOTTED).bit_length())
+    found: list[Event] = []
+    groups: dict[tuple[Any, ...], list[Event]] = {}
+    for event in events:
+        ends = bounds.get(event.generation, ())
+        if (
+            event.name != STEP
+            or event.step is None
+            or not ends
+            or event.step > ends[-1]
+            or event.data.get("skipped")
+        ):
+            found.append(event)
+            continue
+        if event.rank == lowest[event.generation]:
+            part = event.step // plotted
+        else:
+            part = 0
+        writer = event.run, event.attempt, event.generation, event.node, event.rank
+        groups.setdefault((*writer, bisect_left(ends, event.step), part), []).append(event)
+    found += [_merge(group) for group in groups.values()]
+    return sorted(found, key=lambda event: (event.t_wall, event.t_mono))
+
+
+def _merge(group: Sequence[Event]) -> Event:
+    if len(group) == 1:
+        return group[0]
+    data: dict[str, Any] = {}
+    for event in group:
+        data |= event.data
+    seconds = sum_by_key(
+        pair for event in group for pair in (event.data.get("seconds") or {}).items()
+    )
+    data |= {"seconds": seconds, "merged": sum(event.data.get("merged", 1) for event in group)}
+    for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
+        if name in data:
+            data[name] = sum(event.data.get(name) or 0 for event in group)
+    losses = [event.data["loss"] for event in group if "loss" in event.data]
+    if losses:
+        if None in losses:
+            data["loss"] = None
+        else:
+            data["loss"] = max(losses)
+    return replace(group[-1], data=data)
+
+
+class MergingFollower(LogFollower):
+    """Reader of a growing event log that keeps all events, merged to a short list
+    (`merge_committed_steps`).
+    """
+
+    def __init__(self, job_store: Store) -> None:
+        super().__init__(job_store)
+        self.events: list[Event] = []  # sorted by wall time
+        self.count = 0  # of all events that were read
+        self._merge_at = _MOST_UNMERGED
+
+    def read_new(self) -> Iterator[list[Event]]:
+        """Yield the new events, unmerged, some thousand at a time. Raises StoreError."""
+        for new in super().read_new():
+            self.count += len(new)
+            self.events = sorted(
+                [*self.events, *new], key=lambda event: (event.t_wall, event.t_mono)
+            )
+            if len(self.events) > self._merge_at:
+                self.events = merge_committed_steps(self.events)
+                self._merge_at = len(self.events) + _MOST_UNMERGED
+            yield new
+
+
+class LivePage:
+    """The page of a job that may be running.
+
+    The page is rendered again when the job's event log has grown.
+
+    Args:
+        launcher: The launcher that is known to run the job, as JSON values; None to look up its
+            claim in the store.
+    """
+
+    def __init__(
+        self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None
+    ) -> None:
+        self.job = job
+        self.ended = False
+        self._store = store
+        self._launcher = launcher
+        self._follower: MergingFollower | None = None
+        self._job_store: Store | None = None
+        self._lock = threading.Lock()
+        self._built = b""
+        self._due = 0.0
+        self._earlier: list[RunReport] = []
+        # Ended generations when they were read, and the lines
+        self._logs: tuple[int, list[LogLine]] = (-1, [])
+        self._damage: Sequence[Damage] = ()  # of the ended job
+        self._problem = "waiting for the job's first event"
+
+    def render(self, *, last: bool = False) -> bytes:
+        """Return the page, at most a few seconds old.
+
+        Args:
+            last: Whether the launcher has ended. If so, the page shows the job as ended.
+        """
+        with self._lock:
+            if last or not self._built or time.monotonic() >= self._due:
+                began = time.monotonic()
+                first = not self._built  # only the first look reads the whole log
+                try:
+                    self._refresh(last)
+                except (CostError, InfraError) as error:
+                    self._problem = one_line(error)
+                if not self._built or (self._follower is None or not self._follower.events):
+                    self._built = render_waiting(self.job, self._problem)
+                self._due = time.monotonic() + max(
+                    _PAUSE_SECONDS, 0.0 if first else _IDLE_SHARE * (time.monotonic() - began)
+                )
+            return self._built
+
+    @property
+    def pause_seconds(self) -> float:
+        return max(0.1, self._due - time.monotonic())
+
+    def _refresh(self, last: bool) -> None:
+        if self._follower is None:
+            if self._launcher and self._store:
+                uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}"
+            else:
+                uri = None
+            place = uri or find_job_uri(self.job, self._store)
+            self._job_store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
+            self._follower = MergingFollower(self._job_store)
+        for _ in self._follower.read_new():
+            pass
+        events = self._follower.events
+        if not events:
+            return
+        if last:
+            running = None
+        else:
+            running = self._launcher or find_running_launcher(self.job, events, self._store)
+        # Once: a damaged part of the log may also be a missing one
+        if running is None and not self.ended:
+            self._damage = self._find_damage(self._follower.count)
+        if running is None:
+            damage = self._damage
+        else:
+            damage = self._follower.damage
+        report = build_report(events, running=running, logs=self._read_logs, damage=damage)
+        if not self._earlier:
+            self._earlier = read_earlier_reports(report.job)
+        self.ended = running is None
+        self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
+
+    def _find_damage(self, count: int) -> Sequence[Damage]:
+        """Return the damage to the log of an ended job: that in its report if all of `count` events
+        are in it too.
+        """
+        # No report of this kind
+        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):
+            found = json.loads(self._job_store.get("report.json") if self._job_store else "")[
+                "events"
+            ]
+            if sum(found["counts"].values()) == count:
+                return [Damage(**one) for one in found["damage"]]
+        return read_job_log(self.job, self._store).damage
+
+    def _read_logs(self) -> list[LogLine]:
+        """Return the output of the ranks.
+
+        It is read again only after another generation has ended.
+        """
+        if self._follower:
+            ended = sum(event.name == GENERATION_ENDED for event in self._follower.events)
+        else:
+            ended = 0
+        if self._job_store is not None and self._logs[0] != ended:
+            self._logs = ended, read_logs([], [self._job_store]).lines
+        return self._logs[1]
+
+
+def render_waiting(job: str, words: str) -> bytes:
+    """Render a placeholder for a job without events.
+
+    The browser replaces it when the job's page is available.
+    """
+    main = (
+        f'<header id="header"><h1>{escape(one_line(job))}</h1><p class="badge on">starting<span '
+        f'id="age"></span></p><p class="verdict">{escape(words)}</p></header>'
+    )
+    return fill_page(main, '{"figures":[]}', one_line(job), running=True).encode(
+        errors="backslashreplace"
+    )
+
+
+def read_earlier_reports(job: str) -> list[RunReport]:
+    """Return the newest readable reports of other jobs on this machine, newest last, for
+    comparison.
+    """
+    root = runs_folder(PROJECT_ROOT)
+    found = []
+    for name in [name for name in list_known_jobs(root) if name != job][-_COMPARED_JOBS:]:
+        with contextlib.suppress(CostError, OSError):
+            found.append(load_report(str(root / name / "report.json")))
+    return found
+
+
+def write_until_ended(page: LivePage, path: Path, parent: int) -> bool:
+    """Keep the file of the live page current until the job ends or, if `parent` is a process id,
+    that process ends.
+
+    The file is replaced atomically, so that a reader never sees a part of it. Return whether the
+    last page was written.
+    """
+    while True:
+        orphaned = bool(parent) and os.getppid() != parent
+        content = page.render(last=orphaned)
+        try:
+            write_atomically(path, content)
+            written = True
+        except OSError as error:
+            written = False
+            print(f"{path}: {error.strerror}", file=sys.stderr)
+        if orphaned or (page.ended and not parent):
+            return written
+        time.sleep(page.pause_seconds)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """HTTP handler that answers GET requests for the page under a secret path.
+
+    It offers no way to change anything.
+    """
+
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, _Server)
+        host = (self.headers.get("Host") or "").partition(":")[0]
+        known = secrets.compare_digest(
+            self.path.partition("?")[0].encode(), f"/{server.token}/".encode()
+        )
+        if not known or host not in ("127.0.0.1", "localhost"):
+            self.send_error(404)
+            return
+        content = server.page.render()
+        self.send_response(200)
+        for name, value in (
+            ("Content-Type", "text/html; charset=utf-8"),
+            ("Content-Length", str(len(content))),
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Do not log requests."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, page: LivePage) -> None:
+        self.page = page
+        self.token = secrets.token_urlsafe(16)
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "watch", help="the live page of a job, in this machine's browser or as text"
+    )
+    parser.add_argument(
+        "job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: a free one")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--once", action="store_true", help="print the state and end")
+    shape.add_argument(
+        "--write",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="keep this HTML file current instead",
+    )
+    # The launcher, which runs the job
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if arguments.once:
+        print(
+            "\n".join(
+                summarize_status(load_report(arguments.job, store=arguments.store, fresh=True))
+            )
+        )
+        return 0
+    if arguments.write is not None:
+        if arguments.parent:
+            launcher = describe_parent(arguments.parent)
+        else:
+            launcher = None
+        if launcher is None:
+            find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
+        else:
+            os.nice(10)
+        page = LivePage(arguments.job, arguments.store, launcher=launcher)
+        written = write_until_ended(page, arguments.write, arguments.parent)
+        return (Outcome.COMPLETED if written else Outcome.FAILED).exit_code
+    find_job_uri(arguments.job, arguments.store)
+    try:
+        server = _Server(arguments.port, LivePage(arguments.job, arguments.store))
+    except (OSError, OverflowError) as error:
+        raise ReportError(
+            f"port {arguments.port} on 127.0.0.1: {error}; fix: leave --port out"
+        ) from error
+    with server:
+        print(f"{server.url}  (only for this machine; Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return Outcome.COMPLETED.exit_code
+    return 0
+
+
+def describe_parent(pid: int) -> dict[str, Any]:
+    """Describe the launcher that runs the job, given its process id, as JSON values."""
+    here = socket.gethostname()
+    user = getpass.getuser()
+    launcher = Launcher(
+        number=0, id="", command="run", host=here, user=user, pid=pid, since_utc=time.time()
+    )
+    return RunningLauncher(launcher, 0.0).to_json()

@@ -1,1 +1,0 @@
-"""Trackers and notifications of a job, fed from its event log by a process of their own."""

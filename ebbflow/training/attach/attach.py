@@ -1,0 +1,205 @@
+"""`ebbflow.attach`: commits, handling of notices, hang detection and a ledger for the user's own
+training loop.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ebbflow.core.config.load import load_config
+from ebbflow.core.errors import InfraError
+from ebbflow.core.layout import job_of_script, job_prefix
+from ebbflow.core.store import Store
+from ebbflow.training.attach import job as attached_job
+from ebbflow.training.attach.job import AttachedJob, Stateful, refuse
+from ebbflow.training.attach.standalone import claim_for_ranks, open_job, share_from_rank_0
+from ebbflow.training.checkpoint.signing import use_signing_key
+from ebbflow.training.checkpoint.state import named_state
+from ebbflow.training.compat import PrefixStore
+from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
+from ebbflow.training.errors import AttachError, TrainingError
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.messages import WorkerSpec
+
+# Class of the model: integration
+_SHARDING = {"DeepSpeedEngine": "deepspeed", "FullyShardedDataParallel": "fsdp1"}
+Job = TypeVar("Job", bound=AttachedJob)
+
+
+def attach(
+    model: nn.Module | dict[str, nn.Module],
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    store: str | None = None,
+    name: str | None = None,
+    config: str | Path | None = None,
+    **states: Stateful,
+) -> AttachedJob:
+    """Attach this process to a job, and restore the job's newest commit if there is one.
+
+    Call it on every rank.
+
+    The job is completed when its outermost loop (`batches` with `epochs`, `epochs` or `steps`) ends
+    or, if the job is used as a context manager, when the `with` block ends. After a notice or
+    SIGTERM, the job saves and the process exits with code 75.
+
+    Args:
+        model: the model that the loop calls: plain, DDP, FSDP1 or FSDP2; or a dict of models with
+            one optimizer.
+        store: folder or s3://bucket/prefix; default: the configuration's store, else `runs`.
+        name: name of the job; default: EBBFLOW_JOB, else the name of the script.
+        config: configuration file; default: only the EBBFLOW__SECTION__KEY variables and the
+            defaults.
+        states: further objects to save and restore.
+    """
+    if scheduler is not None:
+        states["scheduler"] = scheduler
+    try:
+        if isinstance(model, dict):
+            model = nn.ModuleDict(model)
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, Optimizer):
+            optimizer = inner  # accelerate's wrapper runs no hooks
+        _check_arguments(model, optimizer, states)
+        kind = AttachedJob
+        if library := _sharding_library(model):
+            kind = importlib.import_module(
+                f"ebbflow.integrations.{library}"
+            ).Job  # no room imports it when it is loaded
+        return open_attached(
+            lambda spec, gang: kind(spec, gang, model, optimizer, states),
+            store=store,
+            name=name,
+            config=config,
+        )
+    except (TrainingError, InfraError) as error:
+        refuse(error)
+
+
+def _sharding_library(model: nn.Module) -> str:
+    """Return the integration for a model whose state only its library can save, else ""."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    return next((library for kind, library in _SHARDING.items() if kind in kinds), "")
+
+
+def _check_arguments(
+    model: nn.Module, optimizer: Optimizer | None, states: dict[str, Stateful]
+) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise AttachError(
+            "attach: a process that the script has started imports the script anew, as a loader's worker with spawn "
+            'does; fix: put the script\'s code under if __name__ == "__main__":'
+        )
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"attach: the model has type {type(model).__name__}; fix: pass the torch.nn.Module "
+            "first"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise AttachError(
+            f"attach: the optimizer has type {kind}; fix: pass the torch.optim.Optimizer second"
+        )
+    for name, one in states.items():
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise AttachError(
+                f"attach: {name} has type {type(one).__name__}, without state_dict and "
+                "load_state_dict; fix: give it both, or leave it out"
+            )
+    if _sharding_library(model):
+        return
+    try:
+        named_state(model, optimizer)
+    except TrainingError as error:
+        raise AttachError(
+            f"attach: {error}; fix: make the optimizer from model.parameters() of this model, "
+            "and pass the optimizer of another model as a keyword"
+        ) from error
+
+
+def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
+    """Create the job of this process.
+
+    Without an agent, rank 0 first opens a generation. Collective.
+
+    `make` creates the job from the specification of this rank. `wanted` has the store, name and
+    config of `attach`.
+
+    Raises:
+        AttachError: this process already has a job, or there are several ranks without a process
+            group.
+    """
+    current = attached_job.current
+    if current is not None:
+        raise AttachError(
+            f"attach: this process already runs job {current.name}; fix: call attach once, and "
+            "pass other models and optimizers as keywords: attach(model, optimizer, "
+            "critic=critic)"
+        )
+    gang = _join_gang()
+    spec = WorkerSpec.from_environment() or share_from_rank_0(
+        gang, lambda: _open(**wanted), gang.group
+    )
+    if isinstance(spec, int):
+        sys.exit(spec)
+    if gang.store is not None:  # a later job of this process has keys of its own
+        gang = replace(gang, store=PrefixStore(spec.generation_id, gang.store))
+    attached_job.current = job = make(spec, gang)
+    return job
+
+
+def _join_gang() -> Gang:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if not (dist.is_available() and dist.is_initialized()):
+        if world_size > 1:
+            raise AttachError(
+                f"attach: there are {world_size} ranks and no process group; fix: call "
+                "torch.distributed.init_process_group() before attach"
+            )
+        return Gang()
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return Gang()
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    store = PrefixStore("ebbflow", dist.distributed_c10d._get_default_store())
+    return Gang(rank=dist.get_rank(), world_size=world_size, group=group, store=store)
+
+
+def _open(
+    store: str | Path | None, name: str | Path | None, config: str | Path | None
+) -> WorkerSpec:
+    """Open a new generation of the job, and return the specification of its ranks.
+
+    Only rank 0 calls this.
+    """
+    loaded = load_config(config, [f"store={store}"] if store else [], project_root=Path.cwd())
+    settings = loaded.script_settings()
+    job = job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else "")
+    use_signing_key(loaded.config.checkpoint.signing_key_env)
+    uri = Store.open(settings["store"]).uri
+    claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
+    if config is None:
+        path = ""
+    else:
+        path = str(config)
+    prepared = {"fingerprint": "", "weight_unit": "samples"}
+    job_store = Store.open(uri).sub(job_prefix(job))
+    known = {"config": settings, "sources": loaded.sources}
+    parent = rewind_parent(job_store)
+    if sys.argv:
+        script = os.path.abspath(sys.argv[0])
+    else:
+        script = "script"
+    spec = open_job(uri, job, {"path": path, **known}, prepared, parent=parent, script=script)
+    return replace(spec, overrides=read_overrides(job_store).to_json())

@@ -1,0 +1,364 @@
+"""Guards, injected faults and the promise of an attached job: whether a resume is bit-exact.
+
+A script's optimizer has taken a step before the job sees its loss, so a bad step cannot be skipped:
+the job returns to a commit. Losses are checked at syncs (steps at which all ranks agree whether to
+save), before a save. Therefore no commit holds weights after a bad loss.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DistributedSampler
+from torch.utils.flop_counter import FlopCounterMode
+
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import PROMISE
+from ebbflow.training.attach.standalone import record_exception
+from ebbflow.training.attach.state import BatchSource
+from ebbflow.training.compat import PrefixStore
+from ebbflow.training.engine.guards.guards import Action, Guards, make_guards
+from ebbflow.training.engine.trainer_setup import make_rehearsal
+from ebbflow.training.errors import AttachError
+from ebbflow.training.gang import Gang, at_end_of_backward, time_waits
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.limits import Limits, Position
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.step_sync import StepSync, find_slowest
+from ebbflow.training.weights.load import weights_sha256
+from ebbflow.tryout.examine import PROBE_VARIABLE
+
+# In a step beyond the last one of another rank, which may be about to end by a break
+_UNEQUAL_SECONDS = 4.0
+_ALL_END = timedelta(seconds=3)  # for all ranks to learn that they end; each looks every second
+
+
+class ScriptGuards:
+    """Guards of an attached job against non-finite losses and loss spikes, its rehearsed fault, and
+    its promise.
+    """
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
+        rules = config.guards
+        changed: dict[str, Any] = {
+            name: "rewind" for name in ("non_finite", "spike") if getattr(rules, name) == "skip"
+        }
+        changed["memory_growth"] = "off"
+        config = config.changed("guards", **changed)
+        self._gang = gang
+        self._reporter = reporter
+        self._promised = {}
+        self._guards: Guards = make_guards(spec, config, gang, copies=1, emit=reporter.emit)
+        self._rehearsal = make_rehearsal(
+            spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1
+        )
+        if os.environ.get(PROBE_VARIABLE):
+            self._probe = Probe(os.environ[PROBE_VARIABLE])
+        else:
+            self._probe = None
+        self.numbers = self._guards.numbers
+        self._timed = False
+        self._own = 0.0
+        self._slowest = dict[str, Any]()
+        # Samples before it are skipped after a rewind
+        self.first_sample = self._guards.overrides.first_sample
+
+    def judge(
+        self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]
+    ) -> str:
+        """Judge the losses since the sync at `synced_step`; return why the job must stop, else "".
+
+        Collective.
+
+        Raises Rewind or TooManyRewinds if the job must go back to a commit of `synced_step` or
+        earlier. `samples` counts the samples read so far.
+        """
+        if not sync.non_finite and all(row.loss_sum == 0.0 for row in sync.rows):
+            return ""  # no loss was logged
+        before = Position(synced_step, samples - self._guards.config.training.batch_size)
+        verdict = self._guards.judge(before, sync, settle)
+        if verdict.action is Action.STOP:
+            return verdict.reason
+        return ""
+
+    def time_model(self, model: nn.Module) -> None:
+        """Measure this rank's own time from now on: its waits for other ranks are not counted."""
+        if self._gang.alone or any(
+            parameter.device.type != "cpu" for parameter in model.parameters()
+        ):
+            return  # the host of a GPU does not wait
+        self._timed = True
+        clock = self._reporter.clock
+        time_waits(clock.exclude)
+
+        def mark(module: nn.Module, _: Any, output: Any) -> None:
+            for one in tree_leaves(output) if module.training else ():
+                if isinstance(one, torch.Tensor) and one.requires_grad:
+                    at_end_of_backward(one, clock.end_own)
+
+        model.register_forward_hook(mark)
+
+    def end_pace(self) -> dict[str, Any]:
+        """Return the fields of a step's event about the rank's own time."""
+        if not self._timed:
+            return {}
+        own = self._reporter.clock.take_own()
+        self._own += own
+        return {"own_seconds": own, **self._slowest}
+
+    def take_own(self) -> float:
+        """Return the rank's own seconds since the last call."""
+        own = self._own
+        self._own = 0.0
+        return own
+
+    def record_pace(self, step: int, sync: StepSync, usd_per_second: float) -> None:
+        """On rank 0, find the slowest rank since the last sync.
+
+        The events of the steps until the next sync name it.
+        """
+        if self._timed and self._gang.rank == 0:
+            rank, ratio, seconds = find_slowest(sync.own_seconds)
+            self._slowest = {
+                "slowest_rank": rank,
+                "slowest_ratio": ratio,
+                "slowest_seconds": seconds,
+            }
+            self._guards.record_pace(step, sync, usd_per_second)
+
+    def probe(self, step: int, model: nn.Module, **facts: Any) -> None:
+        if self._probe is not None:
+            self._probe.end_step(step, model, **facts)
+
+    def rehearse(self, step: int, max_steps: int, limits: Limits) -> None:
+        if self._rehearsal is not None:
+            self._rehearsal.inject(
+                step, max_steps=max_steps, gang=self._gang, reporter=self._reporter, limits=limits
+            )
+
+    def spoil(self, loss: Any) -> Any:
+        """Return `loss`.
+
+        If a rehearsed non-finite loss has fired since the last call, return NaN instead of `loss`.
+        """
+        if self._rehearsal is None or not self._rehearsal.spoils_loss:
+            return loss
+        self._rehearsal.spoils_loss = False
+        return math.nan
+
+    def promise(self, step: int, model: nn.Module, **facts: Any) -> None:
+        """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal
+        promise is on record.
+        """
+        if self._gang.rank == 0 and (found := describe_promise(model, **facts)) != self._promised:
+            self._promised = found
+            self._reporter.emit(PROMISE, step=step, **found)
+
+
+def worst_loss(losses: list[float]) -> float:
+    """Return the largest loss, NaN if a loss is not finite, or 0 if there are no losses."""
+    if all(map(math.isfinite, losses)):
+        return max(losses, default=0.0)
+    return math.nan
+
+
+def script_sha256(model: nn.Module) -> str:
+    """Return the hash of a script's weights, as `weights_sha256`, without the names that DDP adds."""
+    model = getattr(model, "module", model)
+    if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
+        model = nn.ModuleDict({name: getattr(one, "module", one) for name, one in model.items()})
+    return weights_sha256(model)
+
+
+class Probe:
+    """Measurement of a script's second step.
+
+    `ebbflow examine` requests it by setting EBBFLOW_PROBE to a path.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._counter = FlopCounterMode(display=False)
+
+    def end_step(
+        self, step: int, model: nn.Module, *, samples: int, steps: int, divided: bool, loader: Any
+    ) -> None:
+        """Begin to count operations after step 1.
+
+        After step 2, write the results to the probe's file and exit.
+        """
+        if step == 1:
+            self._counter.__enter__()
+            return
+        divided = divided or isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        found = {
+            "parameters": parameters,
+            "flops": float(self._counter.get_total_flops()),
+            "samples": samples / step,
+        }
+        self._path.write_text(json.dumps(found | {"steps": steps, "divided": divided}))
+        os._exit(0)
+
+
+class LoopWatch:
+    """Thread that ends this rank if it is in a step that another rank does not take: their next
+    collective would hang.
+
+    Each rank that leaves its loop records this in the process group's store. The thread reads the
+    store every second. The rank whose steps ended first is at fault, unless most ranks have left:
+    then it is a rank that goes on.
+
+    Args:
+        step_begun: returns the number of the step in the loop, or 0 outside it.
+    """
+
+    def __init__(self, gang: Gang, generation: str, step_begun: Callable[[], int]) -> None:
+        self._rank = gang.rank
+        self._size = gang.world_size
+        self._step_begun = step_begun
+        self._store = None
+        self._left_at = 0.0
+        # A store that cannot be cloned
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+            if not gang.alone:
+                store: Any = dist.distributed_c10d._get_default_store()
+                self._store = PrefixStore(f"ebbflow/{generation}", store.clone())
+                threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+
+    def leave(self, step: int) -> None:
+        self._left_at = time.time()
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                # The first one counts
+                self._store.compare_set("left", "", json.dumps([self._rank, step]))
+                self._store.add("leavers", 1)
+
+    def _watch(self) -> None:
+        store = self._store
+        since = 0.0
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
+            while store is not None:
+                time.sleep(1.0)
+                if store.check(["verdict"]):
+                    self._end_process(*json.loads(store.get("verdict")))
+                if store.check(["left"]):
+                    rank, left = json.loads(store.get("left"))
+                else:
+                    rank, left = (0, sys.maxsize)
+                step = self._step_begun()
+                if step > left:
+                    since = since or time.monotonic()
+                else:
+                    since = 0.0
+                if since and time.monotonic() - since > _UNEQUAL_SECONDS:
+                    leavers = store.add("leavers", 0)
+                    text = (
+                        f"rank {rank} left its loop after step {left}, and rank {self._rank} is "
+                        f"in step {step}; "
+                    )
+                    text += (
+                        "fix: equally many steps on all ranks, such as by DistributedSampler or "
+                        "drop_last=True"
+                    )
+                    if 2 * leavers > self._size:
+                        odd = self._rank
+                    else:
+                        odd = rank
+                    # Of several verdicts, the first counts
+                    store.compare_set("verdict", "", json.dumps([text, odd]))
+                    self._end_process(*json.loads(store.get("verdict")))
+
+    def _end_process(self, text: str, odd: int) -> None:
+        """End this process when all ranks do: if one ended earlier, the others would report closed
+        connections.
+
+        The error of the rank at fault has the time at which its steps became unequal, and so is the
+        first failure.
+        """
+        if odd == self._rank:
+            at = self._left_at or time.time() - _UNEQUAL_SECONDS
+        else:
+            at = time.time()
+        error = AttachError(text)
+        record_exception(error, one_line=True, at=at)
+        if self._store is not None:
+            # Another rank is late, or the process with the store has ended
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"informed {self._rank}", "")
+                self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
+        os._exit(error.outcome.exit_code)
+
+
+def describe_resize(before: int, now: int) -> str:
+    return f"a commit of {before} ranks was resumed on {now}, whose sums differ"
+
+
+EXACT = "bit for bit"
+CLOSE = "within tolerance"
+NOT_EXACT = "not exact"
+
+
+def describe_promise(
+    model: nn.Module,
+    *,
+    has_optimizer: bool,
+    source: BatchSource | None,
+    same_data: str,
+    resized: str,
+    stray: str,
+) -> dict[str, Any]:
+    """Return how exactly the job resumes, as data of the event `promise`: level, same_data and
+    reasons.
+
+    Args:
+        same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if
+            there is a `source`.
+        resized: how the number of ranks has changed in this job; "" if it has not.
+        stray: the place of the script that draws batches whose position is not saved; "" if there
+            is none.
+    """
+    lost = []
+    close = []
+    if source is not None:
+        same_data = source.same_data
+        if not same_data:
+            kind = type(source.loader).__name__
+            lost.append(
+                f"{kind} has no sampler and no state_dict: its batches are read again, and may "
+                "be others"
+            )
+    elif not same_data:
+        lost.append("samples of an epoch are read again after a resume")
+    if stray:
+        same_data = ""
+        lost.append(f"{stray} draws batches whose position is not saved")
+    if not has_optimizer:
+        lost.append("attach was given no optimizer, so that its state starts anew")
+    if resized:
+        close.append(resized)
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if device != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        close.append(
+            f"{device} kernels may sum in another order; fix: "
+            "torch.use_deterministic_algorithms(True)"
+        )
+    if lost:
+        level = NOT_EXACT
+    elif close:
+        level = CLOSE
+    else:
+        level = EXACT
+    return {"level": level, "same_data": same_data, "reasons": lost + close}

@@ -1,0 +1,230 @@
+"""Implement `ebbflow run SCRIPT.py [options] [-- ARGUMENTS]`: run a script's ranks on this machine.
+
+A node's agent starts the ranks with torchrun's environment, watches them, and restarts them after a
+failure, without Metaflow. A script that calls `ebbflow.attach` continues from its last commit; any
+other script starts from the beginning.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ebbflow.core.config.load import load_config, values_with_sources
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.event_log import EventLog
+from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
+from ebbflow.core.launchers import claim_job
+from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.store import Store
+from ebbflow.observe.tracking_process import start_tracking
+from ebbflow.training.attach.script_folder import find_script
+from ebbflow.training.checkpoint.rollback import newest_generation_in_events
+from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.launch.agent import run_gang
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import GangSpec, WorkerSpec
+from ebbflow.training.launch.transport import control_ports
+from ebbflow.training.limits import LoopResult
+from ebbflow.training.rehearse import Fault
+
+_LOOK_SECONDS = 1.0
+_LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
+
+
+def flow_options(words: list[str]) -> list[str] | None:
+    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None if neither is
+    given.
+
+    The flow adds preflight, plan, attempts on other machines and the report; without the flow, a
+    node's agent suffices.
+    """
+    if "--" in words:
+        own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])
+    else:
+        own, arguments = (words, [])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("script")
+    parser.add_argument("--nodes", default=None)
+    parser.add_argument("--ranks", default="1")
+    parser.add_argument("--with", action="append", default=[], dest="backends")
+    known, rest = parser.parse_known_args(own)
+    if known.nodes is None and not known.backends:
+        return None
+    given = {
+        "script": json.dumps(os.path.abspath(known.script)),
+        "script_args": json.dumps(arguments),
+    }
+    given |= {"cluster.nodes": known.nodes or "1", "cluster.processes_per_node": known.ranks}
+    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    if "--job" in rest:
+        job = []
+    else:
+        job = ["--job", job_of_script(None, known.script)]
+    return [
+        *(word for one in known.backends for word in ("--with", one)),
+        "run",
+        *job,
+        *settings,
+        *rest,
+    ]
+
+
+def main(words: list[str]) -> int:
+    """Run a script's ranks until they have ended, and return the exit code of the job's outcome."""
+    if "--" in words:
+        own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])
+    else:
+        own, arguments = (words, [])
+    parser = argparse.ArgumentParser(
+        prog="ebbflow run",
+        description="Run a script's ranks on this machine.",
+        epilog=(
+            "--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, "
+            "plan, report. --profile FIRST:LAST profiles these steps."
+        ),
+    )
+    parser.add_argument("script", help="the script; its arguments follow after --")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes per node (1)")
+    parser.add_argument(
+        "--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name"
+    )
+    parser.add_argument("--config", default=None, help="configuration file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting"
+    )
+    parser.add_argument(
+        "--rehearse",
+        default=None,
+        metavar="FAULT",
+        help="inject a fault, such as rank-kill@step:100",
+    )
+    given = parser.parse_args(own)
+    script = Path(given.script)
+    if not script.is_file():
+        raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
+    if given.rehearse:
+        Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=given.ranks)
+    loaded = load_config(given.config, given.set, project_root=Path.cwd())
+    config = loaded.script_settings()
+    job = job_of_script(given.job, str(script))
+    uri = Store.open(config["store"]).uri
+    job_store = Store.open(uri).sub(job_prefix(job))
+    folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, uri))
+    # The name of a run must be new, because the agents' secret is stored under it.
+    run = f"{job}-{time.time_ns():x}"
+    settings = {"path": given.config or "", "config": config}
+    claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    tracking = start_tracking(job, uri, config)
+    try:
+        job_store.put(
+            "config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode()
+        )
+        prepared = {
+            "fingerprint": "",
+            "weight_unit": "samples",
+            "script": str(script.resolve()),
+            "words": arguments,
+        }
+        number = newest_generation_in_events(read_events(job_store)) + 1
+        with EventLog(
+            job_store, Origin(job=job, run=run, attempt=0, generation=number, process="prepare")
+        ) as events:
+            shown = config | {"script": str(script.resolve()), "script_args": arguments}
+            sources = loaded.sources | {"script": "argument", "script_args": "argument"}
+            events.emit(CONFIGURED, settings=values_with_sources(shown, sources))
+            events.emit(PREPARED, **prepared)
+        spec = GangSpec(
+            job=job,
+            run=run,
+            attempt=0,
+            node=0,
+            nodes=1,
+            processes_per_node=given.ranks,
+            main_address="127.0.0.1",
+            config=config,
+            store_uri=uri,
+            prepared=prepared,
+            log_folder=str(folder / "logs"),
+            candidate_ports=control_ports(run, 0),
+            rehearse=given.rehearse,
+        )
+        ending = run_gang(spec)
+        print(
+            f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip()
+        )
+        print(f"report: ebbflow report {job}")
+        return Outcome(ending.outcome).exit_code
+    finally:
+        if tracking is not None:
+            tracking.end()
+        claim.release()
+
+
+def run_script(spec: WorkerSpec) -> LoopResult:
+    """Run the script in this rank.
+
+    Return its attached job's result, or COMPLETED at step 0 if it never attached.
+    """
+    script = find_script(
+        spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri)
+    )
+    result = Path(spec.result_path or os.devnull)
+    # On another machine, relative paths begin at the unpacked folder
+    if spec.prepared.get("script_sha256"):
+        os.chdir(script.parent)
+    if spec.heartbeat_path:
+        heartbeat = Heartbeat(Path(spec.heartbeat_path))
+        threading.Thread(
+            target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True
+        ).start()
+    importlib.import_module(
+        "ebbflow.integrations"
+    ).switch_on()  # no room imports it when it is loaded itself
+    sys.argv = [str(script), *spec.prepared["words"]]
+    sys.path[0] = str(script.parent)
+    try:
+        try:
+            with importlib.import_module("ebbflow.training.engine.profiler").profile_script(spec):
+                runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0) and not result.is_file():
+                raise
+        from ebbflow.training.attach import job as attached_job
+        from ebbflow.training.attach.standalone import write_result
+
+        if attached_job.current is not None:
+            attached_job.current.close_at_exit()
+    except SystemExit as end:
+        if isinstance(end.__cause__, TrainingError | InfraError):  # `refuse` has printed it
+            raise end.__cause__ from None
+        error = RuntimeError(f"{script.name} exited with {end.code}")
+        raise error.with_traceback(end.__traceback__) from None  # it names the line with sys.exit
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known = json.loads(result.read_text())
+        return LoopResult(
+            Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"]
+        )
+    ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended")
+    write_result(result, ending)
+    return ending
+
+
+def _beat_while_working(heartbeat: Heartbeat) -> None:
+    """Send heartbeats while this process uses CPU time, as long as no attached job sends its own."""
+    used = 0.0
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        attached = sys.modules.get("ebbflow.training.attach.job")
+        now = time.process_time() - time.thread_time()
+        if now - used >= _LEAST_CPU_SECONDS and getattr(attached, "current", None) is None:
+            heartbeat.beat(0, "evaluation")
+        used = now

@@ -1,0 +1,1 @@
+"""The training engine: the loop, the trainer around it, parallelism, optimizers and guards."""

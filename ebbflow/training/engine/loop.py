@@ -1,0 +1,123 @@
+"""Run the training loop.
+
+The `Trainer` does everything that concerns the model, prices or the store.
+
+One step: next_batch → split → forward and backward → step sync → guards → clip → optimizer step →
+heartbeat
+"""
+
+import torch
+
+from ebbflow.core.errors import Outcome
+from ebbflow.training.engine.guards.guards import Action, Judgement
+from ebbflow.training.engine.optimizer import (
+    learning_rate,
+    scale_and_clip,
+    set_learning_rate,
+    skip_if_non_finite,
+)
+from ebbflow.training.engine.trainer import Trainer
+from ebbflow.training.gang import at_end_of_backward
+from ebbflow.training.limits import LoopResult, Stop
+from ebbflow.training.step_sync import StepSync
+from ebbflow.training.workload import Batch, Loss
+
+
+def train(trainer: Trainer) -> LoopResult:
+    """Train until the last step, a limit, or a non-finite loss that ends the job. Collective.
+
+    Returns:
+        The result of the loop, equal on all ranks.
+    """
+    training = trainer.config.training
+    optimizer = trainer.optimizer
+    spread = trainer.spread
+    at = trainer.start
+    stop = trainer.stop_before_first_step()
+    while at.step < training.max_steps and stop is Stop.NONE:
+        step = at.step + 1
+        for reach in trainer.on_step:
+            reach(step)
+        trainer.enter(getattr(trainer.workload, "batch_phase", "data"), step)
+        trainer.seed_random_numbers(step)
+        batch = trainer.workload.next_batch(spread.model, trainer.share(at))
+
+        loss = forward_backward(trainer, batch, step)
+
+        gradients = spread.gradient_tensors()
+        if trainer.guards.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1 / trainer.guards.loss_scale.value)  # pyright: ignore[reportPrivateImportUsage]
+        sync, scale, norm = trainer.sync_step(at, batch, loss, gradients)
+        judgement = trainer.judge(sync)
+        if judgement.action is Action.STOP:
+            return end_non_finite(trainer, sync, judgement)
+
+        trainer.enter("optimizer", step)
+        set_learning_rate(optimizer, learning_rate(training, step))
+        if judgement.action is Action.STEP:
+            with trainer.guards.catch_out_of_memory(step):
+                scale_and_clip(gradients, scale=scale, norm=norm, limit=training.gradient_clip_norm)
+                trainer.saver.before_step()
+                skip_if_non_finite(optimizer, norm)
+                optimizer.step()
+        optimizer.zero_grad()
+
+        at = at.next(training.batch_size)
+        trainer.record_step(sync, judgement)
+        trainer.rehearse_fault(step)
+        last = step == training.max_steps or sync.stop is not Stop.NONE
+        evaluated = not last and step % training.evaluation_interval_steps == 0
+        if (last or evaluated or sync.save_due or sync.renew) and (
+            newer := trainer.read_step(sync)
+        ).rows:
+            sync = newer
+            judgement = trainer.judge(newer)
+            if judgement.action is Action.STOP:
+                return end_non_finite(trainer, sync, judgement)
+            trainer.record_step(sync, judgement)
+        stop = sync.stop
+        last = last or stop is not Stop.NONE
+        if evaluated and not last:
+            trainer.evaluate(at)
+        trainer.save_controller.save_if_due(at, sync, last=last)
+        trainer.renew_if_due(at, sync, last=last)
+
+    if stop is Stop.NONE:
+        stop = trainer.evaluate(at)
+    if stop is not Stop.NONE:
+        return trainer.end(at, stop.outcome, trainer.limits.describe(stop))
+    return trainer.end(at, Outcome.COMPLETED)
+
+
+def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> LoopResult:
+    reason = f"step {sync.at.step + 1}: {judgement.reason}{trainer.find_non_finite_module(sync.at)}"
+    return trainer.end(sync.at, Outcome.NON_FINITE, f"{reason}; the last commit stands")
+
+
+def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
+    """Run forward and backward on all micro-batches of `batch`.
+
+    Return the sums of their losses and of their weights.
+
+    The gradients are sums too. The step sync computes the total weight of all ranks, by which the
+    gradients are divided later.
+    """
+    parts = batch.split(trainer.config.training.gradient_accumulation_steps)
+    sums = torch.zeros((), device=trainer.gang.device)
+    weight = 0.0
+    with trainer.guards.catch_out_of_memory(step):
+        for number, part in enumerate(parts, start=1):
+            with trainer.spread.gradients(last=number == len(parts)):
+                trainer.enter("forward", step)
+                loss = trainer.workload.loss(trainer.spread.model, part)
+                trainer.enter("backward", step)
+                scale = trainer.guards.loss_scale
+                if scale is None:
+                    scaled = loss.sum
+                else:
+                    scaled = loss.sum * scale.value
+                at_end_of_backward(scaled, trainer.end_own)
+                scaled.backward()
+            sums += loss.sum.detach()
+            weight += loss.weight
+    return Loss(sums, weight)

@@ -1,0 +1,432 @@
+"""Profile some steps of each rank: a trace for Perfetto, and tables by kind of kernel and by
+collective.
+
+Also keep a snapshot of a GPU's memory when it runs out.
+
+Kernels are those of the GPU. Without a GPU, the operators of the CPU and the collectives of gloo
+are counted instead.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbflow.core.errors import StoreError
+from ebbflow.core.events import NOTICE, PROFILE
+from ebbflow.core.layout import generation_name, job_prefix
+from ebbflow.core.store import Store
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.training.gang import Gang
+    from ebbflow.training.launch.messages import WorkerSpec
+    from ebbflow.training.reporter import Reporter
+
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# The first pattern that a name contains decides the class of a kernel or operator.
+_CLASSES = {
+    "communication": r"^nccl|^gloo:|c10d|fsdp::",
+    "attention": r"flash|fmha|attention|sdpa",
+    "matrix products": r"gemm|cutlass|xmma|aten::(add|badd)?b?mm\b|aten::linear|convolution|cudnn.*conv",
+    "optimizer": r"adam|foreach|multi_tensor|muon",
+    "norms": r"norm",
+    "softmax and loss": r"softmax|nll_loss|cross_entropy",
+    "copies": r"memcpy|memset|copy_|aten::(cat|stack|clone|fill_|zero_)|embedding|index",
+    "elementwise": r"elementwise|triton|aten::(add|mul|sub|div|gelu|silu|sum|sqrt|where)",
+}
+_OTHER = "other"
+# Bytes of an element, as NCCL's records or C++ name its type. The float8 types, which are not named
+# here, have one.
+_ITEM_BYTES = {"float": 4, "double": 8, "bfloat16": 2, "half": 2, "int": 4, "long": 8, "longint": 8}
+_COLLECTIVES = (
+    "allreduce",
+    "allgather",
+    "reducescatter",
+    "alltoall",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
+)
+
+Span = Mapping[str, Any]
+
+
+def make_profiler(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> StepProfiler | None:
+    """Return the profiler of this rank, or None if no step is to be profiled."""
+    if config.training.profile_from is None:
+        return None
+    return StepProfiler(spec, config, gang, reporter)
+
+
+class StepProfiler:
+    """Profiler of one rank.
+
+    It records the configured steps, and reports them after the last one.
+    """
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
+        training = config.training
+        store = _open_profiles(spec)
+        self._first = training.profile_from or 1
+        self._last = self._first + training.profile_steps - 1
+        self._store = store
+        self._reporter = reporter
+        self._rank = gang.rank
+        self._on_gpu = False
+        if config.parallel.mode == "hsdp":
+            self._ranks = None  # gloo does not record its group
+        else:
+            self._ranks = gang.world_size
+        self._profile: profile | None = None
+        self._steps: list[int] = []
+        self._reached = 0
+        reporter.on_close(self.close)  # if training ends before the last step
+
+    def reach(self, step: int) -> None:
+        """Start the profile at its first step, and end it after its last.
+
+        Call this before each step.
+        """
+        self._reached = step
+        if step > self._last:
+            self._end()
+        elif step >= self._first:
+            if self._profile is None:
+                import torch  # a script may have none
+                from torch.profiler import ProfilerActivity, profile
+
+                self._on_gpu = torch.cuda.is_initialized()
+                activities = [
+                    ProfilerActivity.CPU,
+                    *([ProfilerActivity.CUDA] if self._on_gpu else []),
+                ]
+                self._profile = profile(activities=activities, record_shapes=not self._on_gpu)
+                self._profile.start()
+            self._steps.append(step)
+
+    def close(self) -> None:
+        """End the profile. After an error, drop it: its GPU may not answer."""
+        if not issubclass(sys.exc_info()[0] or SystemExit, SystemExit):
+            self._profile = None
+        self._end()
+        if self._reached < self._first and self._rank == 0:
+            fix = (
+                f"training reached step {self._reached} only, so nothing was profiled; fix: an "
+                "earlier step"
+            )
+            self._reporter.emit(NOTICE, message=f"training.profile_from {self._first}: {fix}")
+
+    def _end(self) -> None:
+        if self._profile is None:
+            return
+        over = self._reporter.enter_temporarily("store")
+        try:
+            self._write(self._profile)
+        except Exception as error:  # such as a full disk; a profile must not end the job
+            self._reporter.emit(
+                NOTICE, message=f"the profile is lost: {type(error).__name__}: {error}"
+            )
+        finally:
+            self._profile = None
+            over()
+
+    def _write(self, found: profile) -> None:
+        first = self._steps[0]
+        last = self._steps[-1]
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        found.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"rank-{self._rank}-steps-{first}-{last}.json.gz")
+            found.export_chrome_trace(str(path))
+            content = path.read_bytes()
+        spans = json.loads(gzip.decompress(content))["traceEvents"]
+        tables = summarize_trace(spans, self._ranks)
+        trace = f"{self._store.uri}/{path.name}"
+        try:
+            self._store.put(path.name, content)
+        except StoreError as error:
+            trace = f"lost: {error}"
+        lines = {
+            "profile": f"steps {first} to {last} of each rank: {trace}",
+            **format_lines(tables, last - first + 1),
+        }
+        self._reporter.emit(
+            PROFILE, step=last, first=first, last=last, trace=trace, lines=lines, **tables
+        )
+
+
+@contextmanager
+def profile_script(spec: WorkerSpec) -> Iterator[None]:
+    """Profile the configured steps of a script in this context, unless it attaches: then its job
+    profiles them.
+
+    A step of a script that does not attach ends when the optimizer that stepped first has stepped.
+    """
+    if spec.config["training"]["profile_from"] is None:
+        yield
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.core.event_log import EventLog
+    from ebbflow.core.events import Origin
+    from ebbflow.training.attach import job as attached_job
+    from ebbflow.training.gang import Gang
+    from ebbflow.training.reporter import Clock, Reporter
+
+    gang = Gang(
+        rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    origin = Origin(
+        job=spec.job,
+        run=spec.run,
+        attempt=spec.attempt,
+        generation=spec.generation,
+        node=spec.node,
+        rank=gang.rank,
+    )
+    counted: list[Any] = []  # the optimizer that stepped first, once for each step
+
+    def count(optimizer: Any, *_: Any) -> None:
+        if attached_job.current is None and optimizer in (counted or [optimizer]):
+            counted.append(optimizer)
+            profiler.reach(len(counted) + 1)
+
+    with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
+        # The agent already gets this rank's heartbeats, and the time of a script that does not
+        # attach is not booked.
+        reporter = Reporter(Clock(lambda *_, **__: None), log.emit)
+        profiler = StepProfiler(spec, RunConfig.model_validate(spec.config), gang, reporter)
+        hook = register_optimizer_step_post_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+            if attached_job.current is None:
+                reporter.close()
+
+
+def record_memory(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> Callable[[int], None]:
+    """Record the allocations of this rank's GPU, the newest `guards.memory_history` of them.
+
+    Return a function that is called after an out-of-memory error with the step. It puts a snapshot
+    for pytorch.org/memory_viz into the store: what memory holds, and the recorded allocations with
+    their Python stacks.
+    """
+    entries = config.guards.memory_history
+    if gang.device.type != "cuda" or not entries:
+        return lambda step: None
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    reporter.on_close(lambda: torch.cuda.memory._record_memory_history(enabled=None))
+    store = _open_profiles(spec)
+
+    def keep_snapshot(step: int) -> None:
+        over = reporter.enter_temporarily("store")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, f"rank-{gang.rank}-memory-step-{step}.pickle")
+                torch.cuda.memory._dump_snapshot(str(path))
+                store.put(path.name, path.read_bytes())
+            told = f"open {store.uri}/{path.name} in pytorch.org/memory_viz"
+        except (
+            Exception
+        ) as error:  # such as a full disk; what to do about the memory is decided all the same
+            told = f"the snapshot is lost: {type(error).__name__}: {error}"
+        finally:
+            over()
+        message = f"rank {gang.rank}, step {step}: out of memory; {told}"
+        print(message, flush=True)
+        reporter.emit(NOTICE, step=step, message=message)
+
+    return keep_snapshot
+
+
+def _open_profiles(spec: WorkerSpec) -> Store:
+    generation = generation_name(spec.generation, spec.generation_id)
+    return Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
+
+
+def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:
+    """Return seconds by kernel class, a row for each kind of collective, and the share of its time
+    that is overlapped.
+
+    A row has the bytes of the whole buffers, and the bus bandwidth as nccl-tests defines it: it is
+    comparable with the speed of a link, whatever the number of ranks. While a rank waits for others
+    in a collective, its time counts.
+
+    Args:
+        events: the events of a Chrome trace; times in microseconds.
+        ranks: size of the groups whose size the trace lacks; None if it is unknown.
+    """
+    spans = [one for one in events if one.get("ph") == "X" and one.get("dur", 0) >= 0]
+    kernels = [one for one in spans if one.get("cat") in _ON_GPU]
+    spoken = [one for one in spans if one["name"].startswith("gloo:")] or [
+        kernel for kernel in kernels if _is_nccl(kernel)
+    ]
+    classes: dict[str, float] = defaultdict(float)
+    work = kernels or [one for one in spans if one.get("cat") == "cpu_op"]
+    for span, seconds in _own_seconds(work):
+        classes[_class_of(span["name"])] += seconds
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in spoken:
+        name, size, group, count = _describe_collective(one, ranks)
+        facts = {
+            "name": name,
+            "group": group,
+            "ranks": count,
+            "calls": 0,
+            "bytes": 0.0,
+            "seconds": 0.0,
+        }
+        row = rows.setdefault((name, group, count), facts)
+        row["calls"] += 1
+        row["bytes"] += size
+        row["seconds"] += one["dur"] / 1e6
+    for row in rows.values():
+        share = _bus_share(row["name"], row["ranks"])
+        if share and row["seconds"]:
+            row["bus_bytes_per_second"] = row["bytes"] * share / row["seconds"]
+        else:
+            row["bus_bytes_per_second"] = None
+    talking = _merge(spoken)
+    others = [one for one in work if _class_of(one["name"]) != "communication"]
+    whole = sum(end - start for start, end in talking)
+    either = sum(end - start for start, end in _merge([*spoken, *others]))
+    both = whole + sum(end - start for start, end in _merge(others)) - either
+    return {
+        "classes": dict(sorted(classes.items(), key=lambda item: -item[1])),
+        "collectives": sorted(rows.values(), key=lambda row: -row["seconds"]),
+        "overlap_share": both / whole if whole else None,
+    }
+
+
+def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
+    """Return a line for each kind of kernel and each collective, with means per step, as reports
+    show them.
+    """
+    whole = sum(tables["classes"].values())
+    lines = {
+        f"· {name}": f"{1000 * seconds / steps:,.2f} ms per step, {100 * seconds / whole:.1f} %"
+        for name, seconds in tables["classes"].items()
+        if whole
+    }
+    for row in tables["collectives"]:
+        speed = row["bus_bytes_per_second"]
+        if speed:
+            told = f", {speed / 1e9:.2f} GB/s on the bus"
+        else:
+            told = ""
+        size = row["bytes"] / steps / 1e6
+        time = 1000 * row["seconds"] / steps
+        name = f"· {row['name']}, {row['ranks'] or 'some'} ranks"
+        lines[f"{name} ({row['group']})"] = f"{size:,.2f} MB in {time:,.2f} ms per step{told}"
+    share = tables["overlap_share"]
+    if share is not None:
+        lines["· overlapped"] = f"{100 * share:.1f} % of the collectives' time"
+    return lines
+
+
+def _is_nccl(span: Span) -> bool:
+    return span["name"].startswith("nccl")
+
+
+def _class_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, pattern in _CLASSES.items() if re.search(pattern, lower)), _OTHER)
+
+
+def _own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+    """Yield each span with its seconds, without those of the spans inside it in the same thread or
+    stream.
+    """
+    own: dict[int, float] = {}
+    stack: list[Span] = []
+    ordered = sorted(
+        spans, key=lambda span: (str(span["pid"]), str(span["tid"]), span["ts"], -span["dur"])
+    )
+    for one in ordered:
+        own[id(one)] = one["dur"] / 1e6
+        while stack and not _is_inside(one, stack[-1]):
+            stack.pop()
+        if stack:
+            own[id(stack[-1])] -= one["dur"] / 1e6
+        stack.append(one)
+    yield from ((one, own[id(one)]) for one in ordered)
+
+
+def _is_inside(one: Span, outer: Span) -> bool:
+    same = (one["pid"], one["tid"]) == (outer["pid"], outer["tid"])
+    return same and one["ts"] < outer["ts"] + outer["dur"]
+
+
+def _describe_collective(span: Span, ranks: int | None) -> tuple[str, float, str, int | None]:
+    """Return a collective's name, the bytes of its whole buffer, its group's name and its number of
+    ranks.
+    """
+    facts = span.get("args", {})
+    plain = str(facts.get("Collective name", span["name"])).lower().replace("_", "")
+    name = next((kind for kind in _COLLECTIVES if kind in plain), plain)
+    if not _is_nccl(span):
+        kind, sizes = (facts.get(key) or [None] for key in ("Input type", "Input Dims"))
+        elements = math.prod(sizes[0] or [0]) * (ranks or 1 if name == "allgather" else 1)
+        return name, elements * _item_bytes(kind[0]), "gloo", ranks
+    elements = max(float(facts.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
+    group = str(facts.get("Process Group Description") or facts.get("Process Group Name") or "")
+    return name, elements * _item_bytes(facts.get("dtype")), group, facts.get("Group size", ranks)
+
+
+def _item_bytes(kind: str | None) -> int:
+    plain = str(kind).lower().rpartition("::")[2].replace(" ", "")
+    return _ITEM_BYTES.get(plain, 1)
+
+
+def _bus_share(name: str, ranks: int | None) -> float | None:
+    """Return the bytes that a link carries per byte of the buffer (nccl-tests, PERFORMANCE.md);
+    None if unknown.
+    """
+    if not ranks:
+        return None
+    shares = {
+        "allreduce": 2 * (ranks - 1) / ranks,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+        "send": 1.0,
+        "recv": 1.0,
+    }
+    return shares.get(name, (ranks - 1) / ranks)
+
+
+def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the times, in seconds, in which at least one span is open."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(
+        (span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6) for span in spans
+    ):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged

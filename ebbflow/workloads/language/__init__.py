@@ -1,0 +1,1 @@
+"""Language models, their data and their tasks."""

@@ -1,0 +1,1 @@
+"""Diffusion of point clouds."""

@@ -1,0 +1,1 @@
+"""Policy optimization: rollouts, rewards, sandbox and the vLLM engine."""

@@ -1,0 +1,1 @@
+"""Readers of rows and datasets from files, folders and buckets."""

@@ -1,0 +1,247 @@
+"""Rows of a data set: JSON Lines, JSON, Parquet, Arrow, and what Hugging Face `datasets` saved with
+`save_to_disk`.
+
+A data set is a file, a folder or a glob, on this machine or in a bucket (s3://…).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from ebbflow.training.errors import DataError
+from ebbflow.workloads.readers.readers import (
+    DataFile,
+    find_files,
+    has_wildcard,
+    import_arrow,
+    import_parquet,
+)
+
+Row = Mapping[str, Any]
+
+_TRAIN = re.compile(r"(^|[/._-])train(ing)?([/._-]|$)", re.IGNORECASE)
+_OTHER_SPLIT = re.compile(
+    r"(^|[/._-])(test|testing|valid|validation|val|dev|eval|evaluation)([/._-]|$)", re.IGNORECASE
+)
+_ABOUT = re.compile(
+    r"(^|/)(readme|licen[cs]e|notice|changelog|contributing|citation)[^/]*$", re.IGNORECASE
+)
+# `datasets` keeps results of its own calls there
+_SCRATCH = re.compile(r"(^|/)(cache|indices)-[^/]*\.arrow$")
+_FILE_OF_ARROW = b"ARROW1"  # else it is a stream
+
+
+class PlacedRow(NamedTuple):
+    """A row and where it is."""
+
+    file: DataFile
+    number: int  # in its file, from 1
+    row: Row
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.number}"
+
+
+def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
+    """Return the files of rows of a data set in the order of their paths; none if it is plain text.
+
+    Of a folder with files of several splits, as their names tell, those of the split "train" are
+    returned.
+
+    Args:
+        texts: endings of files that are plain text in a folder.
+
+    Raises:
+        DataError: there is no such file, or there are files of several formats.
+        StoreError: the bucket does not answer.
+    """
+    one_file = not has_wildcard(path) and PurePosixPath(path).suffix.lower() in _READERS
+    folder = not has_wildcard(path) and not one_file
+    files = find_files(path, (*_READERS, *texts) if folder else ())
+    if saved := _find_saved(path, {file.name: file for file in files}):
+        return saved
+    files = [file for file in files if not _SCRATCH.search(file.name)]
+    kinds = {suffix: [file for file in files if _suffix(file) == suffix] for suffix in _READERS}
+    found = {suffix: group for suffix, group in kinds.items() if group}
+    others = [
+        file for file in files if _suffix(file) not in _READERS and not _ABOUT.search(file.name)
+    ]
+    if len(found) > 1 or (folder and others):
+        found.pop(".json", None)  # it describes the others
+    if not found:
+        return []
+    if len(found) > 1 or others:
+        endings = sorted({*found, *map(_suffix, others)})
+        if folder:
+            base = path
+        else:
+            base = "FOLDER"
+        raise DataError(
+            f"{path}: there are files that end in {', '.join(endings)}; fix: name those of one "
+            f"kind, such as {base}/**/*{next(iter(found))}"
+        )
+    rows = next(iter(found.values()))
+    if folder:
+        train = [row for row in rows if _TRAIN.search(row.name)]
+        if train and any(
+            _OTHER_SPLIT.search(row.name) for row in rows if not _TRAIN.search(row.name)
+        ):
+            return train
+    return rows
+
+
+def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[PlacedRow]:
+    """Yield the rows of files, with at least `column`, or with all their columns if it is None or
+    they lack it.
+
+    Raises DataError for a file that cannot be read as rows, and if there are no rows.
+    """
+    count = 0
+    for file in files:
+        for number, row in enumerate(_READERS[_suffix(file)](file, column), 1):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{file}, row {number}: a {type(row).__name__}; fix: one JSON object for "
+                    "each row"
+                )
+            count += 1
+            yield PlacedRow(file, number, row)
+    if not count:
+        if len(files) > 1:
+            more = f" and {len(files) - 1} more files have"
+        else:
+            more = " has"
+        raise DataError(f"{files[0]}{more} no rows; fix: another dataset")
+
+
+def _suffix(file: DataFile) -> str:
+    return PurePosixPath(file.path).suffix.lower()
+
+
+def _find_saved(path: str | Path, files: Mapping[str, DataFile]) -> list[DataFile]:
+    """Return the Arrow files that `save_to_disk` wrote into a folder; of a DatasetDict, those of
+    the split "train".
+    """
+    part = ""
+    splits = files.get("dataset_dict.json")
+    if splits is not None:
+        names = _read_about(splits).get("splits", [])
+        if "train" not in names:
+            raise DataError(
+                f"{path} has the splits {', '.join(map(str, names))}; fix: name the folder of "
+                "one of them"
+            )
+        part = "train/"
+    state = files.get(f"{part}state.json")
+    if state is None:
+        return []
+    about = _read_about(state)
+    if about.get("_indices_files"):
+        raise DataError(
+            f"{path} was saved as a selection of rows; fix: flatten_indices() before save_to_disk"
+        )
+    names = [f"{part}{one.get('filename')}" for one in about.get("_data_files") or ()]
+    if missing := [name for name in names if name not in files]:
+        raise DataError(
+            f"{path}/{missing[0]} is missing, but {state} names it; fix: copy the whole folder"
+        )
+    return [files[name] for name in names]
+
+
+def _read_about(file: DataFile) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read(0, file.size))
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({error}); fix: save_to_disk again") from error
+    if isinstance(found, dict):
+        return found
+    return {}
+
+
+def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:
+    with file.open() as stream:
+        yield from _parse_lines(file, stream)
+
+
+def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
+    for number, line in enumerate(stream, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if text.strip():
+                yield json.loads(text)
+        except ValueError as error:
+            if isinstance(error, UnicodeDecodeError):
+                kind = "UTF-8"
+            else:
+                kind = "JSON"
+            raise DataError(
+                f"{file}:{number}: not {kind} ({error}); fix: one JSON object per line"
+            ) from error
+
+
+def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:
+    """Yield the objects of a list, or of one line each."""
+    with file.open() as stream:
+        if not stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            stream.seek(0)
+            yield from _parse_lines(file, stream)
+            return
+    try:
+        yield from json.loads(file.read(0, file.size))
+    except ValueError as error:
+        raise DataError(
+            f"{file}: not JSON ({error}); fix: a list of objects, or one object per line"
+        ) from error
+
+
+def _read_tables(
+    file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]], fix: str
+) -> Iterator[Any]:
+    arrow = import_arrow()
+    try:
+        with file.open() as stream:
+            for batch in batches(stream):
+                yield from batch.to_pylist()
+    except (arrow.ArrowException, OSError, EOFError) as error:
+        raise DataError(f"{file}: {' '.join(str(error).split())[:200]}; fix: {fix}") from error
+
+
+def _read_parquet(file: DataFile, column: str | None) -> Iterator[Any]:
+    parquet = import_parquet()
+
+    def batches(stream: BinaryIO) -> Iterator[Any]:
+        with parquet.ParquetFile(stream) as content:
+            yield from content.iter_batches(
+                columns=[column] if column in content.schema_arrow.names else None
+            )
+
+    return _read_tables(file, batches, "copy it again, or leave it out by a glob")
+
+
+def _read_arrow(file: DataFile, column: str | None) -> Iterator[Any]:
+    arrow = import_arrow()
+
+    def batches(stream: BinaryIO) -> Iterator[Any]:
+        head = stream.read(len(_FILE_OF_ARROW))
+        stream.seek(0)
+        if head == _FILE_OF_ARROW:
+            content = arrow.ipc.open_file(stream)
+            found = (content.get_batch(number) for number in range(content.num_record_batches))
+        else:
+            found = iter(arrow.ipc.open_stream(stream))
+        for batch in found:
+            yield batch.select([column]) if column in batch.schema.names else batch
+
+    return _read_tables(file, batches, "copy it again, or save_to_disk")
+
+
+_READERS: dict[str, Callable[[DataFile, str | None], Iterator[Any]]] = {
+    ".jsonl": _read_json_lines,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".json": _read_json,
+}
