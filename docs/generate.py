@@ -11,7 +11,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 HEAD = """# All configuration keys
 
-Written by `python docs/generate.py` from `core/config/schema.py`; do not edit. [Configuration](configuration.md)
+Written by `python docs/generate.py` from `ebbflow/core/config/schema.py`; do not edit. [Configuration](configuration.md)
 explains files, overrides and errors.
 """
 
@@ -80,7 +80,7 @@ def _type(node: dict[str, Any]) -> str:
 
 SYMPTOMS_HEAD = """# Symptoms, causes and fixes
 
-Written by `python docs/generate.py` from the rules in `diagnose/rules/`; do not edit. `ebbflow diagnose` finds
+Written by `python docs/generate.py` from the rules in `ebbflow/diagnose/rules/`; do not edit. `ebbflow diagnose` finds
 these symptoms in logs, and `ebbflow explain ID` prints one of them. The numbers of guides are those of the five guides
 that this project answers.
 """
@@ -115,7 +115,7 @@ def _plain(text: str) -> str:
 
 METRICS_HEAD = """# All metrics and alerts
 
-Written by `python docs/generate.py` from `core/metrics.py` and `observe/rules.yaml`; do not edit. [Metrics and
+Written by `python docs/generate.py` from `ebbflow/core/metrics.py` and `ebbflow/observe/rules.yaml`; do not edit. [Metrics and
 logs](observability.md) explains how to get them.
 
 ## Of a running node

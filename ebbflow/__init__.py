@@ -6,6 +6,8 @@ package alike. The links at the top of the repository serve paths, not imports.
 
 from typing import TYPE_CHECKING, Any
 
+from ebbflow.core.renamed_modules import install_old_names
+
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from ebbflow.training.attach.attach import AttachedJob, attach
 
 __all__ = ["AttachedJob", "attach", "use_records"]
+
+install_old_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -82,7 +82,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "record live spot prices, or show those that a plan would use",
     ),
     "export": (
-        "ebbflow.integrations.skypilot",
+        "ebbflow.flows.skypilot",
         "write a job as a task of SkyPilot: export skypilot CONFIG",
     ),
     "replay": (

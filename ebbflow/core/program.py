@@ -14,12 +14,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import ebbflow
-
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]  # the folder `ebbflow`
-IMPORT_ROOT = Path(ebbflow.__file__).resolve().parents[1]  # on sys.path, `import ebbflow` works
+IMPORT_ROOT = PACKAGE_ROOT.parent  # on sys.path, `import ebbflow` works
 INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
 _PROJECT_VARIABLE = "EBBFLOW_PROJECT"
+_PART_OF = {"pydantic_core": "pydantic"}  # modules that a required package installs besides its own
 
 
 def _find_configs() -> Path:
@@ -193,6 +192,7 @@ def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def
     Used as sys.excepthook.
     """
     module = (getattr(error, "name", None) or "").partition(".")[0]
+    module = _PART_OF.get(module, module)
     if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
         sys.__excepthook__(kind, error, trace)
         return

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ebbflow.workloads.language.hugging_face import HuggingFace
     from ebbflow.workloads.points.point_clouds import PointCloudDiffusion
     from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
+    from ebbflow.workloads.vision.classifier import ImageClassifier
     from ebbflow.workloads.vision.timm_models import ImageModel
-    from ebbflow.workloads.vision.vision import ImageClassifier
 
 __all__ = [
     "HuggingFace",
@@ -21,11 +21,11 @@ __all__ = [
     "PolicyOptimization",
 ]
 _MODULES = {
-    "HuggingFace": "hugging_face",
-    "ImageClassifier": "vision",
-    "ImageModel": "timm_models",
-    "PointCloudDiffusion": "point_clouds",
-    "PolicyOptimization": "policy_optimization",
+    "HuggingFace": "language.hugging_face",
+    "ImageClassifier": "vision.classifier",
+    "ImageModel": "vision.timm_models",
+    "PointCloudDiffusion": "points.point_clouds",
+    "PolicyOptimization": "policy.policy_optimization",
 }
 
 

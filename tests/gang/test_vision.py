@@ -23,7 +23,7 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.training.workload_loader import prepare_data, workload_context
 from ebbflow.tryout.trial import try_workload
-from ebbflow.workloads.vision.vision import ImageClassifier, SyncNorm, draw_confusion
+from ebbflow.workloads.vision.classifier import ImageClassifier, SyncNorm, draw_confusion
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
 from tests.support.s3.fixture import FailingServer, failing_s3

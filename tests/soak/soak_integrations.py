@@ -107,7 +107,7 @@ def test_shards_of_mosaicmls_writer_give_the_rows_that_were_written(tmp_path: Pa
     import numpy as np
     from PIL import Image
 
-    from ebbflow.workloads.readers.readers import MosaicShards
+    from ebbflow.workloads.readers.files import MosaicShards
 
     drawn = np.random.default_rng(0)
     columns = {

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ebbflow/training" / "checkpoint"
 GUIDE = (ROOT / "docs" / "checkpoints.md").read_text()
 LIBRARIES = {"torch", "obstore", "awscrt"}
-OURS = ("ebbflow.training.checkpoint", "ebbflow.training.errors", "ebbflow.infra")
+OURS = ("ebbflow.training.checkpoint", "ebbflow.training.errors", "ebbflow.core")
 
 
 def imported(path: Path, *, at_import: bool) -> set[str]:
@@ -61,7 +61,7 @@ def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) ->
         shutil.copy(ROOT / name, package / name.removeprefix("ebbflow/"))
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, package / "training" / "checkpoint", ignore=ignore)
-    shutil.copytree(ROOT / "ebbflow/infra", package / "infra", ignore=ignore)
+    shutil.copytree(ROOT / "ebbflow/core", package / "core", ignore=ignore)
     (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -22,7 +22,7 @@ from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
 from ebbflow.workloads.readers.datasets import SampleLoader
-from ebbflow.workloads.readers.readers import (
+from ebbflow.workloads.readers.files import (
     ImageFolder,
     MosaicShards,
     ParquetRows,

@@ -36,7 +36,7 @@ from ebbflow.workloads.policy.policy_rollouts import (
     score,
 )
 from ebbflow.workloads.policy.sandbox import find_missing
-from ebbflow.workloads.readers.readers import locate
+from ebbflow.workloads.readers.files import locate
 from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]  # a fixture

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.flows.skypilot import main
 from ebbflow.flows.supervising.options import read_options
-from ebbflow.integrations.skypilot import main
 
 CONFIG = str(PROJECT_ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml")
 SETTINGS = ["--set", "store=s3://bucket/prefix", "--set", "cluster.nodes=1"]

@@ -35,7 +35,7 @@ from ebbflow.workloads.language.model_folder import (
     list_blocks,
 )
 from ebbflow.workloads.language.multiple_choice import ChoiceTest, open_questions, pack_questions
-from ebbflow.workloads.readers.readers import DataFile, find_files, has_wildcard, locate
+from ebbflow.workloads.readers.files import DataFile, find_files, has_wildcard, locate
 from ebbflow.workloads.readers.rows import find_rows, read_rows
 
 # JSON may escape half a pair of UTF-16, which UTF-8 cannot write

@@ -66,7 +66,7 @@ from ebbflow.workloads.policy.policy_rollouts import (
     split_policy,
     token_log_probs,
 )
-from ebbflow.workloads.readers.readers import locate
+from ebbflow.workloads.readers.files import locate
 
 _SHOWN = 12  # rollouts in the report's table
 

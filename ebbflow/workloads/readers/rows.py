@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from ebbflow.training.errors import DataError
-from ebbflow.workloads.readers.readers import (
+from ebbflow.workloads.readers.files import (
     DataFile,
     find_files,
     has_wildcard,

@@ -1,1 +1,5 @@
-"""Image classifiers and timm models."""
+"""Image classification: the built-in networks, and models of timm in `timm_models`."""
+
+from ebbflow.workloads.vision.classifier import ImageClassifier
+
+__all__ = ["ImageClassifier"]

@@ -11,8 +11,8 @@ from ebbflow.training.attach.state import random_numbers_of
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.workloads.libraries import describe_import_failure
-from ebbflow.workloads.readers.readers import ImageFolder, locate
-from ebbflow.workloads.vision.vision import ImageWorkload
+from ebbflow.workloads.readers.files import ImageFolder, locate
+from ebbflow.workloads.vision.classifier import ImageWorkload
 
 try:
     import timm  # pyright: ignore[reportMissingImports]

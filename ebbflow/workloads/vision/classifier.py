@@ -27,7 +27,7 @@ from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, WorkloadContext
 from ebbflow.workloads.options import read_options, refuse_option
 from ebbflow.workloads.readers.datasets import DatasetWorkload, Samples
-from ebbflow.workloads.readers.readers import IMAGE_SUFFIXES, ImageFolder, find_files, locate
+from ebbflow.workloads.readers.files import IMAGE_SUFFIXES, ImageFolder, find_files, locate
 
 _HELD_OUT = ("val", "validation", "test")
 _KINDS = ("disc", "square", "cross", "ring")

@@ -1,0 +1,116 @@
+"""Old import paths of modules that have moved; they work for one more release, with a warning."""
+
+import importlib
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+
+# Packages stand for what is in them; the longest prefix decides.
+RENAMED = {
+    "ebbflow.compare": "ebbflow.tryout.compare",
+    "ebbflow.cost.allocation": "ebbflow.cost.finance.allocation",
+    "ebbflow.cost.bill": "ebbflow.cost.finance.bill",
+    "ebbflow.cost.bill_matching": "ebbflow.cost.finance.bill_matching",
+    "ebbflow.cost.focus": "ebbflow.cost.finance.focus",
+    "ebbflow.cost.reconcile": "ebbflow.cost.finance.reconcile",
+    "ebbflow.cost.replay": "ebbflow.cost.finance.replay",
+    "ebbflow.cost.team": "ebbflow.cost.finance.team",
+    "ebbflow.cost.watch": "ebbflow.observe.watch",
+    "ebbflow.doctor": "ebbflow.tryout.doctor",
+    "ebbflow.infra.bundle": "ebbflow.diagnose.bundle",
+    "ebbflow.infra.config": "ebbflow.core.config",
+    "ebbflow.infra.diagnose": "ebbflow.diagnose",
+    "ebbflow.infra.errors": "ebbflow.core.errors",
+    "ebbflow.infra.event_log": "ebbflow.core.event_log",
+    "ebbflow.infra.events": "ebbflow.core.events",
+    "ebbflow.infra.footprint": "ebbflow.core.footprint",
+    "ebbflow.infra.keeper": "ebbflow.core.keeper",
+    "ebbflow.infra.launchers": "ebbflow.core.launchers",
+    "ebbflow.infra.layout": "ebbflow.core.layout",
+    "ebbflow.infra.metrics": "ebbflow.core.metrics",
+    "ebbflow.infra.multipart": "ebbflow.core.store.multipart",
+    "ebbflow.infra.observe": "ebbflow.observe",
+    "ebbflow.infra.preflight": "ebbflow.core.preflight",
+    "ebbflow.infra.process": "ebbflow.core.process",
+    "ebbflow.infra.program": "ebbflow.core.program",
+    "ebbflow.infra.rank_logs": "ebbflow.core.rank_logs",
+    "ebbflow.infra.reliability": "ebbflow.core.reliability",
+    "ebbflow.infra.retry": "ebbflow.core.retry",
+    "ebbflow.infra.segments": "ebbflow.core.segments",
+    "ebbflow.infra.store": "ebbflow.core.store",
+    "ebbflow.infra.terms": "ebbflow.core.terms",
+    "ebbflow.tracking": "ebbflow.observe",
+    "ebbflow.training.attached_job": "ebbflow.training.attach.job",
+    "ebbflow.training.certify": "ebbflow.tryout.certify",
+    "ebbflow.training.guards": "ebbflow.training.engine.guards",
+    "ebbflow.training.optimizer": "ebbflow.training.engine.optimizer",
+    "ebbflow.training.parallel": "ebbflow.training.engine.parallel",
+    "ebbflow.training.trainer": "ebbflow.training.engine.trainer",
+    "ebbflow.training.workloads.examine": "ebbflow.tryout.examine",
+    "ebbflow.training.workloads.language_model": "ebbflow.workloads.language.language_model",
+    "ebbflow.training.workloads.loader": "ebbflow.training.workload_loader",
+    "ebbflow.workloads.chat_data": "ebbflow.workloads.language.chat_data",
+    "ebbflow.workloads.datasets": "ebbflow.workloads.readers.datasets",
+    "ebbflow.workloads.diffusion": "ebbflow.workloads.points.diffusion",
+    "ebbflow.workloads.hugging_face": "ebbflow.workloads.language.hugging_face",
+    "ebbflow.workloads.point_clouds": "ebbflow.workloads.points.point_clouds",
+    "ebbflow.workloads.policy_optimization": "ebbflow.workloads.policy.policy_optimization",
+    "ebbflow.workloads.policy_rewards": "ebbflow.workloads.policy.policy_rewards",
+    "ebbflow.workloads.rows": "ebbflow.workloads.readers.rows",
+    "ebbflow.workloads.timm_models": "ebbflow.workloads.vision.timm_models",
+}
+
+
+def current_name(name: str) -> str | None:
+    """Return the module that `name` is called today, or None if it has not moved."""
+    prefix = name
+    while prefix:
+        if prefix in RENAMED:
+            return RENAMED[prefix] + name.removeprefix(prefix)
+        prefix = prefix.rpartition(".")[0]
+    return None
+
+
+class RenamedModules:
+    """Meta path finder and loader of moved modules under their old names.
+
+    Both names give the same module object, so that a class has one identity. It comes before
+    Python's own finders: those would find `ebbflow.infra.store.folder` in the moved package
+    `ebbflow.infra.store` and load it a second time.
+    """
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("ebbflow.") or current_name(fullname) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        current = current_name(spec.name)
+        assert current is not None  # find_spec has asked
+        module = importlib.import_module(current)
+        warnings.warn(
+            f"{spec.name} is now {current}; fix: import {current} (the old name works for one "
+            "more release)",
+            FutureWarning,
+            stacklevel=2,
+        )
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # The import system has put the spec of the old name into the module.
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def install_old_names() -> None:
+    """Make old import paths work."""
+    if not any(isinstance(finder, RenamedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, RenamedModules())
