@@ -1,4 +1,4 @@
-"""The ground of all packages: configuration, store, events, terms, processes and their keeper.
+"""The ground of all rooms: configuration, store, events, outcomes, terms and processes.
 
-This package imports none of the others.
+It imports no other room, and never torch, Metaflow or pandas.
 """

@@ -1,4 +1,4 @@
-"""Infrastructure: configuration, object store, event log, preflight checks and process control.
+"""Clouds and machines: AWS, AWS Batch, Kubernetes, Spot notices and checks of machines.
 
-This package imports none of the packages `training`, `cost` and `flows`.
+It imports `core` only, and never torch, Metaflow or pandas.
 """

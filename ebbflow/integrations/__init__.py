@@ -1,10 +1,7 @@
-"""Adapters to other programs.
+"""Adapters to other training libraries. Each module has the name of its library and needs it
+installed.
 
-Each module has the name of its library; all but `skypilot` need it installed.
-
-`ebbflow run SCRIPT.py` calls `switch_on`, so that a script with one of these Trainers commits
-without a changed line. The trial before a plan does so too (`__main__`), and lets Lightning train
-with one rank on the CPU.
+They import `core` and `training`, and never prices or Metaflow.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Prometheus, Grafana and alert rules for jobs."""
+"""What shows a job: the live page, the terminal, trackers, notifications, dashboards and alerts.
+
+It imports `core`, `infra`, `diagnose` and `cost`, and never torch or Metaflow.
+"""

@@ -1,6 +1,7 @@
-"""Workloads beyond the built-in language model.
+"""Workloads: language, vision, points and policy, and readers of their data.
 
-`workload: ebbflow.workloads:NAME` in a configuration selects one.
+`workload: ebbflow.workloads:NAME` in a configuration selects one. They use the public interface
+`Workload` of `training`, and never prices or Metaflow.
 """
 
 import importlib
