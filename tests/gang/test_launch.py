@@ -58,7 +58,7 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
         nodes=3,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config={},
+        config={"cluster": {}},
         store_uri=str(tmp_path),
         prepared={},
         log_folder=str(tmp_path),

@@ -16,14 +16,9 @@ import pytest
 
 from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch import membership
+from ebbflow.training.launch import membership, roster
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.membership import (
-    CoordinatorPeers,
-    FollowerPeers,
-    StickyFlag,
-    replacements_of,
-)
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
 from ebbflow.training.launch.messages import (
     CAUSES,
     RETURNED,
@@ -33,6 +28,8 @@ from ebbflow.training.launch.messages import (
     GenerationStart,
     RankOrder,
 )
+from ebbflow.training.launch.replacements import replacements_of
+from ebbflow.training.launch.roster import StickyFlag
 from ebbflow.training.launch.transport import control_ports
 from tests.support.clock import StandingClock
 from tests.support.flow import wait_until
@@ -166,7 +163,7 @@ class Gang:
 
 @pytest.fixture
 def gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gang]:
-    gang = Gang(tmp_path, StandingClock(monkeypatch, membership))
+    gang = Gang(tmp_path, StandingClock(monkeypatch, membership, roster))
     yield gang
     gang.close()
 
@@ -187,7 +184,7 @@ def heard(follower: FollowerPeers) -> list[RankOrder]:
 
 
 def test_a_flag_holds_for_its_seconds_after_each_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StandingClock(monkeypatch, membership)
+    clock = StandingClock(monkeypatch, roster)
     flag = StickyFlag(3.0)
     assert not flag.holds
     flag.mark()

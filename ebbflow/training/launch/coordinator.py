@@ -35,8 +35,9 @@ from ebbflow.training.engine.guards.overrides import read_overrides, rewind_pare
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch import messages
 from ebbflow.training.launch.logs import print_line
-from ebbflow.training.launch.membership import CoordinatorPeers, replacements_of
+from ebbflow.training.launch.membership import CoordinatorPeers
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
+from ebbflow.training.launch.replacements import replacements_of
 from ebbflow.training.launch.transport import SECRET_BYTES, rendezvous_port
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.retry import is_transient, retry_until_deadline, run_while

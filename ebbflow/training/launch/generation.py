@@ -27,7 +27,7 @@ from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback
 from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error
 from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits
 from ebbflow.training.launch.logs import RankOutput, print_line, show_failed_logs
-from ebbflow.training.launch.membership import Peers, StickyFlag
+from ebbflow.training.launch.membership import Peers
 from ebbflow.training.launch.messages import (
     GangSpec,
     GenerationEnd,
@@ -36,6 +36,7 @@ from ebbflow.training.launch.messages import (
     find_differences,
 )
 from ebbflow.training.launch.preemption import Drain
+from ebbflow.training.launch.roster import StickyFlag
 from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 

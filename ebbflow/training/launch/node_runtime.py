@@ -24,9 +24,10 @@ from ebbflow.training.launch.evidence import parse_traceback
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
 from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.logs import print_line
-from ebbflow.training.launch.membership import Peers, in_jobset
+from ebbflow.training.launch.membership import Peers
 from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, RankOrder
 from ebbflow.training.launch.preemption import Drain
+from ebbflow.training.launch.replacements import in_jobset
 from ebbflow.training.launch.transport import StartSecret
 from ebbflow.training.launch.workers import Standby
 from ebbflow.training.retry import run_while
