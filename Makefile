@@ -19,7 +19,7 @@ help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
 
 run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
-	$(BIN)/python flows/train_flow.py run $(ARGS)
+	$(BIN)/python ebbflow/flows/train_flow.py run $(ARGS)
 
 check: lint types  ## what to run before each commit: style, types and unit tests, in under 3 minutes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/unit $(ARGS)

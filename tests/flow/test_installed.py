@@ -162,3 +162,42 @@ def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: 
         assert done.returncode == 3 and "fix: " in done.stderr, (
             "found, though the packages of this venv are missing"
         )
+
+
+def test_a_checkout_without_symbolic_links_runs_the_default_job(tmp_path: Path) -> None:
+    """As of `git clone -c core.symlinks=false`, or a ZIP that Python has unpacked: a link is a small
+    file with its target.
+    """
+    checkout = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv*", "runs", "__pycache__", "*.egg-info", "build", ".*_cache"
+    )
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=ignored)
+    for path in checkout.iterdir():
+        if path.is_symlink():
+            target = str(path.readlink())
+            path.unlink()
+            path.write_text(target)
+    assert (checkout / "flows").read_text() == "ebbflow/flows"
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    sets = [
+        "training.max_steps=20",
+        "training.evaluation_interval_steps=10",
+        "checkpoint.interval_steps=10",
+        "cluster.nodes=1",
+    ]
+    command = [sys.executable, "ebbflow/flows/train_flow.py", "run"]
+    for setting in sets:
+        command.extend(("--set", setting))
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((checkout / "runs" / "latest" / "report.json").read_text())
+    assert report["outcome"] == "completed"
+    tests = ["tests/unit/test_architecture.py", "tests/unit/test_config_rules.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *tests]
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout
