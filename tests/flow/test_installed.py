@@ -195,7 +195,7 @@ def test_a_checkout_without_symbolic_links_runs_the_default_job(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((checkout / "runs" / "latest" / "report.json").read_text())
     assert report["outcome"] == "completed"
-    tests = ["tests/unit/test_architecture.py", "tests/unit/test_config_rules.py"]
+    tests = ["tests/unit/test_architecture.py", "tests/unit/test_config_name_rules.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *tests]
     done = subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280
