@@ -66,7 +66,7 @@ observe: $(VENV)/run.stamp  ## Prometheus with the alert rules for the jobs of t
 bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 	$(BIN)/ebbflow bench $(ARGS)
 
-soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
+soak: $(VENV)/dev.stamp  ## a job under random kills ends like an uninterrupted one (ARGS="--kills 40 --seed 7")
 	$(BIN)/ebbflow soak $(ARGS)
 
 soak-kubernetes: $(VENV)/dev.stamp  ## long proofs on a local Kubernetes cluster: eviction, loss, no capacity, no API server, a killed launcher

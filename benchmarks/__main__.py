@@ -1,12 +1,10 @@
-"""`python -m benchmarks training|gpu|soak|money|diagnose|page …`: measure what docs/benchmarks.md
-reports.
-"""
+"""`python -m benchmarks training|gpu|soak|diagnose …`: measure what docs/benchmarks.md reports."""
 
 from __future__ import annotations
 
 import sys
 
-_SUITES = ("training", "gpu", "soak", "money", "diagnose", "page")
+_SUITES = ("training", "gpu", "soak", "diagnose")
 
 
 def main(arguments: list[str]) -> int:
@@ -18,12 +16,8 @@ def main(arguments: list[str]) -> int:
             from benchmarks.gpu import main as run
         case ["soak"]:
             from benchmarks.soak import main as run
-        case ["money"]:
-            from benchmarks.money.commands import main as run
         case ["diagnose"]:
             from benchmarks.diagnosis import main as run
-        case ["page"]:
-            from benchmarks.long_page import main as run
         case _:
             print(f"usage: python -m benchmarks {{{','.join(_SUITES)}}} …", file=sys.stderr)
             return 2

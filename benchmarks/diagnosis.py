@@ -11,27 +11,15 @@ import argparse
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ebbflow.core.program import PROJECT_ROOT
-from ebbflow.diagnose.judging import Diagnosis, diagnose_files, judge
-from ebbflow.diagnose.matching import Seen, load_matcher
-from ebbflow.diagnose.reading import LogText
-from ebbflow.diagnose.series import Series
+from ebbflow.diagnose.judging import diagnose_files
 
 _COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
-
-
-def diagnose_lines(lines: Iterable[LogText]) -> Diagnosis:
-    """Diagnose the lines of an excerpt."""
-    seen: dict[str, Seen] = {}
-    series = Series()
-    load_matcher().collect(series.watch(lines), seen)
-    return judge(seen, series, [])
 
 
 def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
@@ -41,12 +29,15 @@ def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
     """
     confusion: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for item in corpus:
-            log = Path(folder, "log.txt")
-            log.write_text(item["text"], encoding="utf-8")
-            findings = diagnose_files([log]).findings
-            root = next((each.rule.family for each in findings if each.role == "root"), None)
-            confusion[str(item["family"] or "none"), root or "none"] += 1
+        log = Path(folder, "log.txt")
+        for excerpt in corpus:
+            log.write_text(excerpt["text"], encoding="utf-8")
+            root = "none"
+            for finding in diagnose_files([log]).findings:
+                if finding.role == "root":
+                    root = finding.rule.family
+                    break
+            confusion[str(excerpt["family"] or "none"), root] += 1
     families = sorted({label for label, _ in confusion} - {"none", "sound"})
     rows = {}
     for family in families:
@@ -54,25 +45,17 @@ def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
         labelled = sum(count for (label, _), count in confusion.items() if label == family)
         named = sum(
             count
-            for (label, found), count in confusion.items()
-            if found == family and label != "sound"
+            for (label, root), count in confusion.items()
+            if root == family and label != "sound"
         )
-        if named:
-            precision = right / named
-        else:
-            precision = 0.0
+        precision = right / named if named else 0.0
         recall = right / labelled
-        if right:
-            f1 = 2 * precision * recall / (precision + recall)
-        else:
-            f1 = 0.0
+        f1 = 2 * right / (named + labelled)
         rows[family] = {"items": labelled, "precision": precision, "recall": recall, "f1": f1}
-    failing = [item for item in corpus if item["family"] not in (None, "sound")]
+    failing = [excerpt for excerpt in corpus if excerpt["family"] not in (None, "sound")]
     right = sum(confusion[family, family] for family in families)
     named = sum(
-        count
-        for (label, found), count in confusion.items()
-        if label in families and found != "none"
+        count for (label, root), count in confusion.items() if label in families and root != "none"
     )
     sound = sum(count for (label, _), count in confusion.items() if label == "sound")
     return {
@@ -85,38 +68,28 @@ def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
         "sound": sound,
         "false_alarms": sound - confusion["sound", "none"],
         "confusion": {
-            f"{label} -> {found}": count for (label, found), count in sorted(confusion.items())
+            f"{label} -> {root}": count for (label, root), count in sorted(confusion.items())
         },
     }
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ebbflow bench diagnose", description=__doc__)
-    default = sorted(_COLLECTED.glob("collected*.yaml"))
-    parser.add_argument(
-        "corpus",
-        nargs="*",
-        type=Path,
-        default=default,
-        help="files of excerpts (the collected ones)",
-    )
+    collected = sorted(_COLLECTED.glob("collected*.yaml"))
+    parser.add_argument("corpus", nargs="*", type=Path, default=collected, help="files of excerpts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    result = evaluate(
-        [
-            item
-            for path in options.corpus
-            for item in yaml.safe_load(path.read_text(encoding="utf-8"))
-        ]
-    )
+    excerpts: list[dict[str, Any]] = []
+    for path in options.corpus:
+        excerpts += yaml.safe_load(path.read_text(encoding="utf-8"))
+    result = evaluate(excerpts)
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
     print(f"{'family':<16}{'items':>6}{'precision':>11}{'recall':>8}{'F1':>7}")
     for family, row in result["families"].items():
-        print(
-            f"{family:<16}{row['items']:>6}{row['precision']:>11.2f}{row['recall']:>8.2f}{row['f1']:>7.2f}"
-        )
+        shares = f"{row['precision']:>11.2f}{row['recall']:>8.2f}{row['f1']:>7.2f}"
+        print(f"{family:<16}{row['items']:>6}{shares}")
     print(
         f"\n{result['items']} failing excerpts: F1 {result['macro_f1']:.3f} (mean over "
         f"families), precision {result['micro_precision']:.3f}, recall "

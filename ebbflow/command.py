@@ -90,10 +90,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "price a job again under other capacity or another checkpoint interval",
     ),
     "reconcile": ("ebbflow.cost.__main__", "compare a job's ledger with the cloud's bill"),
-    "simulate": (
-        "ebbflow.cost.__main__",
-        "compare placement policies on recorded capacity (source checkout only)",
-    ),
     "catalogue": (
         "ebbflow.cost.__main__",
         "renew the tables of instances, prices and interruptions from AWS",
@@ -179,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "completion":
         return _print_completion(words)
     if place == "benchmarks":
-        if words[:1] in (["gpu"], ["money"], ["diagnose"]):
+        if words[:1] in (["gpu"], ["diagnose"]):
             own = words[:1]
         else:
             own = []

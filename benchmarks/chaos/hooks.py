@@ -4,7 +4,6 @@ inject.
 
 from __future__ import annotations
 
-import gc
 import re
 import resource
 import time
@@ -40,19 +39,6 @@ def memory_balloon() -> None:
         time.sleep(0.002)
 
 
-def collect_garbage(objects: int) -> None:
-    """Create `objects` reference cycles and collect them, which pauses the interpreter for a second
-    or two.
-    """
-    cycles: list[list] = []
-    for _ in range(objects):
-        cycle: list = []
-        cycle.append(cycle)
-        cycles.append(cycle)
-    cycles.clear()
-    gc.collect()
-
-
 # Functions that are called before the batch of a step is read. The workload carries out
 # `not_a_number`.
 HOOKS: dict[str, Callable[..., None]] = {
@@ -69,7 +55,6 @@ HOOKS: dict[str, Callable[..., None]] = {
         memory_limit,
         memory_balloon,
         rehearse.slow,
-        collect_garbage,
     )
 }
 NOT_A_NUMBER = "not_a_number"

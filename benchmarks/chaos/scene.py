@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.chaos.orders import Orders
-from benchmarks.chaos.places.place import Place
 from benchmarks.chaos.proxy import FaultProxy
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.process import children
@@ -28,15 +27,13 @@ class Scene:
     """One job on this machine, started as often as needed; its ranks run
     `benchmarks.chaos.workload`.
 
-    With more than one node, node 1 talks to node 0 through `proxy`, unless the place has a network
-    of its own.
+    With more than one node, node 1 talks to node 0 through `proxy`.
     """
 
-    def __init__(self, spec: GangSpec, folder: Path, orders: Orders, place: Place) -> None:
+    def __init__(self, spec: GangSpec, folder: Path, orders: Orders) -> None:
         self.spec = spec
         self.folder = folder
         self.orders = orders
-        self.place = place
         self.store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
         self.output = folder / "output.log"
         self.starts = 0
@@ -53,9 +50,14 @@ class Scene:
     def start(self) -> None:
         """The next attempt, as a scheduler would make it."""
         spec = replace(self.spec, attempt=self.starts)
-        alter = self._alter_next or (lambda one: one)
+        alter_next = self._alter_next
         self._alter_next = None
-        if spec.nodes > 1 and self.place.proxied:
+
+        def alter(node_spec: GangSpec) -> GangSpec | None:
+            proxied = self._through_proxy(node_spec)
+            return alter_next(proxied) if alter_next else proxied
+
+        if spec.nodes > 1:
             ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
             self._close_proxy()
             self.proxy = FaultProxy([("127.0.0.1", port) for port in ports])
@@ -64,8 +66,7 @@ class Scene:
             spec,
             self.folder / f"start-{spec.attempt}",
             self.output,
-            alter=lambda one: alter(self._through_proxy(one)),
-            command=self.place.command,
+            alter=alter,
         )
 
     def _through_proxy(self, spec: GangSpec) -> GangSpec:

@@ -60,7 +60,7 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
     say why. What was found before still counts.
     """
     trial = Trial(most_starts=2 * len(faults) + _SPARE_STARTS)
-    left = sorted(faults, key=lambda one: one[0].means is not Means.LAUNCH)
+    left = sorted(faults, key=lambda planned: planned[0].means is not Means.LAUNCH)
     try:
         while left:
             fault, aim = left[0]
@@ -153,7 +153,7 @@ def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | No
     scene.orders.forget(aim.number)
     try:
         strike = fault.inject(scene, aim) or _await_strike(scene, aim)
-        if fault.symptom in (Symptom.NOTHING, Symptom.EITHER):
+        if fault.symptom is Symptom.NOTHING:
             scene.await_end(_QUIET_SECONDS)
         else:
             overdue = not _await_effect(scene, before, fault.limit_seconds + _PATIENCE_SECONDS)
@@ -163,7 +163,8 @@ def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | No
         trial.errors.append(f"{fault.kind}: {error}")
         return None
     finally:
-        fault.heal(scene, aim)
+        if fault.heal is not None:
+            fault.heal(scene)
     if overdue:
         trial.errors.append(
             f"{fault.kind}: nothing came of it within {fault.limit_seconds + _PATIENCE_SECONDS:g} s"

@@ -1,4 +1,4 @@
-"""`ebbflow bench gpu`: prove on a machine with GPUs what was only ever shown on CPUs.
+"""`ebbflow bench gpu`: prove on a machine with GPUs what was only shown on CPUs.
 
 Importing it imports no torch.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 
 def main(arguments: list[str]) -> int:
-    """The command. 0 if every line came out as expected, 1 if one did not, 3 if there is no GPU to
-    measure.
+    """Run the command.
+
+    Returns:
+        0 if every line is as expected, 1 if one is not, 3 if there is no GPU.
     """
     from benchmarks.gpu.commands import main as run
 

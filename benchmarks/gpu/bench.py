@@ -1,6 +1,4 @@
-"""What all lines of `ebbflow bench gpu` share: the sizes, the result of a measurement, and the
-configurations.
-"""
+"""The common parts of all lines of `ebbflow bench gpu`: sizes, results and configurations."""
 
 from __future__ import annotations
 
@@ -144,6 +142,15 @@ SIZES = {
 }
 
 
+def lines_of(size: Size) -> list[str]:
+    """Return the names of the lines in the order of the table."""
+    speeds = []
+    for model in size.models:
+        speeds += [f"{model}-eager", f"{model}-compiled", f"{model}-recomputed"]
+    others = ["ratio", "waits", "save", "resume", "strict", "hang", "memory", "collectives"]
+    return ["matmul", "copies", *speeds, *others]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """One run of the command, as a measuring process knows it."""
@@ -183,14 +190,14 @@ class Bench:
 
         samples: of each rank and step. sections: further keys of sections of the configuration.
         """
-        training: dict[str, Any] = {"batch_size": samples * ranks, "max_steps": _NEVER}
-        training |= {
-            "evaluation_interval_steps": _NEVER,
-            "scheduler": {"type": "constant", "warmup_steps": 0},
-        }
-        own: dict[str, dict[str, Any]] = {
+        values: dict[str, dict[str, Any]] = {
             "model": MODELS[model].model_dump(),
-            "training": training,
+            "training": {
+                "batch_size": samples * ranks,
+                "max_steps": _NEVER,
+                "evaluation_interval_steps": _NEVER,
+                "scheduler": {"type": "constant", "warmup_steps": 0},
+            },
             "data": {"path": str(self.folder / "text"), "held_out_samples": ranks},
             "fsdp": {
                 "use_mixed_precision": self.on_gpu,
@@ -199,9 +206,9 @@ class Bench:
             "cluster": {"nodes": 1, "processes_per_node": ranks, "device": self.device["type"]},
             "checkpoint": {"interval_steps": _NEVER},
         }
-        for name, values in sections.items():
-            own[name] = {**own.get(name, {}), **values}
-        return RunConfig.model_validate({"store": str(self.folder / "store"), **own})
+        for name, changed in sections.items():
+            values[name] = {**values.get(name, {}), **changed}
+        return RunConfig.model_validate({"store": str(self.folder / "store"), **values})
 
     def remember(self, **figures: float) -> None:
         """Keep figures for later lines, which may be measured in other processes."""

@@ -1,9 +1,7 @@
-"""The command `ebbflow bench gpu`: measuring processes, one after the other, and the table of what
-they found.
+"""The command `ebbflow bench gpu`: measuring processes, one after the other, and the table of results.
 
 Each line is measured in a process of its own, so that an error, a hang or a broken CUDA context
-ends this line alone. On a CPU at tiny size one process measures several lines, until one of them
-ends it.
+ends this line alone.
 """
 
 from __future__ import annotations
@@ -15,14 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.bench import EXPECTED, NO_RANGE, NOT_RUN, SIZES, Row
-from benchmarks.gpu.measure import JOB_LINES, lines_of
+from benchmarks.gpu.bench import EXPECTED, NO_RANGE, NOT_RUN, SIZES, Row, lines_of
 from benchmarks.training.tables import table
 from ebbflow.core.config.schema import DataConfig
 from ebbflow.core.errors import Outcome
@@ -32,7 +26,6 @@ from ebbflow.infra.instance import describe_machine
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.transport import rendezvous_port
 
-_POLL_SECONDS = 0.05
 _LOG_TAIL_LINES = 15
 _DESCRIBE_SECONDS = 120.0
 _ERROR = "ERROR"
@@ -42,8 +35,7 @@ _WIDEST = 80  # characters of a cell; the whole error is printed as it occurs
 def main(arguments: list[str]) -> int:
     given = _parse(arguments)
     with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as name:
-        run = _Run(folder=Path(name), given=given)
-        device = run.describe()
+        device = _describe(given, Path(name))
         if "trouble" in device:
             hint = (
                 "nvidia-smi shows what the driver sees; --device cpu --tiny rehearses this "
@@ -51,7 +43,7 @@ def main(arguments: list[str]) -> int:
             )
             print(f"{device['trouble']}; fix: {hint}", file=sys.stderr)
             return Outcome.PREFLIGHT.exit_code
-        found = run.measure(device)
+        found = _measure(given, Path(name), device)
     print(f"\n{render(found)}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -94,12 +86,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         given.size = "quick"
     else:
         given.size = "full"
-    lines = list(lines_of(SIZES[given.size]))
+    lines = lines_of(SIZES[given.size])
     if given.lines:
         given.lines = given.lines.split(",")
     else:
         given.lines = lines
-    if unknown := set(given.lines) - set(lines):
+    unknown = set(given.lines) - set(lines)
+    if unknown:
         parser.error(
             f"--lines: there is no {', '.join(sorted(unknown))}; choose from {', '.join(lines)}"
         )
@@ -108,168 +101,113 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return given
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    folder: Path
-    given: argparse.Namespace
+def _describe(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the facts of the devices, or `trouble` if they cannot be used."""
+    if given.device == "cpu":
+        return {"type": "cpu", "name": "CPU", "count": 1}
+    task = folder / "describe.json"
+    task.write_text(json.dumps({"parent_pid": os.getpid()}))
+    device, why = _run_child(task, "describe", _DESCRIBE_SECONDS, on_cpu=False)
+    return device or {"trouble": why}
 
-    def describe(self) -> dict[str, Any]:
-        """Return the facts of the devices, or `trouble` if they cannot be used."""
-        if self.given.device == "cpu":
-            return {"type": "cpu", "name": "CPU", "count": 1}
-        task = {"lines": ["describe"]}
-        records, why = self._run_child(task, "describe", _DESCRIBE_SECONDS)
-        if records:
-            return records[0]["device"]
-        return {"trouble": why}
 
-    def measure(self, device: dict[str, Any]) -> dict[str, Any]:
-        machine = describe_machine()
-        on_cpu = device["type"] == "cpu"
-        if on_cpu:
-            where = "a CPU, as a rehearsal of the command"
-        else:
-            where = f"{device['count']} × {device['name']}"
-        shown = "".join(f"{name} {device[name]}, " for name in ("cuda", "nccl") if device.get(name))
-        print(
-            f"measured {machine['measured_at']} on {where}, {machine['cpu']}\n"
-            f"torch {machine['torch']}, Python {machine['python']}, {shown}size {self.given.size}",
-            flush=True,
+def _measure(given: argparse.Namespace, folder: Path, device: dict[str, Any]) -> dict[str, Any]:
+    machine = describe_machine()
+    on_cpu = device["type"] == "cpu"
+    if on_cpu:
+        where = "a CPU, as a rehearsal of the command"
+    else:
+        where = f"{device['count']} × {device['name']}"
+    shown = "".join(f"{name} {device[name]}, " for name in ("cuda", "nccl") if device.get(name))
+    print(
+        f"measured {machine['measured_at']} on {where}, {machine['cpu']}\n"
+        f"torch {machine['torch']}, Python {machine['python']}, {shown}size {given.size}",
+        flush=True,
+    )
+    texts = folder / "text"
+    _write_text(texts, SIZES[given.size].text_bytes)
+    tokens = prepare_tokens(
+        DataConfig(path=str(texts)), Store.open(str(folder / "store")), project_root=PROJECT_ROOT
+    )
+    task = folder / "task.json"
+    task.write_text(
+        json.dumps(
+            {
+                "size": given.size,
+                "folder": str(folder),
+                "prepared": {**tokens.to_json(), "weight_unit": "tokens"},
+                "device": device,
+                "parent_pid": os.getpid(),
+            }
         )
-        texts = self.folder / "text"
-        _write_text(texts, SIZES[self.given.size].text_bytes)
-        data = DataConfig(path=str(texts))
-        tokens = prepare_tokens(
-            data, Store.open(str(self.folder / "store")), project_root=PROJECT_ROOT
-        )
-        task = {
-            "size": self.given.size,
-            "folder": str(self.folder),
-            "prepared": {**tokens.to_json(), "weight_unit": "tokens"},
-            "device": device,
-        }
-        groups = [[name] for name in self.given.lines]
-        lanes = 1
-        # No time is judged, so that two processes may disturb each other
-        if self.given.size == "tiny":
-            groups = [
-                [name for name in self.given.lines if (name in JOB_LINES) is own]
-                for own in (False, True)
-            ]
-            lanes = 2
-        rows: dict[str, list[dict[str, Any]]] = {}
-        with ThreadPoolExecutor(lanes) as pool:
-            for some in pool.map(lambda lines: self._measure_group(task, lines), groups):
-                rows |= some
-        return {
-            "kind": "measured",
-            "size": self.given.size,
-            "machine": machine,
-            "device": device,
-            "rows": [{"line": name, **row} for name in self.given.lines for row in rows[name]],
-        }
+    )
+    rows = []
+    for line in given.lines:
+        began = time.monotonic()
+        measured, why = _run_child(task, line, given.deadline, on_cpu=on_cpu)
+        line_seconds = time.monotonic() - began
+        if measured is None:
+            measured = [Row(what=line, measured=why, verdict=_ERROR).to_json()]
+        for row in measured:
+            print(f"{line}: {row['what']}: {row['measured']} · {row['verdict']}", flush=True)
+            rows.append({"line": line, **row, "line_seconds": line_seconds})
+    return {
+        "kind": "measured",
+        "size": given.size,
+        "machine": machine,
+        "device": device,
+        "rows": rows,
+    }
 
-    def _measure_group(
-        self, task: dict[str, Any], lines: Sequence[str]
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows by line.
 
-        A line that ends its process gets a row that says so, and the others go on.
-        """
-        found: dict[str, list[dict[str, Any]]] = {}
-        while left := [name for name in lines if name not in found]:
-            records, why = self._run_child({**task, "lines": left}, left[0], self.given.deadline)
-            for record in records:
-                error = record.get("error")
-                if error:
-                    rows = [_error_row(record["line"], error)]
-                else:
-                    rows = record["rows"]
-                found[record["line"]] = [
-                    {**row, "line_seconds": record.get("seconds")} for row in rows
-                ]
-            ended = next((name for name in left if name not in found), None)
-            if ended is not None:
-                found[ended] = [_error_row(ended, why or "the process ended without a result")]
-            for name in left:
-                for row in found.get(name, ()):
-                    print(
-                        f"{name}: {row['what']}: {row['measured']} · {row['verdict']}", flush=True
-                    )
-        return found
+def _run_child(task: Path, line: str, seconds: float, *, on_cpu: bool) -> tuple[Any, str]:
+    """Run a measuring process.
 
-    def _run_child(
-        self, task: dict[str, Any], name: str, seconds: float
-    ) -> tuple[list[dict[str, Any]], str]:
-        """Run a measuring process. Return its records, and why it ended early, if it did."""
-        path = self.folder / f"task-{name}.json"
-        out = path.with_suffix(".out")
-        log = path.with_suffix(".log")
-        out.unlink(missing_ok=True)
-        path.write_text(json.dumps({**task, "out": str(out), "parent_pid": os.getpid()}))
-        with log.open("wb") as output:
-            command = [sys.executable, "-m", "benchmarks.gpu.measure", str(path)]
-            child = subprocess.Popen(
+    Returns:
+        Its result and "", or None and why there is none.
+    """
+    out = task.with_name(f"{line}.out")
+    log = task.with_name(f"{line}.log")
+    command = [sys.executable, "-m", "benchmarks.gpu.measure", str(task), line, str(out)]
+    why = ""
+    with log.open("wb") as output:
+        try:
+            code = subprocess.run(
                 command,
-                env=self._environment(name),
+                env=_environment(task, line, on_cpu=on_cpu),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-            )
-        why = ""
-        seen = 0
-        limit = time.monotonic() + seconds
-        try:
-            while child.poll() is None:
-                known = len(_records(out))
-                if known > seen:
-                    seen = known
-                    limit = time.monotonic() + seconds
-                if time.monotonic() > limit:
-                    why = f"no result within {seconds:g} s"
-                    break
-                time.sleep(_POLL_SECONDS)
-        finally:
-            child.kill()
-            code = child.wait()
-        if code and not why:
-            why = f"the process ended with exit code {code}"
-        if why:
-            tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            print(
-                "\n".join([f"{name}: {why}; the end of its output:", *tail]),
-                file=sys.stderr,
-                flush=True,
-            )
-        return _records(out), why
-
-    def _environment(self, name: str) -> dict[str, str]:
-        """Return torchrun's variables for a process alone, so that it makes the group that an
-        agent's rank has.
-        """
-        port = rendezvous_port("127.0.0.1", f"{self.folder}/{name}", attempt=0)
-        own = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        own |= {"MASTER_PORT": str(port), "PYTHONPATH": python_path()}
-        if self.given.device == "cpu":
-            own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **own}
+                timeout=seconds,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            why = f"no result within {seconds:g} s"
+        else:
+            if code:
+                why = f"the process ended with exit code {code}"
+    if not why:
+        return json.loads(out.read_text()), ""
+    tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+    print("\n".join([f"{line}: {why}; the end of its output:", *tail]), file=sys.stderr, flush=True)
+    return None, f"{why}: {tail[-1]}" if tail else why
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a process, without a last one that is not complete."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
-def _error_row(line: str, why: str) -> dict[str, Any]:
-    return Row(what=line, measured=why, verdict=_ERROR).to_json()
+def _environment(task: Path, line: str, *, on_cpu: bool) -> dict[str, str]:
+    """Return torchrun's variables for one process, so that it makes the group of an agent's rank."""
+    port = rendezvous_port("127.0.0.1", f"{task}/{line}", attempt=0)
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": python_path(),
+    }
+    if on_cpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return environment
 
 
 def _write_text(folder: Path, size: int) -> None:
@@ -279,11 +217,8 @@ def _write_text(folder: Path, size: int) -> None:
         with (folder / f"{part}.py").open("w") as file:
             number = part
             while file.tell() < size // 10:
-                file.write(
-                    "".join(
-                        f"{number} + {one * one} = {number + one * one}\n" for one in range(500)
-                    )
-                )
+                for root in range(500):
+                    file.write(f"{number} + {root * root} = {number + root * root}\n")
                 number += 10
 
 

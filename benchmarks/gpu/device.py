@@ -145,13 +145,10 @@ def measure_copies(bench: Bench) -> list[Row]:
     count = bench.size.copy_bytes
     there = torch.empty(count, dtype=torch.uint8, device=device)
     limit, source = _link_limit(device)
+    seconds = 1.0 if bench.on_gpu else 0.1
     rows = []
     for pinned in (True, False) if bench.on_gpu else (False,):
         here = torch.ones(count, dtype=torch.uint8, pin_memory=pinned)
-        if bench.on_gpu:
-            seconds = 1.0
-        else:
-            seconds = 0.1
         up = count / fastest_seconds(
             device, partial(there.copy_, here, non_blocking=pinned), seconds=seconds
         )
@@ -223,14 +220,11 @@ def measure_collective_rank(bench: Bench) -> list[Row]:
     ranks = int(os.environ["WORLD_SIZE"])
     if bench.on_gpu:
         backend = "nccl"
+        device = torch.device("cuda", rank % bench.device["count"])
+        torch.cuda.set_device(device)
     else:
         backend = "gloo"
-    if bench.on_gpu:
-        device = torch.device("cuda", rank % bench.device["count"])
-    else:
         device = torch.device("cpu")
-    if bench.on_gpu:
-        torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
     own = torch.full((1024,), float(rank + 1), device=device)
     dist.all_reduce(own)

@@ -79,31 +79,17 @@ def run_job(bench: Bench, name: str, *, rehearse: str | None = None, **sections:
     return JobRun(outcome=outcome, events=events)
 
 
-_kept: dict[str, JobRun] = {}
-
-
-def _kept_job(bench: Bench, name: str, **options: Any) -> JobRun:
-    """Run a job, unless this process ran it for an earlier line."""
-    if name not in _kept:
-        _kept[name] = run_job(bench, name, **options)
-    return _kept[name]
-
-
 def measure_resume(bench: Bench, mode: str) -> list[Row]:
-    """Compare the weights of a job that lost a rank with those of one that did not, with
-    `training.deterministic`.
+    """Compare the weights of a job that lost a rank with those of an uninterrupted one.
 
-    On a CPU, where the modes are the same, the jobs of other lines serve for "strict".
+    Both have `training.deterministic` as `mode`.
     """
     training = {"deterministic": mode}
     rank = bench.ranks - 1
-    whole = _kept_job(bench, f"{mode if bench.on_gpu else 'auto'}-uninterrupted", training=training)
-    if bench.on_gpu or mode == "auto":
-        killed = run_job(
-            bench, f"{mode}-killed", rehearse=f"rank-kill@55%:rank={rank}", training=training
-        )
-    else:
-        killed = _hung_job(bench, rank)
+    whole = run_job(bench, f"{mode}-uninterrupted", training=training)
+    killed = run_job(
+        bench, f"{mode}-killed", rehearse=f"rank-kill@55%:rank={rank}", training=training
+    )
     equal = whole.outcome.weights_sha256 == killed.outcome.weights_sha256 is not None
     interrupted = killed.generations > 1 and bool(killed.named(RESTORE))
     promised = mode == "strict" or not bench.on_gpu
@@ -132,29 +118,20 @@ def measure_resume(bench: Bench, mode: str) -> list[Row]:
     return [row]
 
 
-def _hung_job(bench: Bench, rank: int) -> JobRun:
-    if bench.on_gpu:  # not strict: an operation that strict refuses must not end this line too
-        return run_job(bench, "hang", **_fault(bench, "hang", rank=rank))
-    strict = {"deterministic": "strict"}
-    return _kept_job(bench, "hang", rehearse=f"sleep@50%:rank={rank}", training=strict)
-
-
 def measure_hang(bench: Bench) -> list[Row]:
-    """A rank whose device never ends a kernel, on a CPU one that sleeps: who is blamed, and does
-    the job go on.
-    """
+    """A rank whose device never ends a kernel; on a CPU, a rank that sleeps."""
     rank = bench.ranks - 1
     if bench.on_gpu:
         what = "a hanging device"
+        run = run_job(bench, "hang", **_fault(bench, "hang", rank=rank))
     else:
         what = "a sleeping rank, for a device"
-    return [_recovery_row(bench, what, _hung_job(bench, rank), rank)]
+        run = run_job(bench, "hang", rehearse=f"sleep@50%:rank={rank}")
+    return [_recovery_row(bench, what, run, rank)]
 
 
 def measure_out_of_memory(bench: Bench) -> list[Row]:
-    """A job whose allocator refuses a whole batch in forward and half of one in the optimizer: it
-    goes on in parts.
-    """
+    """A job whose allocator refuses a whole batch in forward and half of one in the optimizer."""
     run = run_job(bench, "out-of-memory", **_fault(bench, "out of memory"))
     splits = [event.data for event in run.named(GUARD) if event.data["action"] == GuardAction.SPLIT]
     parts = sorted({split["accumulation"] for split in splits})
@@ -188,9 +165,7 @@ def _fault(bench: Bench, fault: str, *, rank: int = 0) -> dict[str, Any]:
 
 
 def measure_collectives(bench: Bench) -> list[Row]:
-    """Sums and bus bandwidth of collectives, over all GPUs; over two ranks on one GPU, or on a CPU,
-    as a rehearsal.
-    """
+    """Sums and bus bandwidth of collectives over all GPUs; with one GPU or a CPU, over two ranks."""
     if bench.ranks > 1:
         ranks = bench.ranks
     else:
@@ -204,55 +179,45 @@ def measure_collectives(bench: Bench) -> list[Row]:
         "prepared": {},
         "device": bench.device,
     }
-    path.write_text(json.dumps({**task, "parent_pid": os.getpid(), "lines": ["collective-rank"]}))
+    path.write_text(json.dumps({**task, "parent_pid": os.getpid()}))
     port = rendezvous_port("127.0.0.1", str(path), attempt=0)
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_PORT": str(port),
+    }
     shared = bench.on_gpu and ranks > bench.device["count"]
-    if shared:  # NCCL refuses two ranks of one host on a GPU, so that each names a host of its own
+    if shared:
         common |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(ranks):
-        own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            **({"NCCL_HOSTID": f"bench-{rank}"} if shared else {}),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.gpu.measure",
-            str(path),
-            f"{folder}/{rank}.out",
-        ]
-        processes.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
-    for process in processes:
-        if code := process.wait():
-            raise GangError(f"a rank of the collectives ended with exit code {code}")
-    records = [json.loads((folder / f"{rank}.out").read_text()) for rank in range(ranks)]
-    if errors := [record["error"] for record in records if "error" in record]:
-        raise GangError(errors[0])
-    rows = [Row(**row) for row in records[0]["rows"]]
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if shared:
+            # NCCL refuses two ranks of one host on one GPU, so that each names a host of its own
+            environment["NCCL_HOSTID"] = f"bench-{rank}"
+        command = [sys.executable, "-m", "benchmarks.gpu.measure", str(path), "collective-rank"]
+        processes.append(subprocess.Popen([*command, f"{folder}/{rank}.out"], env=environment))
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise GangError(f"the ranks of the collectives ended with exit codes {codes}")
+    rows = [Row(**row) for row in json.loads((folder / "0.out").read_text())]
     if shared:
         rows = [replace(row, what=f"{row.what}, both on one GPU over sockets") for row in rows]
     return rows
 
 
 def _recovery_row(bench: Bench, fault: str, run: JobRun, rank: int) -> Row:
-    """How long after the last step the first one of the next generation was done, and which rank
-    was blamed.
-    """
+    """Return the time from the last step to the next generation's first, and the blamed rank."""
     limit = 120.0 + bench.size.hang_seconds
     blamed = [event.data for event in run.named(FAULT_DETECTED)]
     steps = run.named(STEP)
     last = max((event.t_wall for event in steps if event.generation == 1), default=None)
+    culprit = "nobody"
+    named = None
     if blamed:
         culprit = blamed[0]["culprit"]
-    else:
-        culprit = "nobody"
-    if blamed:
         named = blamed[0].get("rank")
-    else:
-        named = None
     again = min((event.t_wall for event in steps if event.generation > 1), default=None)
     if again is not None and last is not None:
         seconds = again - last

@@ -1,65 +1,23 @@
-"""The process that measures lines: `python -m benchmarks.gpu.measure TASK.json`.
-
-It appends each result to a file.
-"""
+"""The process that measures one line: `python -m benchmarks.gpu.measure TASK.json LINE OUT.json`."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.gpu.bench import SIZES, Bench, Row, Size
+from benchmarks.gpu import device, jobs, speed
+from benchmarks.gpu.bench import SIZES, Bench, Row
 from ebbflow.core.process import die_with_parent
 
-Line = Callable[[Bench], list[Row]]
 
-
-def _line(module: str, name: str, *arguments: object) -> Line:
-    """Return a function of a module that is imported when the line is measured: some import torch."""
-    return lambda bench: getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(
-        bench, *arguments
-    )
-
-
-def lines_of(size: Size) -> dict[str, Line]:
-    """Return the lines by name, in the order of the table."""
-    found = {
-        "matmul": _line("device", "measure_matmul"),
-        "copies": _line("device", "measure_copies"),
-    }
-    for model in size.models:
-        for variant in ("eager", "compiled", "recomputed"):
-            found[f"{model}-{variant}"] = _line("speed", "measure_speed", model, variant)
-    others = {
-        "ratio": _line("speed", "measure_ratio"),
-        "waits": _line("speed", "measure_waits"),
-        "save": _line("speed", "measure_save"),
-        "resume": _line("jobs", "measure_resume", "auto"),
-        "strict": _line("jobs", "measure_resume", "strict"),
-        "hang": _line("jobs", "measure_hang"),
-        "memory": _line("jobs", "measure_out_of_memory"),
-        "collectives": _line("jobs", "measure_collectives"),
-    }
-    return found | others
-
-
-# They start processes of their own
-JOB_LINES = ("resume", "strict", "hang", "memory", "collectives")
-
-
-def main(path: str, out: str = "") -> None:
-    task = json.loads(Path(path).read_text())
-    out = out or task["out"]
+def main(task_path: str, line: str, out: str) -> None:
+    """Measure a line and write its rows; "describe" writes the facts of the devices."""
+    task = json.loads(Path(task_path).read_text())
     die_with_parent(task["parent_pid"])
-    if task["lines"] == ["describe"]:
-        from benchmarks.gpu.device import describe_device
-
-        _record(out, {"device": describe_device()})
+    if line == "describe":
+        Path(out).write_text(json.dumps(device.describe_device()))
         return
     bench = Bench(
         size=SIZES[task["size"]],
@@ -67,21 +25,30 @@ def main(path: str, out: str = "") -> None:
         prepared=task["prepared"],
         device=task["device"],
     )
-    lines = lines_of(bench.size) | {"collective-rank": _line("device", "measure_collective_rank")}
-    for name in task["lines"]:
-        began = time.monotonic()
-        try:
-            rows = [row.to_json() for row in lines[name](bench)]
-            _record(out, {"line": name, "rows": rows, "seconds": time.monotonic() - began})
-        except Exception as error:
-            traceback.print_exc()
-            text = " ".join(str(error).split())
-            _record(out, {"line": name, "error": f"{type(error).__name__}: {text}"})
+    rows = _measure(bench, line)
+    Path(out).write_text(json.dumps([row.to_json() for row in rows]))
 
 
-def _record(path: str, found: dict) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(found) + "\n")
+def _measure(bench: Bench, line: str) -> list[Row]:
+    measures: dict[str, Callable[[Bench], list[Row]]] = {
+        "matmul": device.measure_matmul,
+        "copies": device.measure_copies,
+        "ratio": speed.measure_ratio,
+        "waits": speed.measure_waits,
+        "save": speed.measure_save,
+        "hang": jobs.measure_hang,
+        "memory": jobs.measure_out_of_memory,
+        "collectives": jobs.measure_collectives,
+        "collective-rank": device.measure_collective_rank,
+    }
+    if line in measures:
+        return measures[line](bench)
+    if line == "resume":
+        return jobs.measure_resume(bench, "auto")
+    if line == "strict":
+        return jobs.measure_resume(bench, "strict")
+    model, variant = line.rsplit("-", 1)
+    return speed.measure_speed(bench, model, variant)
 
 
 if __name__ == "__main__":

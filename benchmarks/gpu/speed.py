@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.bench import LOW, NO_RANGE, NOT_RUN, Bench, Row, judge
+from benchmarks.gpu.bench import HIGH, LOW, NO_RANGE, NOT_RUN, Bench, Row, judge
 from benchmarks.gpu.device import catalogued_gpu, published_peak
 from benchmarks.training.bare import BareLoop
 from benchmarks.training.engine_rank import UNLIMITED, EngineLoop
@@ -101,7 +101,7 @@ def fitting_samples(
 
 
 def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
-    """Tokens per second, MFU and peak memory of the engine with an option of `VARIANTS`."""
+    """Tokens per second, MFU and, on a GPU, peak memory of the engine with an option of `VARIANTS`."""
     parallel = VARIANTS[variant]
     what = f"{model}, {variant}"
     samples, why = fitting_samples(bench, model, parallel)
@@ -116,7 +116,7 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
         laps = run_laps({"engine": engine}, rounds=bench.size.rounds, steps=bench.size.steps)[
             "engine"
         ]
-        memory = _memory_row(bench, what, config, engine, samples)
+        memory = [_memory_row(bench, what, config, samples)] if bench.on_gpu else []
     finally:
         engine.close()
     seconds = statistics.median(lap["seconds"] for lap in laps) / bench.size.steps
@@ -130,7 +130,9 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
     if peak:
         low, high, why = mfu_range(bench, model, variant)
     else:
-        low, high, why = (None, None, "")
+        low = None
+        high = None
+        why = ""
     tokens = samples * config.model.sequence_length / seconds
     if mfu is None:
         share = ""
@@ -155,7 +157,7 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
         verdict=judge(mfu, low, high) if mfu is not None else NO_RANGE,
         figures=figures,
     )
-    return [row, memory]
+    return [row, *memory]
 
 
 def mfu_range(bench: Bench, model: str, variant: str) -> tuple[float, float, str]:
@@ -180,74 +182,36 @@ def mfu_range(bench: Bench, model: str, variant: str) -> tuple[float, float, str
     )
 
 
-def _memory_row(
-    bench: Bench, what: str, config: RunConfig, engine: EngineLoop, samples: int
-) -> Row:
-    """Compare the peak of all tensors with the plan's estimate; on a GPU also all memory that is
-    taken.
-    """
+def _memory_row(bench: Bench, what: str, config: RunConfig, samples: int) -> Row:
+    """Compare the peak of all tensors, and all memory that is taken, with the plan's estimates."""
     shape = causal_lm_shape(config.model)
-    fit = memory_fit(config, 1)
-    fused = bench.on_gpu
-    estimate = rank_bytes(config, shape, ranks=1, samples=samples, fused_norms=fused).total
-    figures: dict[str, Any] = {
-        "estimated_tensor_bytes": estimate,
-        "estimated_bytes": fit.total,
-        "samples": samples,
-    }
-    if bench.on_gpu:
-        device = bench.gang.device
-        tensors = torch.cuda.max_memory_allocated(device)
-        reserved = torch.cuda.max_memory_reserved(device)
-        free, total = torch.cuda.mem_get_info(device)
-        taken = total - free - torch.cuda.memory_reserved(device) + reserved
-        figures |= {"tensor_bytes": tensors, "bytes": taken}
-        shown = f"{gib_text(tensors)} of tensors, {gib_text(taken)} in all"
-        limits = (
-            f"tensors {gib_text(estimate)} ± {_MEMORY_BAND:.0%}, at most {gib_text(fit.total)} "
-            "in all"
-        )
-        found = judge(tensors / estimate, 1 - _MEMORY_BAND, 1 + _MEMORY_BAND)
-        if taken > fit.total:
-            found = "above"
+    most = memory_fit(config, 1).total
+    estimate = rank_bytes(config, shape, ranks=1, samples=samples, fused_norms=True).total
+    device = bench.gang.device
+    tensors = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device) + reserved
+    if taken > most:
+        verdict = HIGH
     else:
-        tensors = _profiled_peak(engine)
-        figures |= {"tensor_bytes": tensors}
-        shown = f"{gib_text(tensors)} of tensors"
-        limits = f"estimated {gib_text(estimate)}"
-        found = NO_RANGE
-    source = "the plan's estimate, core/footprint.py"
+        verdict = judge(tensors / estimate, 1 - _MEMORY_BAND, 1 + _MEMORY_BAND)
     return Row(
         what=f"memory of {what}",
-        measured=shown,
-        expected=limits,
-        source=source,
-        verdict=found,
-        figures=figures,
+        measured=f"{gib_text(tensors)} of tensors, {gib_text(taken)} in all",
+        expected=(
+            f"tensors {gib_text(estimate)} ± {_MEMORY_BAND:.0%}, at most {gib_text(most)} in all"
+        ),
+        source="the plan's estimate, core/footprint.py",
+        verdict=verdict,
+        figures={
+            "estimated_tensor_bytes": estimate,
+            "estimated_bytes": most,
+            "samples": samples,
+            "tensor_bytes": tensors,
+            "bytes": taken,
+        },
     )
-
-
-def _profiled_peak(engine: EngineLoop) -> int:
-    """Return the peak of the bytes of all tensors in two steps, from the profiler: a CPU's
-    allocator does not count.
-    """
-    module, optimizer = engine.state
-    kept = [*module.parameters(), *module.buffers()]
-    kept += [
-        one
-        for state in optimizer.state.values()
-        for one in state.values()
-        if isinstance(one, torch.Tensor)
-    ]
-    size = peak = sum(tensor.nbytes for tensor in kept)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        engine.run(2)
-    results: Any = profiler.profiler
-    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    for change in sorted(changes, key=lambda event: event.start_ns()):
-        size += change.nbytes()
-        peak = max(peak, size)
-    return peak
 
 
 def measure_ratio(bench: Bench) -> list[Row]:
@@ -276,11 +240,11 @@ def measure_ratio(bench: Bench) -> list[Row]:
     finally:
         engine.close()
     ratios = [
-        bare["seconds"] / own["seconds"]
-        for own, bare in zip(laps["engine"], laps["bare"], strict=True)
+        bare["seconds"] / engine_lap["seconds"]
+        for engine_lap, bare in zip(laps["engine"], laps["bare"], strict=True)
     ]
     ratio = statistics.median(ratios)
-    losses = {name: found[-1]["loss"] for name, found in laps.items()}
+    losses = {name: of_name[-1]["loss"] for name, of_name in laps.items()}
     return [
         Row(
             what=what,
@@ -407,8 +371,6 @@ def measure_save(bench: Bench) -> list[Row]:
         "stall_seconds": stall,
         "extra_seconds": extra,
         "durable_seconds": durable,
-    }
-    figures |= {
         "hidden_share": 1 - extra / durable,
         "commits": len(commits),
         "copy_bytes_per_second": copy,

@@ -1,7 +1,6 @@
-"""`ebbflow bench`: what the engine and the commits cost beside what one would write with torch
-alone.
+"""`ebbflow bench`: the costs of the engine and of commits beside plain torch.
 
-Figures are measured, on this machine, side by side in one run. Importing this package imports no
+Figures are measured on this machine, side by side in one run. Importing this package imports no
 torch.
 """
 
@@ -9,39 +8,25 @@ from __future__ import annotations
 
 
 def main(arguments: list[str]) -> int:
-    """The command. 0 when everything was measured, else the exit code of what went wrong."""
-    if arguments[:1] == ["restore"]:
-        from benchmarks.training.restore import main as restore
+    """Run one benchmark and return its exit code. Only that benchmark is imported."""
+    options = arguments[1:]
+    match arguments[:1]:
+        case ["attach"]:
+            from benchmarks.training.attached import main as bench_attach
 
-        return restore(arguments[1:])
-    if arguments[:1] == ["mutations"]:
-        from benchmarks.training.mutations import main as mutations
+            return bench_attach(options)
+        case ["input"]:
+            from benchmarks.training.input_pipeline import main as bench_input
 
-        return mutations(arguments[1:])
-    if arguments[:1] == ["notice"]:
-        from benchmarks.training.notice import main as notice
+            return bench_input(options)
+        case ["survival"]:
+            from benchmarks.training.survival.commands import main as bench_survival
 
-        return notice(arguments[1:])
-    if arguments[:1] == ["attach"]:
-        from benchmarks.training.attached import main as attach
+            return bench_survival(options)
+        case ["published"]:
+            from benchmarks.training.published import main as bench_published
 
-        return attach(arguments[1:])
-    if arguments[:1] == ["input"]:
-        from benchmarks.training.input_pipeline import main as input_pipeline
+            return bench_published(options)
+    from benchmarks.training.commands import main as bench_engine_and_checkpoint
 
-        return input_pipeline(arguments[1:])
-    if arguments[:1] == ["overhead"]:
-        from benchmarks.training.overhead import main as overhead
-
-        return overhead(arguments[1:])
-    if arguments[:1] == ["survival"]:
-        from benchmarks.training.survival import main as survival
-
-        return survival(arguments[1:])
-    if arguments[:1] == ["published"]:
-        from benchmarks.training.published import main as published
-
-        return published(arguments[1:])
-    from benchmarks.training.commands import main as run
-
-    return run(arguments)
+    return bench_engine_and_checkpoint(arguments)

@@ -43,54 +43,26 @@ def main(arguments: list[str]) -> int:
     if given.stall_of is not None:
         return _measure_stall(given.stall_of, given.mib)
     with tempfile.TemporaryDirectory() as folder:
-        common = {
+        options = ["--steps", str(given.steps), "--mib", str(given.mib)]
+        torchrun = {
             "WORLD_SIZE": str(given.ranks),
             "LOCAL_WORLD_SIZE": str(given.ranks),
             "MASTER_ADDR": "127.0.0.1",
-        }
-        common |= {
             "MASTER_PORT": str(free_port()),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
         }
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "training",
-            "attach",
-            "--steps",
-            str(given.steps),
-        ]
         ranks = [
-            subprocess.Popen(
-                [*command, "--rank-of", folder],
-                cwd=PROJECT_ROOT,
-                env={
-                    **os.environ,
-                    **common,
-                    "PYTHONPATH": python_path(),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                },
-            )
-            for rank in range(given.ranks)
+            {**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(given.ranks)
         ]
-        codes = [rank.wait(600) for rank in ranks]
-        if any(codes):
+        if not _run_processes([*options, "--rank-of", folder], ranks):
             return 1
         figures = json.loads(Path(folder, "figures.json").read_text())
-        alone = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-        command = [*command, "--mib", str(given.mib), "--stall-of", folder]
-        if subprocess.run(command, cwd=PROJECT_ROOT, env=alone, timeout=600).returncode:
+        if not _run_processes([*options, "--stall-of", folder], [{}]):
             return 1
         stall = json.loads(Path(folder, "stall.json").read_text())
     seconds = figures["seconds"]
     print(json.dumps({"kind": "measured", "machine": describe_machine(), "ranks": given.ranks}))
-    for name, value in (
-        ("median", statistics.median(seconds)),
-        ("mean", statistics.fmean(seconds)),
-    ):
+    averages = {"median": statistics.median(seconds), "mean": statistics.fmean(seconds)}
+    for name, value in averages.items():
         print(
             f"{name} of {len(seconds)} steps: {1e6 * value:.0f} µs, {value / _STEP_SECONDS:.2%} "
             "of a 50 ms step"
@@ -99,13 +71,30 @@ def main(arguments: list[str]) -> int:
     print(f"processor time: {1e6 * cpu:.0f} µs a step, {cpu / _STEP_SECONDS:.2%} of a 50 ms step")
     stalls = stall["stalls"]
     copy = statistics.median(stall["copies"])
-    shown = ", ".join(f"{1e3 * one:.1f}" for one in stalls)
+    shown = ", ".join(f"{1e3 * seconds:.1f}" for seconds in stalls)
     print(
         f"stall of a save of {given.mib} MiB: median {1e3 * statistics.median(stalls):.1f} ms "
         f"({shown}), {statistics.median(stalls) / copy:.2f} × a warm copy of {1e3 * copy:.1f} ms"
     )
     print(f"load average: {os.getloadavg()[0]:.1f}")
     return 0
+
+
+def _run_processes(options: list[str], environments: list[dict[str, str]]) -> bool:
+    """Run this command once per environment. Return whether all of them succeeded."""
+    command = [sys.executable, "-m", "benchmarks", "training", "attach", *options]
+    common = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes = [
+        subprocess.Popen(command, cwd=PROJECT_ROOT, env={**common, **environment})
+        for environment in environments
+    ]
+    codes = [process.wait(600) for process in processes]
+    return not any(codes)
 
 
 def _measure_stall(folder: Path, mib: int) -> int:
@@ -136,7 +125,7 @@ def _measure_stall(folder: Path, mib: int) -> int:
     spent = [gap + update for gap, update in zip(gaps, updates, strict=True)]
     saves = range(2 * _SAVE_EVERY, len(spent), _SAVE_EVERY)  # the iteration after each save
     usual = statistics.median(
-        one for step, one in enumerate(spent[_WARM_UP:], _WARM_UP) if step % _SAVE_EVERY
+        seconds for step, seconds in enumerate(spent[_WARM_UP:], _WARM_UP) if step % _SAVE_EVERY
     )
     source = weight.detach()
     target = torch.ones_like(weight)

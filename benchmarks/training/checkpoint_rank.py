@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.training.laps import await_all
-from benchmarks.training.savers import CommitSaver, DcpAsyncSaver, DcpProcessSaver, DcpSaver, Saver
+from benchmarks.training.savers import CommitSaver, DcpAsyncSaver, DcpSaver, Saver
 from benchmarks.training.state import local_bytes, local_state, trained_state
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import job_prefix
@@ -41,9 +41,7 @@ def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     savers: dict[str, Saver] = {
         "engine": CommitSaver(uri, generation, model, optimizer, gang.rank),
         "dcp_save": DcpSaver(folder / "dcp-save", model, optimizer),
-        "dcp_async_save": DcpAsyncSaver(folder / "dcp-async-save", model, optimizer, kept=True),
-        "dcp_async_fresh": DcpAsyncSaver(folder / "dcp-async-fresh", model, optimizer, kept=False),
-        "dcp_process": DcpProcessSaver(folder / "dcp-process", model, optimizer),
+        "dcp_async_save": DcpAsyncSaver(folder / "dcp-async-save", model, optimizer),
     }
     found: dict[str, dict[str, Any]] = {
         name: {"cold": [], "blocked": [], "durable": [], "restore": [], "restored_equal": True}

@@ -1,35 +1,38 @@
-"""The command: what to measure, with how many rounds, and where the figures go."""
+"""The command `ebbflow bench engine|checkpoint`: options, measuring ranks, and figures."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.checkpoints import PARTS, bench_checkpoint
-from benchmarks.training.figures import engine_figures, part_figures
+from benchmarks.training.figures import checkpoint_figures, engine_figures
 from benchmarks.training.ranks import run_ranks
-from benchmarks.training.tables import engine_text, machine_line
+from benchmarks.training.tables import checkpoint_text, engine_text, machine_line
 from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError
 from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.layout import job_prefix
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.infra.instance import describe_machine
+from ebbflow.training.checkpoint.lineage import open_generation
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import TrainingError
 
 _RANKS = 2
 _NEVER = 10**9
+_STATE_BYTES_PER_PARAMETER = 12  # a float32 weight and AdamW's two moments
+_STATE_LAYERS = 4
 
 
 def main(arguments: list[str]) -> int:
-    """0, or the exit code of the error that ended it, which is printed."""
+    """Run the command and return its exit code."""
     given = _parse(arguments)
     try:
         return _bench(given)
@@ -63,27 +66,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="override, model.num_layers=6",
     )
     engine.add_argument("--steps", type=_positive, default=10, help="in a round (default 10)")
-    engine.add_argument(
-        "--calls", type=_positive, default=500, help="of each part in a round (default 500)"
-    )
     checkpoint = parser.add_argument_group("checkpoint")
     checkpoint.add_argument(
         "--megabytes", type=float, default=200.0, help="of state over all ranks (default 200)"
-    )
-    checkpoint.add_argument(
-        "--parts",
-        default=",".join(PARTS),
-        metavar="LIST",
-        help=f"which of {', '.join(PARTS)} (default: all)",
-    )
-    checkpoint.add_argument(
-        "--store", metavar="URI", help="s3://bucket/prefix to upload to as well"
-    )
-    checkpoint.add_argument(
-        "--bucket-megabytes", type=float, default=400.0, help="of state per upload (default 400)"
-    )
-    checkpoint.add_argument(
-        "--simulated-ranks", type=_positive, default=1024, help="the most of them (default 1024)"
     )
     parser.add_argument(
         "--deadline", type=float, default=1800.0, help="seconds for each part (default 1800)"
@@ -101,25 +86,21 @@ def _positive(text: str) -> int:
 def _bench(given: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"kind": "measured", "machine": describe_machine()}
     print(machine_line(figures["machine"]), flush=True)
-    benches: dict[
-        str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str] | None]
-    ] = {
-        "engine": (_bench_engine, engine_text),
-        "checkpoint": (bench_checkpoint, None),  # tells each of its parts by itself
-    }
-    for name, (measure, render) in benches.items():
-        if given.what in (name, "all"):
-            with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as folder:
-                figures[name] = measure(given, Path(folder))
-            if render is not None:
-                print(f"\n{render(figures[name])}", flush=True)
+    if given.what in ("engine", "all"):
+        with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as folder:
+            figures["engine"] = _bench_engine(given, Path(folder))
+        print(f"\n{engine_text(figures['engine'])}", flush=True)
+    if given.what in ("checkpoint", "all"):
+        with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as folder:
+            figures["checkpoint"] = _bench_checkpoint(given, Path(folder))
+        print(f"\n{checkpoint_text(figures['checkpoint'])}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 
 def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One gang of two ranks for ddp, fsdp2 and the parts; one rank alone for single."""
+    """Measure ddp and fsdp2 with two ranks, and single with one."""
     config = _plain(load_config(given.config, given.set, project_root=PROJECT_ROOT).config)
     store = Store.open(str(folder / "store"))
     tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
@@ -131,20 +112,16 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "rounds": given.rounds,
         "steps": given.steps,
-        "calls": given.calls,
     }
     tokens_per_step = config.training.batch_size * config.model.sequence_length
     modes: dict[str, Any] = {}
-    parts: dict[str, Any] = {}
     for ranks, names in ((_RANKS, ["ddp", "fsdp2"]), (1, ["single"])):
         found = run_ranks(
             {**task, "modes": names}, folder, ranks=ranks, deadline_seconds=given.deadline
         )
         modes |= engine_figures([rank["modes"] for rank in found], tokens_per_step)
-        parts |= part_figures([rank["parts"] for rank in found])
     return {
         "modes": modes,
-        "parts": parts,
         "ranks": {"ddp": _RANKS, "fsdp2": _RANKS, "single": 1},
         "threads_per_rank": 1,
         "rounds": given.rounds,
@@ -155,9 +132,66 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def _bench_checkpoint(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure the stall, the time until durable and the restore; all savers write below one folder."""
+    store = Store.open(str(folder / "store"))
+    generation = open_generation(store.sub(job_prefix("bench")), run="bench", attempt=0)
+    task = {
+        "kind": "checkpoint",
+        "config": _sized_config(given.megabytes).model_dump(mode="json"),
+        "store_uri": store.uri,
+        "job": "bench",
+        "generation": generation.number,
+        "generation_id": generation.id,
+        "rounds": given.rounds,
+    }
+    ranks = run_ranks(task, folder, ranks=_RANKS, deadline_seconds=given.deadline)
+    return {
+        **checkpoint_figures(ranks),
+        "ranks": _RANKS,
+        "threads_per_rank": 1,
+        "rounds": given.rounds,
+        "file_system": _file_system(folder),
+    }
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of a folder's file system, such as ext4 or tmpfs; "unknown" if /proc/mounts
+    does not list it.
+    """
+    path = str(folder.resolve())
+    best = ""
+    kind = "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, mounted, *_ = line.split()
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        # A later mount hides an earlier one on the same place
+        if inside and len(mount) >= len(best):
+            best = mount
+            kind = mounted
+    return kind
+
+
+def _sized_config(megabytes: float) -> RunConfig:
+    """Return the model with about so many megabytes of weights and moments.
+
+    A layer has about 12 × hidden² parameters.
+    """
+    parameters = 1e6 * megabytes / _STATE_BYTES_PER_PARAMETER
+    hidden = max(16, 16 * round(math.sqrt(parameters / (12 * _STATE_LAYERS)) / 16))
+    model = {
+        "hidden_size": hidden,
+        "num_layers": _STATE_LAYERS,
+        "num_heads": 4,
+        "sequence_length": 128,
+    }
+    return RunConfig(model=model)
+
+
 def _plain(config: RunConfig) -> RunConfig:
-    """What a bare loop does too: a constant rate, whole steps, float32; and nothing between the
-    steps of a lap.
+    """Return the configuration of what a bare loop does too.
+
+    That is a constant rate, whole steps and float32, with nothing between the steps of a lap.
     """
     training = config.training.model_copy(
         update={

@@ -15,8 +15,6 @@ from torch import nn
 
 from benchmarks.training.bare import BareLoop
 from benchmarks.training.laps import Contestant, Lap, run_laps
-from benchmarks.training.no_saver import NoSaver
-from benchmarks.training.parts import measure_parts
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import STEP, Event, Origin
@@ -33,6 +31,7 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.worker import arrange_arithmetic
+from tests.support.no_saver import NoSaver
 
 UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 
@@ -40,10 +39,11 @@ UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 class EngineLoop:
     """The whole engine: step sync, clock, heartbeat, limits, events.
 
-    Each lap pays for putting its events.
+    The time of a lap includes putting its events.
 
-    saves: whether it saves as configured, into the generation of `spec`. watch: is called with each
-        event.
+    Args:
+        saves: Whether it saves as configured, into the generation of `spec`.
+        watch: Is called with each event.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class EngineLoop:
         folder: Path,
         *,
         saves: bool = False,
-        watch: Callable[[Event], object] = lambda event: None,
+        watch: Callable[[Event], object] = lambda _event: None,
     ) -> None:
         heartbeat = folder / f"heartbeat-{spec.job}-{gang.rank}"
         Heartbeat.create(heartbeat)
-        spec = replace(spec, heartbeat_path=str(heartbeat))
+        worker = replace(spec, heartbeat_path=str(heartbeat))
         self._log = EventLog(
             Store.open(spec.store_uri).sub(job_prefix(spec.job)),
             Origin(job=spec.job, rank=gang.rank),
@@ -67,16 +67,14 @@ class EngineLoop:
         self._watch = watch
         reporter = Reporter(Clock(self._log.emit), self._emit, Heartbeat(heartbeat).beat)
         if saves:
-            saver = open_saver(spec, gang, reporter)
+            saver = open_saver(worker, gang, reporter)
         else:
             saver = NoSaver()
-        self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
+        self._trainer = build_trainer(worker, gang, nodes=1, reporter=reporter, saver=saver)
         self._at = Position()
 
     def run(self, steps: int) -> Lap:
-        """Steps are timed from the call of `train` to the last step's event: what ends a job comes
-        after it.
-        """
+        """Time steps from the call of `train` to the last step's event, which precedes a job's end."""
         until = self._at.step + steps
         training = self._trainer.config.training.model_copy(update={"max_steps": until})
         config = self._trainer.config.model_copy(update={"training": training})
@@ -112,7 +110,7 @@ class EngineLoop:
         self._log.close()
 
     def _emit(self, name: str, **data: Any) -> None:
-        """Nothing is flushed on the way, so that the lap's own flush has all there is to put."""
+        """Emit without a flush, so that the flush of the lap puts all events."""
         event = self._log.emit(name, **{**data, "flush": False})
         if name == STEP:
             self._last = event
@@ -121,23 +119,13 @@ class EngineLoop:
 
 
 def measure_engine(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
-    """Laps by mode and contestant, and the parts of a step where there are ranks to talk to.
-
-    Collective.
-    """
-    modes = {mode: _measure_mode(task, mode, gang) for mode in task["modes"]}
-    return {"modes": modes, "parts": {} if gang.alone else measure_parts(task, gang)}
+    """Measure laps by mode and contestant. Collective."""
+    return {"modes": {mode: _measure_mode(task, mode, gang) for mode in task["modes"]}}
 
 
 def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list[dict[str, Any]]]:
-    config = RunConfig.model_validate(task["config"])
-    config = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(
-                update={"mode": "ddp" if mode == "single" else mode}
-            )
-        }
-    )
+    plain = RunConfig.model_validate(task["config"])
+    config = plain.changed("parallel", mode="ddp" if mode == "single" else mode)
     spec = WorkerSpec(
         job=f"bench-{mode}",
         run="bench",

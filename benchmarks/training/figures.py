@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -20,45 +19,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def interval_of_median(values: Sequence[float]) -> dict[str, float]:
-    """Median and its 95 % confidence interval, which supposes nothing of how the values are spread.
-
-    Its ends are values that stand 0.98 √n from the middle of n sorted ones (the binomial
-    distribution's normal approximation); of fewer than six they are the extremes, and the interval
-    is a smaller one.
-    """
-    ordered = sorted(values)
-    reach = 0.98 * math.sqrt(len(values))
-    low = max(math.floor(len(values) / 2 - reach), 0)
-    high = min(math.ceil(len(values) / 2 + reach), len(values) - 1)
-    return {
-        "median": statistics.median(values),
-        "low": ordered[low],
-        "high": ordered[high],
-        "rounds": len(values),
-    }
-
-
 def engine_figures(
     ranks: Sequence[dict[str, dict[str, Laps]]], tokens_per_step: int
 ) -> dict[str, Any]:
-    """ranks: of each, laps by mode and contestant. Figures by mode and contestant.
+    """Turn each rank's laps, by mode and contestant, into figures by mode and contestant.
 
-    A lap lasts as long as its slowest rank's. `engine_over_this` compares laps of the same round,
+    A lap takes as long as its slowest rank's. `engine_over_this` compares laps of the same round,
     so that a disturbance of the machine that outlasts a round cancels out: the engine's tokens/s
-    over the other's, above 1 when the engine is faster. cpu_…: processor time, mean of the ranks;
-    what waits is not in it, nor what others disturb.
+    over the other's, above 1 if the engine is faster. cpu_…: processor time, mean of the ranks.
     """
-    return {
-        mode: _mode_figures([rank[mode] for rank in ranks], tokens_per_step) for mode in ranks[0]
-    }
+    figures = {}
+    for mode in ranks[0]:
+        figures[mode] = _mode_figures([rank[mode] for rank in ranks], tokens_per_step)
+    return figures
 
 
 def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dict[str, Any]:
-    seconds = {
-        name: _slowest([_column(rank[name], "seconds") for rank in ranks]) for name in ranks[0]
-    }
-    cpu = {name: _mean([_column(rank[name], "cpu_seconds") for rank in ranks]) for name in ranks[0]}
+    seconds = {name: _slowest(_columns(ranks, name, "seconds")) for name in ranks[0]}
+    cpu = {name: _mean(_columns(ranks, name, "cpu_seconds")) for name in ranks[0]}
     figures = {}
     for name, laps in ranks[0].items():
         # Each lap has as many, and the warm-up lap too
@@ -75,15 +53,10 @@ def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dic
     return figures
 
 
-def part_figures(ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
-    """Microseconds per call by part; of the slowest rank in each round."""
-    return {name: spread(_slowest([rank[name] for rank in ranks])) for name in ranks[0]}
-
-
 def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A save blocks as long as its slowest rank's; it is durable when rank 0 knows it.
+    """A save blocks as long as its slowest rank's, and is durable when rank 0 knows it.
 
-    Multiples are per round.
+    Multiples are taken within each round.
     """
     size = sum(rank["bytes"] for rank in ranks)
     memcpy = _slowest([rank["memcpy"] for rank in ranks])
@@ -120,8 +93,12 @@ def _restore_figures(
     }
 
 
-def _column(laps: Laps, key: str) -> list[float]:
-    return [lap[key] for lap in laps]
+def _columns(ranks: Sequence[dict[str, Laps]], name: str, key: str) -> list[list[float]]:
+    """Return one figure of a contestant's laps, by rank."""
+    columns = []
+    for rank in ranks:
+        columns.append([lap[key] for lap in rank[name]])
+    return columns
 
 
 def _ratios(upper: Sequence[float], lower: Sequence[float]) -> list[float]:

@@ -113,10 +113,7 @@ def main(arguments: list[str]) -> int:
             ]
         )
     heads = ["workers", "data wait", "median ms", "longest ms", "ms/step"]
-    if given.decode:
-        kind = "processor time"
-    else:
-        kind = "a wait"
+    kind = "processor time" if given.decode else "a wait"
     print(
         f"{given.steps} steps of {given.step_milliseconds:g} ms, and as much for reading a batch "
         f"({kind})\n"

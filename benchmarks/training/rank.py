@@ -13,9 +13,6 @@ import torch
 
 from benchmarks.training.checkpoint_rank import measure_checkpoint
 from benchmarks.training.engine_rank import measure_engine
-from benchmarks.training.overhead_rank import measure_overhead
-from benchmarks.training.slow_rank import measure_slow_down
-from benchmarks.training.upload_rank import measure_upload
 from ebbflow.core.process import die_with_parent
 from ebbflow.training.gang import connect, disconnect, leave
 
@@ -32,13 +29,7 @@ def main(path: str) -> None:
     gang = connect(
         start_seconds=_START_SECONDS, collective_seconds=_COLLECTIVE_SECONDS, generation="bench"
     )
-    measures = {
-        "engine": measure_engine,
-        "checkpoint": measure_checkpoint,
-        "upload": measure_upload,
-        "slow_down": measure_slow_down,
-        "overhead": measure_overhead,
-    }
+    measures = {"engine": measure_engine, "checkpoint": measure_checkpoint}
     try:
         result = measures[task["kind"]](task, gang)
     except Exception:

@@ -1,4 +1,4 @@
-"""Starts the ranks that measure, with torchrun's environment, and collects what they found."""
+"""Start the ranks that measure, with torchrun's environment, and collect their results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _LOG_TAIL_LINES = 20
 def run_ranks(
     task: dict[str, Any], folder: Path, *, ranks: int, deadline_seconds: float
 ) -> list[Any]:
-    """Each rank's result of `task`, in order of rank.
+    """Return each rank's result of `task`, in order of rank.
 
     Two or more ranks form a gloo group on this machine's CPU.
 
-    task: JSON for `benchmarks.training.rank`, with its `kind`. Raises GangError with the end of the
-        culprit's log.
+    Args:
+        task: JSON for `benchmarks.training.rank`, with its `kind`.
+
+    Raises:
+        GangError: A rank failed or was late. The message has the end of its log.
     """
     path = folder / f"{task['kind']}-{ranks}.json"
     path.write_text(json.dumps({**task, "parent_pid": os.getpid()}))
@@ -43,16 +46,21 @@ def run_ranks(
 
 
 def _environment(ranks: int, port: int) -> dict[str, str]:
-    known = {
-        **os.environ,
+    # A rank alone finds no master, not even one of this process's own environment
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("MASTER_")
+    }
+    environment = {
+        **inherited,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": python_path(),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
     }
-    known |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     if ranks > 1:
-        return known | {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(port)}
-    return {name: value for name, value in known.items() if not name.startswith("MASTER_")}
+        environment |= {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(port)}
+    return environment
 
 
 def _start(path: Path, environment: dict[str, str], rank: int) -> subprocess.Popen[bytes]:
@@ -67,7 +75,7 @@ def _start(path: Path, environment: dict[str, str], rank: int) -> subprocess.Pop
 
 
 def _await(processes: list[subprocess.Popen[bytes]], path: Path, end: float) -> None:
-    """Until all have ended well; the first that has not ends the rest."""
+    """Wait until all have exited with 0; the first failure ends the wait."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

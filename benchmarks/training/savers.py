@@ -1,5 +1,5 @@
-"""Ways to save and restore one model and optimizer: ours, and torch's distributed checkpoint (DCP)
-in its modes.
+"""Ways to save and restore one model and optimizer: Ebbflow's commits, and torch's distributed
+checkpoint (DCP).
 """
 
 from __future__ import annotations
@@ -14,29 +14,25 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from benchmarks.training.laps import await_all
 from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, RetentionPolicy
-from ebbflow.training.checkpoint.inflight_save import UploadCost
-
-_PROCESS_SECONDS = 300.0  # it has no time-out of its own
 
 
 class Saver(Protocol):
     """One contestant; every rank calls the same methods in the same order. Collective."""
 
     def save(self, step: int) -> None:
-        """Returns when training may go on and change the state."""
+        """Return when training may continue and change the state."""
         ...
 
     def finish(self) -> None:
-        """Returns when the save can be restored after a crash of this machine."""
+        """Return when the save can be restored after a crash of this machine."""
         ...
 
     def tidy(self) -> None:
-        """Outside all measured time: what is no longer needed goes."""
+        """Delete what is no longer needed, outside all measured time."""
         ...
 
     def restore(self) -> None:
@@ -47,7 +43,7 @@ class Saver(Protocol):
 
 
 class CommitSaver:
-    """Ours. Keeps one commit; the uploader itself deletes the one before."""
+    """Ebbflow's commits. Keeps one; the uploader deletes the one before."""
 
     def __init__(
         self, uri: str, generation: Generation, model: nn.Module, optimizer: Optimizer, rank: int
@@ -78,10 +74,6 @@ class CommitSaver:
     def restore(self) -> None:
         assert self._commit is not None
         self._checkpointer.restore([self._commit.key], self._model, self._optimizer)
-
-    def carried(self) -> UploadCost:
-        """Of the uploader so far, from reading the staged bytes to the durable index."""
-        return self._checkpointer.upload_cost
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -138,16 +130,19 @@ class DcpSaver:
 
 
 class DcpAsyncSaver(DcpSaver):
-    """`dcp.async_save`. kept: one stager for all saves, so that its buffers are allocated once;
-    else a new one each.
-    """
+    """`dcp.async_save` with one stager for all saves, so that its buffers are allocated once."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer, *, kept: bool) -> None:
+    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(folder, model, optimizer)
-        if kept:
-            self._stager = _stager(shared=False)
-        else:
-            self._stager = None
+        # Without an accelerator torch refuses pinned memory and non-blocking copies
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
         self._upload: Future[Any] | None = None
 
     def finish(self) -> None:
@@ -155,54 +150,14 @@ class DcpAsyncSaver(DcpSaver):
         self._upload.result()
 
     def close(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
+        self._stager.close()
 
     def _save(self, state: dict[str, Any], path: str) -> None:
-        stager = self._stager or _stager(shared=False)
-        self._take(
-            dcp.async_save(
-                state, checkpoint_id=path, process_group=self._group, async_stager=stager
-            )
+        response = dcp.async_save(
+            state, checkpoint_id=path, process_group=self._group, async_stager=self._stager
         )
-
-    def _take(self, response: Any) -> None:
         if isinstance(response, Future):
             self._upload = response
         else:
             response.staging_completion.result()
             self._upload = response.upload_completion
-
-
-class DcpProcessSaver(DcpAsyncSaver):
-    """`dcp.async_save` in process mode: another process writes, from shared memory that is kept."""
-
-    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(folder, model, optimizer, kept=False)
-        self._stager = _stager(shared=True)
-
-    def finish(self) -> None:
-        assert self._upload is not None
-        self._upload.result(timeout=_PROCESS_SECONDS)
-
-    def _save(self, state: dict[str, Any], path: str) -> None:
-        self._take(
-            dcp.async_save(
-                state,
-                checkpoint_id=path,
-                process_group=self._group,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self._stager,
-            )
-        )
-
-
-def _stager(*, shared: bool) -> DefaultStager:
-    """Without an accelerator torch refuses pinned memory and non-blocking copies."""
-    options = StagingOptions(
-        use_pinned_memory=False,
-        use_shared_memory=shared,
-        use_async_staging=False,
-        use_non_blocking_copy=False,
-    )
-    return DefaultStager(options)

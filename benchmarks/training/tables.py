@@ -10,21 +10,10 @@ _ENGINE_NAMES = {
     "bare": "bare loop, torch's defaults",
     "bare_tuned": "bare loop, the engine's options",
 }
-_PARTS = {
-    "heartbeat_beat": ("heartbeat beat", "4"),
-    "sample_order": ("order of the samples", "1"),
-    "event_emit": ("event emit", "1"),
-    "step_sync": ("step sync: row, all-gather, checks", "1"),
-    "step_sync_all_gather": ("  of which the all-gather", ""),
-    "guards": ("guards: numbers, pace, memory", "1"),
-    "guards_with_spikes": ("  with spikes looked for", ""),
-}
 _SAVERS = {
     "engine": "Ebbflow's save",
     "dcp_save": "DCP save",
     "dcp_async_save": "DCP async_save, kept stager",
-    "dcp_async_fresh": "DCP async_save, fresh stager",
-    "dcp_process": "DCP async_save, process mode",
 }
 
 
@@ -37,7 +26,6 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def engine_text(engine: dict[str, Any]) -> str:
-    """Modes and contestants, then the parts."""
     about = (
         f"measured · {engine['parameters']:,} parameters, {engine['tokens_per_step']:,} tokens "
         f"per step\nmedians of {engine['rounds']} rounds of {engine['steps']} steps, in turn; 1 "
@@ -46,16 +34,16 @@ def engine_text(engine: dict[str, Any]) -> str:
     rows = []
     for mode, contestants in engine["modes"].items():
         ranks = engine["ranks"][mode]
-        for number, (name, found) in enumerate(contestants.items()):
+        for number, (name, figures) in enumerate(contestants.items()):
             rows.append(
                 [
                     f"{mode} ×{ranks}" if number == 0 else "",
                     _ENGINE_NAMES[name],
-                    f"{found['tokens_per_second']['median']:,.0f}",
-                    f"{found['milliseconds_per_step']['median']:.2f}",
-                    f"{found['cpu_milliseconds_per_step']['median']:.2f}",
-                    "" if name == "engine" else bracketed(found["engine_over_this"], ratio=True),
-                    f"{found['last_loss']:.4f}",
+                    f"{figures['tokens_per_second']['median']:,.0f}",
+                    f"{figures['milliseconds_per_step']['median']:.2f}",
+                    f"{figures['cpu_milliseconds_per_step']['median']:.2f}",
+                    "" if name == "engine" else bracketed(figures["engine_over_this"], ratio=True),
+                    f"{figures['last_loss']:.4f}",
                 ]
             )
     steps = table(
@@ -63,17 +51,7 @@ def engine_text(engine: dict[str, Any]) -> str:
         rows,
         text_columns=2,
     )
-    return f"engine: {about}\n\n{steps}\n\n{parts_text(engine['parts'], ranks=2)}"
-
-
-def parts_text(parts: dict[str, Any], *, ranks: int) -> str:
-    """What a part of a step costs each time it is called."""
-    rows = [[_PARTS[name][0], bracketed(found), _PARTS[name][1]] for name, found in parts.items()]
-    return table(
-        [f"part of a step, {ranks} ranks", "microseconds per call", "calls per step"],
-        rows,
-        text_columns=1,
-    )
+    return f"engine: {about}\n\n{steps}"
 
 
 def checkpoint_text(checkpoint: dict[str, Any]) -> str:
@@ -88,35 +66,39 @@ def checkpoint_text(checkpoint: dict[str, Any]) -> str:
     rows = [
         [
             _SAVERS[name],
-            f"{1e3 * found['blocked_seconds']['median']:,.1f}",
-            bracketed(found["blocked_over_memcpy"]),
-            _three_digits(found["first_blocked_over_memcpy"]),
-            f"{found['durable_seconds']['median']:.3f}",
-            f"{found['durable_bytes_per_second']['median'] / 1e6:,.0f}",
-            f"{found['restore_seconds']['median']:.3f}" if "restore_seconds" in found else "",
+            f"{1e3 * figures['blocked_seconds']['median']:,.1f}",
+            bracketed(figures["blocked_over_memcpy"]),
+            _three_digits(figures["first_blocked_over_memcpy"]),
+            f"{figures['durable_seconds']['median']:.3f}",
+            f"{figures['durable_bytes_per_second']['median'] / 1e6:,.0f}",
+            f"{figures['restore_seconds']['median']:.3f}" if "restore_seconds" in figures else "",
         ]
-        for name, found in checkpoint["contestants"].items()
+        for name, figures in checkpoint["contestants"].items()
     ]
     heads = ["save", "stall ms", "stall ÷ memcpy", "first ÷", "durable s", "MB/s", "restore s"]
     return f"checkpoint: {about}\n\n{table(heads, rows, text_columns=1)}"
 
 
-def bracketed(found: dict[str, float], *, ratio: bool = False) -> str:
+def bracketed(figures: dict[str, float], *, ratio: bool = False) -> str:
     """Median (low–high). A ratio near 1 has three decimals, since there a hundredth matters."""
     median, low, high = (
         f"{value:.3f}" if ratio else _three_digits(value)
-        for value in (found["median"], found["low"], found["high"])
+        for value in (figures["median"], figures["low"], figures["high"])
     )
     return f"{median} ({low}–{high})"
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
-    """The first `text_columns` to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    """Align the first `text_columns` to the left, and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         padded = [

@@ -108,7 +108,7 @@ class PlannedHazard:
     plan counts as much as eight observed interruptions. Once they contradict the plan, it loses its
     weight; a single Gamma prior could not. Each component is weighted by the marginal likelihood of
     n interruptions in T hours, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), where a and b are the
-    component's shape and hours. `ebbflow bench money interval` measures how much money this saves.
+    component's shape and hours.
     """
 
     planned_per_hour: float  # interruptions per hour in the plan

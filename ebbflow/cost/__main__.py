@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.errors import InfraError
-from ebbflow.core.process import run_benchmarks, run_command
+from ebbflow.core.process import run_command
 from ebbflow.core.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
@@ -49,10 +49,6 @@ _REQUEST_SECONDS = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     guard_terminal()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["bench"]:
-        run_benchmarks(["money", *words[1:]])
-    if words[:1] == ["simulate"]:
-        run_benchmarks(["money", *words])
     arguments = _parser().parse_args(words)
     return run_command(lambda: arguments.run(arguments))
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
 from ebbflow.core.events import Event
 from ebbflow.cost.capacity import choose_placement, read_attempts
 from tests.support.capacity import BOTH, batch_config, planned
 from tests.support.timelines import WALL
+from tests.support.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
 
 DEADLINE = 8.0
 CONFIG = batch_config(f"cost.deadline_hours={DEADLINE}", "batch.runnable_minutes=20")

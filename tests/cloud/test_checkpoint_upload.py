@@ -14,7 +14,6 @@ import torch
 from awscrt.checksums import crc64nvme
 from torch import nn
 
-from benchmarks.training.many_ranks import bench_many_ranks
 from ebbflow.core.layout import data_key, index_key
 from ebbflow.core.store import Store
 from ebbflow.core.store.multipart.requests import Throttle
@@ -26,6 +25,7 @@ from ebbflow.training.checkpoint.manifest import CheckpointId, RankIndex
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError
+from tests.support.many_ranks import save_with_many_ranks
 from tests.support.swift import Swift
 from tests.support.swift import swift as swift  # a fixture is found by its name here
 
@@ -144,7 +144,7 @@ def test_any_rank_that_stands_by_commits_when_those_before_it_are_gone(tmp_path:
 
 
 def test_requests_of_a_save_grow_with_the_ranks_and_not_with_their_square() -> None:
-    figures = bench_many_ranks(96, rounds=1)["worlds"]
+    figures = save_with_many_ranks(96, rounds=1)["worlds"]
     for world, found in figures.items():
         assert found["requests"] / int(world) < 9, (world, found)
         assert found["finding"] == {

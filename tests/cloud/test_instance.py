@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.imds import FakeMetadata
 from ebbflow.infra.instance import identify_machine
+from tests.support.imds import FakeMetadata
 
 IDENTITY = {
     "instanceId": "i-0abc",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.imds import FakeMetadata
 from ebbflow.infra import notices as notices_module
 from ebbflow.infra.instance import MetadataService
 from ebbflow.infra.notices import (
@@ -24,6 +23,7 @@ from ebbflow.infra.notices import (
     rehearse_notice,
 )
 from tests.support.flow import wait_until
+from tests.support.imds import FakeMetadata
 
 SOON = 0.05
 Watching = Callable[..., NoticeWatcher]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.imds import FakeMetadata
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import NOTICE
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
@@ -25,6 +24,7 @@ from ebbflow.training.launch.messages import CAUSES, GangSpec, OrderRecord, Rank
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.limits import Limits, Stop
 from tests.support.flow import wait_until
+from tests.support.imds import FakeMetadata
 
 MakeDrain = Callable[..., Drain]
 

@@ -1,7 +1,4 @@
-"""The benchmarks at a tiny size: that they compare like with like.
-
-What they find is for docs/benchmarks.md.
-"""
+"""The benchmarks of engine and checkpoints at a tiny size: they compare like with like."""
 
 from __future__ import annotations
 
@@ -60,9 +57,7 @@ def test_the_engine_and_bare_loops_take_the_same_steps_to_the_same_loss(
     settings = []
     for setting in (*TINY, f"data.path={texts}", "training.batch_size=4"):
         settings.extend(("--set", setting))
-    figures = run_bench(
-        tmp_path, "engine", "--rounds", "2", "--steps", "3", "--calls", "5", *settings
-    )
+    figures = run_bench(tmp_path, "engine", "--rounds", "2", "--steps", "3", *settings)
     modes = figures["engine"]["modes"]
     assert {mode: sorted(found) for mode, found in modes.items()} == {
         "ddp": ["bare", "bare_tuned", "engine"],
@@ -79,23 +74,33 @@ def test_the_engine_and_bare_loops_take_the_same_steps_to_the_same_loss(
         "it has learned something in nine steps"
     )
     assert modes["ddp"]["engine"]["engine_over_this"]["median"] == 1.0
-    assert assert_measured(figures["engine"], rounds=2) == 5 * len(loops) + len(
-        figures["engine"]["parts"]
-    )
-    assert_told(figures, capsys.readouterr().out)
+    assert assert_measured(figures["engine"], rounds=2) == 5 * len(loops)
+    assert_says_where_it_was_measured(figures, capsys.readouterr().out)
 
 
-def test_a_part_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "--parts", "stall,speed"]) == 2
-    assert "there is no speed; fix: stall, upload, slowdown, ranks" in capsys.readouterr().err
-
-
-def assert_told(figures: dict[str, Any], output: str) -> None:
+def assert_says_where_it_was_measured(figures: dict[str, Any], output: str) -> None:
     """Every figure says what it is and where it was found."""
     assert figures["kind"] == "measured"
     assert {"cpu", "cores", "torch", "load_average", "measured_at"} <= set(figures["machine"])
     assert f"{figures['machine']['cores']} cores, torch {figures['machine']['torch']}" in output
     assert max(map(len, output.splitlines())) <= 100
+
+
+def test_every_saver_saves_and_restores_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = run_bench(tmp_path, "checkpoint", "--rounds", "2", "--megabytes", "2")
+    checkpoint = figures["checkpoint"]
+    savers = checkpoint["contestants"]
+    assert sorted(savers) == ["dcp_async_save", "dcp_save", "engine"]
+    assert 1e6 < checkpoint["bytes"] < 4e6
+    for saver in savers.values():
+        assert saver["saves"] == 4, "two rounds, after two that warm up"
+        assert saver["first_blocked_seconds"] > 0.0
+    for name in ("engine", "dcp_save"):
+        assert savers[name]["restored_equal"] is True
+    assert assert_measured(checkpoint, rounds=2) == 1 + 4 * len(savers) + 2 * 2
+    assert_says_where_it_was_measured(figures, capsys.readouterr().out)
 
 
 def test_a_rank_that_fails_is_named_with_its_reason(

@@ -13,49 +13,31 @@ from benchmarks.gpu.device import published_peak
 from benchmarks.gpu.speed import busy_share, fitting_samples, mfu_range
 
 
+def run_tiny(path: Path, *options: str) -> int:
+    """Run the command on a CPU at its smallest size, with its figures in `path`."""
+    return main(["--device", "cpu", "--tiny", "--json", str(path), *options])
+
+
 def test_lines_of_the_command_hold_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that start no jobs; soak_bench_gpu.py has them all."""
+    """Lines that start no jobs; soak_bench_gpu.py has all of them."""
     path = tmp_path / "figures.json"
-    names = ["matmul", "copies", "tiny-eager", "ratio", "waits", "save"]
-    options = [
-        "--lines",
-        ",".join(names),
-        "--device",
-        "cpu",
-        "--tiny",
-        "--json",
-        str(path),
-        "--folder",
-        str(tmp_path),
-    ]
-    assert main(options) == 0, capsys.readouterr().err
+    lines = "copies,tiny-eager,ratio,waits,save"
+    code = run_tiny(path, "--lines", lines, "--folder", str(tmp_path))
+    assert code == 0, capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["figures.json"]
     rows = json.loads(path.read_text())["rows"]
     assert {row["verdict"] for row in rows} <= {EXPECTED, NO_RANGE}
-    figures = {name: [row["figures"] for row in rows if row["line"] == name] for name in names}
-    losses = figures["ratio"][0]["losses"]
+    figures = {row["line"]: row["figures"] for row in rows}
+    losses = figures["ratio"]["losses"]
     assert losses["engine"] == pytest.approx(losses["bare"], rel=1e-4), "both take the same steps"
-    assert figures["waits"][0]["reads_per_step"] > 0 and figures["save"][0]["commits"] >= 6
+    assert figures["waits"]["reads_per_step"] > 0 and figures["save"]["commits"] >= 6
 
 
-def test_a_line_that_gives_nothing_does_not_end_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_gives_nothing_does_not_end_the_others(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    options = [
-        "--lines",
-        "matmul,copies",
-        "--deadline",
-        "0.01",
-        "--device",
-        "cpu",
-        "--tiny",
-        "--json",
-        str(path),
-    ]
-    assert main(options) == 1
+    assert run_tiny(path, "--lines", "matmul,copies", "--deadline", "0.01") == 1
     rows = json.loads(path.read_text())["rows"]
     assert [(row["line"], row["verdict"], row["measured"]) for row in rows] == [
         (name, "ERROR", "no result within 0.01 s") for name in ("matmul", "copies")
@@ -91,7 +73,7 @@ def pretend(name: str, gib: int) -> Bench:
 def test_batches_and_ranges_follow_from_the_plan_and_the_tables() -> None:
     large = pretend("NVIDIA H100 80GB HBM3", 79)
     small = pretend("Tesla T4", 15)
-    samples = {one: fitting_samples(large, one, {})[0] for one in ("124M", "1.3B")}
+    samples = {model: fitting_samples(large, model, {})[0] for model in ("124M", "1.3B")}
     assert samples["124M"] == 32 and 1 <= samples["1.3B"] < 32
     assert fitting_samples(large, "1.3B", {"recompute": "full"})[0] > samples["1.3B"]
     assert (

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training.no_saver import NoSaver
 from ebbflow.core import process
 from ebbflow.core.config.schema import DataConfig, RunConfig, TrainingConfig
 from ebbflow.core.event_log import EventLog
@@ -49,6 +48,7 @@ from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.workloads.language.language_model import TextWorkload
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
 from tests.support.flow import wait_until
+from tests.support.no_saver import NoSaver
 
 CUDA = torch.device("cuda", 0)
 

@@ -3,8 +3,8 @@ not in CI; `tests/cloud/test_capacity_trace.py` has the same on a virtual clock.
 
     SPOT_TRACE=us-east-2a_v100_1.json python -m pytest -s tests/soak/soak_batch_trace.py
 
-SPOT_TRACE: one zone's recording, as `ebbflow simulate --traces` reads them; without it the trace is
-made up. Of a recording the first place is taken where Spot comes twice and then stays away.
+SPOT_TRACE: one zone's recording, `{"metadata": {"gap_seconds": 195}, "data": [0, 1, …]}` with the
+number of available machines per tick; without it the trace is made up. Of a recording the first place is taken where Spot comes twice and then stays away.
 Whenever it is there the job takes it, between whiles it waits in the queue of Spot, and at the last
 safe moment it is finished on demand, in time.
 """
@@ -12,6 +12,7 @@ safe moment it is finished on demand, in time.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.money.world import read_trace
 from ebbflow.core.events import PLACED
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account
@@ -62,9 +62,11 @@ def spells() -> tuple[int, ...]:
     path = os.environ.get("SPOT_TRACE")
     if not path:
         return MADE_UP
-    trace = read_trace(Path(path))
-    assert trace.gap_seconds == GAP_SECONDS, f"{path} has ticks of {trace.gap_seconds:g} s"
-    found = [(up, len(list(ticks))) for up, ticks in itertools.groupby(trace.available > 0)]
+    trace = json.loads(Path(path).read_text())
+    gap_seconds = trace["metadata"]["gap_seconds"]
+    assert gap_seconds == GAP_SECONDS, f"{path} has ticks of {gap_seconds:g} s"
+    available = [count > 0 for count in trace["data"]]
+    found = [(up, len(list(ticks))) for up, ticks in itertools.groupby(available)]
     for at in range(len(found) - 3):
         (up, first), (_, gap), (_, second), (_, last) = found[at : at + 4]
         if (
@@ -75,7 +77,7 @@ def spells() -> tuple[int, ...]:
             and last >= LAST_TICKS
         ):
             print(
-                f"{trace.name}: from tick {sum(ticks for _, ticks in found[:at])}: "
+                f"{path}: from tick {sum(ticks for _, ticks in found[:at])}: "
                 f"{first, gap, second, last}"
             )
             return first, gap, second, last
@@ -174,12 +176,12 @@ def test_the_report_says_planned_against_actual_and_the_regret(
     )
     assert_ledger_adds_up(run.report)
     ran = [attempt for attempt in attempts if attempt["ended"] != "never_started"]
-    for one in ran:
-        assert one["actual"]["usd_per_hour"] == pytest.approx(
-            one["planned"]["usd_per_hour"], rel=1e-3
+    for attempt in ran:
+        assert attempt["actual"]["usd_per_hour"] == pytest.approx(
+            attempt["planned"]["usd_per_hour"], rel=1e-3
         )
-        assert one["planned"]["hours"] > 0 and one["actual"]["hours"] > 0
-    assert sum(one["actual"]["usd"] for one in ran) == pytest.approx(
+        assert attempt["planned"]["hours"] > 0 and attempt["actual"]["hours"] > 0
+    assert sum(attempt["actual"]["usd"] for attempt in ran) == pytest.approx(
         run.report["total_usd"], abs=1e-5
     )
     assert money["hindsight"]["regret_usd"] == pytest.approx(

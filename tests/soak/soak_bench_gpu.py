@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import main
-from benchmarks.gpu.bench import EXPECTED, NO_RANGE, SIZES
-from benchmarks.gpu.measure import lines_of
+from benchmarks.gpu.bench import EXPECTED, NO_RANGE, SIZES, lines_of
 
 
 def test_every_line_of_the_command_holds_on_a_cpu(
@@ -25,12 +24,12 @@ def test_every_line_of_the_command_holds_on_a_cpu(
     shown = capsys.readouterr()
     assert code == 0, shown.out + shown.err
     assert [left.name for left in tmp_path.iterdir()] == ["figures.json"]
-    found = json.loads(path.read_text())
+    rows = json.loads(path.read_text())["rows"]
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in lines_of(SIZES["tiny"])}
-    for row in found["rows"]:
+    for row in rows:
         lines[row["line"]].append(row)
         assert row["measured"] in shown.out
-    assert all(lines.values()) and {row["verdict"] for row in found["rows"]} <= {EXPECTED, NO_RANGE}
+    assert all(lines.values()) and {row["verdict"] for row in rows} <= {EXPECTED, NO_RANGE}
 
     figures = {name: [row["figures"] for row in rows] for name, rows in lines.items()}
     for name, key in (
@@ -40,12 +39,8 @@ def test_every_line_of_the_command_holds_on_a_cpu(
     ):
         assert 0.0 < figures[name][0][key] < math.inf
     for variant in ("eager", "compiled", "recomputed"):
-        speed, memory = figures[f"tiny-{variant}"]
+        (speed,) = figures[f"tiny-{variant}"]
         assert speed["tokens_per_second"] > 0 and speed["loss"] == figures["tiny-eager"][0]["loss"]
-        assert memory["tensor_bytes"] == pytest.approx(memory["estimated_tensor_bytes"], rel=0.15)
-    recomputed = figures["tiny-recomputed"][1]
-    eager = figures["tiny-eager"][1]
-    assert recomputed["tensor_bytes"] < eager["tensor_bytes"]
     losses = figures["ratio"][0]["losses"]
     assert losses["engine"] == pytest.approx(losses["bare"], rel=1e-4), "both take the same steps"
     assert figures["waits"][0]["reads_per_step"] > 0

@@ -1,4 +1,4 @@
-"""A job of some hours on one machine, for AWS Batch without Batch: `benchmarks.money.virtual_batch`
+"""A job of some hours on one machine, for AWS Batch without Batch: `tests.support.virtual_batch`
 has the rest.
 """
 
@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.money.virtual_batch import (
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.schema import RunConfig
+from tests.support.timelines import WALL
+from tests.support.virtual_batch import (
     BEGAN_UTC,
     BOTH,
     JobLog,
@@ -16,9 +19,6 @@ from benchmarks.money.virtual_batch import (
     queue,
     queues,
 )
-from ebbflow.core.config.load import load_config
-from ebbflow.core.config.schema import RunConfig
-from tests.support.timelines import WALL
 
 __all__ = ["BOTH", "JobLog", "attempt", "batch_config", "placed_now", "planned", "queue", "queues"]
 

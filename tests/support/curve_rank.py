@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from benchmarks.training.no_saver import NoSaver
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.engine.trainer_setup import build_trainer, open_saver, restore
@@ -27,6 +26,7 @@ from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.workload import Cursor
+from tests.support.no_saver import NoSaver
 
 
 class Watched:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.training.no_saver import NoSaver
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import StoreError
 from ebbflow.core.footprint import SMALL_MODEL_BYTES
@@ -37,6 +36,7 @@ from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.workload import Cursor, Loss
 from ebbflow.training.workload_loader import workload_context
 from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
+from tests.support.no_saver import NoSaver
 
 
 class ScenarioWorkload(TextWorkload):

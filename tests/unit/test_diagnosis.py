@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.diagnosis import diagnose_lines, evaluate
-from benchmarks.diagnosis_words import fit, measure, read_messages, read_sources, render
+from benchmarks.diagnosis import evaluate
 from ebbflow.command import COMMANDS
 from ebbflow.core.errors import _SYMPTOMS
 from ebbflow.core.events import GUARD, NOTICE, STEP
@@ -23,6 +22,7 @@ from ebbflow.diagnose.matching import load_matcher
 from ebbflow.diagnose.reading import LogText, rank_of, rank_of_path, time_of
 from ebbflow.diagnose.rules import SymptomRule, load_rules
 from ebbflow.infra.__main__ import main
+from tests.support.diagnosing import diagnose_lines
 from tests.support.injected import INJECTIONS, inject
 from tests.support.timelines import GangLog, event
 
@@ -322,21 +322,6 @@ def test_the_collected_excerpts_are_still_recognised() -> None:
         and result["abstained"] < 0.1
         and result["false_alarms"] == 0
     )
-
-
-def test_the_table_of_words_is_fitted_to_messages_of_source_code(tmp_path: Path) -> None:
-    for name, thing in (("storage", "shard"), ("cuda", "kernel")):
-        lines = [
-            f'raise ValueError(f"the {thing} {{x}} has no {word} here")'
-            for word in ("size", "name", "type", "end")
-        ]
-        (tmp_path / f"{name}.py").write_text("\n".join(lines))
-    (tmp_path / "net.cc").write_text('WARN("Call to ibv_modify_qp failed with error %s", x);\n')
-    assert list(read_messages(tmp_path / "net.cc")) == ["Call to ibv_modify_qp failed with error "]
-    messages = read_sources({name: [f"{name}.py"] for name in ("storage", "cuda")}, tmp_path)
-    assert len(messages) == 8 and "the-shard" in messages[0][1]
-    table = fit(messages)
-    assert measure(table, messages)[2] == 1.0 and "storage" in render(table)
 
 
 _VLLM = "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput:"

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.infra import notices
 from ebbflow.infra.notices import Notice, NoticeSource, rehearse_notice
@@ -26,6 +25,7 @@ from ebbflow.training.launch.messages import GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.preemption import Drain, may_be_repeated, seconds_until_expired
 from tests.support.clock import StandingClock
 from tests.support.flow import wait_until
+from tests.support.imds import INTERRUPTION_PATH, FakeMetadata
 
 METAFLOW = "Metaflow's notice of a spot interruption"
 REBALANCE = "rebalance recommendation"

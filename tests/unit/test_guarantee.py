@@ -13,9 +13,6 @@ from typing import Any
 import numpy
 import pytest
 
-from benchmarks.money.adversary import adversarial_job
-from benchmarks.money.commands import main
-from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import GENERATION_STARTED, PLAN
 from ebbflow.core.store import Store
@@ -27,8 +24,10 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading
 from ebbflow.training.launch.messages import end_if_unaffordable
 from ebbflow.training.limits import Limits, Stop
+from tests.support.adversary import adversarial_job
 from tests.support.capacity import JobLog, batch_config, placed_now, planned, queue, queues
 from tests.support.timelines import WALL, event
+from tests.support.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 
 WORK_HOURS = planned(batch_config(), WALL).ranked[0].case.work_hours
 
@@ -210,9 +209,3 @@ def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
     )
     assert float(numpy.quantile(runs.usd, 0.9)) > 3.5
     assert float(numpy.quantile(runs.usd, 0.1)) < 1.7
-
-
-def test_the_figures_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--adversarial", "1", "--starts", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "| live path: late, adversary | 0 | 0 | 1 | made-up capacity, seeds 0–0" in printed

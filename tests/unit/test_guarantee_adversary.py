@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.money.adversary import FailOnce, LastMoment, TightCase, Verdict, tight_job
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.terms import Fallback
 from ebbflow.cost.capacity import decision
 from ebbflow.cost.plan import guarantee
 from ebbflow.cost.plan.guarantee import DECIDE_HOURS, delay_hours, start_hours, undone_hours
 from ebbflow.cost.plan.pools import Candidate
+from tests.support.adversary import FailOnce, LastMoment, TightCase, Verdict, tight_job
 from tests.support.capacity import batch_config, queue, queues
 
 JOB = (

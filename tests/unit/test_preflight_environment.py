@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 from ebbflow.core.preflight import failed_results
 from ebbflow.infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
 from tests.support.checks import failed, passed, skipped
+from tests.support.imds import INTERRUPTION_PATH, FakeMetadata
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTANCE = {"/latest/meta-data/instance-id": "i-0123456789abcdef0"}

@@ -14,7 +14,6 @@ import pytest
 from botocore.session import Session
 from botocore.stub import Stubber
 
-from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.store.s3 import aws_settings
@@ -29,6 +28,7 @@ from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation, open
 from ebbflow.flows.decorators import set_region
 from ebbflow.infra.batch import limit_to_queue_region
 from tests.support.capacity import BOTH, JobLog, batch_config, queue, queues
+from tests.support.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 
 NOW = datetime.fromtimestamp(BEGAN_UTC, UTC)
 HELD = (

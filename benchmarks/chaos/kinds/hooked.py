@@ -1,4 +1,4 @@
-"""Faults by code inside the rank: what a program, a library or a data loader does wrong."""
+"""Faults by code inside the rank: errors of a program, a library or a data loader."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from benchmarks.chaos.orders import Order, Strike
 from benchmarks.chaos.scene import Scene
 from ebbflow.core.events import EndReason
 
-_AGAIN = "all is dumped, then the gang restarts from the newest commit"
-# What other people's jobs died of, word for word, to be passed on by a verdict as it is.
+_AGAIN = "stacks are dumped, then the gang restarts from the newest commit"
+_THREE_TIMES = (
+    "the gang restarts from the newest commit; the third time without a new commit ends the job"
+)
+# Errors of public jobs, word for word: a verdict must pass them on as they are
 _RECORDED = (
     "CUDA error: an illegal memory access was encountered",
     "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error (run with NCCL_DEBUG=INFO "
@@ -76,10 +79,7 @@ HOOKED = (
         means=Means.HOOK,
         what="RuntimeError on one rank",
         inject=_order("raise_error", text="injected: this rank cannot go on"),
-        action=(
-            "the gang restarts from the newest commit; the third time without a new commit ends "
-            "the job"
-        ),
+        action=_THREE_TIMES,
         reasons=(EndReason.RANK_FAILED,),
         where="in raise_error",
     ),
@@ -88,12 +88,18 @@ HOOKED = (
         means=Means.HOOK,
         what="the text of another job's error log, raised on one rank",
         inject=_replay,
-        action=(
-            "the gang restarts from the newest commit; the third time without a new commit ends "
-            "the job"
-        ),
+        action=_THREE_TIMES,
         reasons=(EndReason.RANK_FAILED,),
         where="in raise_error",
+    ),
+    Fault(
+        kind="memory-limit",
+        means=Means.HOOK,
+        what="one rank asks for more memory than its limit (RLIMIT_AS)",
+        inject=_order("memory_limit", mebibytes=256),
+        action=_THREE_TIMES,
+        reasons=(EndReason.RANK_FAILED, EndReason.RANK_KILLED),
+        where="in memory_balloon",
     ),
     Fault(
         kind="non-finite",

@@ -1,4 +1,4 @@
-"""Faults of the launch: one node never comes, or looks for the others in the wrong place."""
+"""Faults of the launch: a node that is never started, or that has a wrong address of node 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.chaos.scene import Scene
 from ebbflow.core.events import EndReason
 from ebbflow.training.launch.messages import GangSpec
 
-_START_SECONDS = 4.0  # patience of such a start: nobody comes however long it is
+_START_SECONDS = 4.0  # short, because such a start never succeeds
 _ACTION = "every node ends within cluster.start_deadline_seconds, and says who is missing"
 
 
@@ -35,17 +35,17 @@ def _hurried(spec: GangSpec) -> GangSpec:
     return replace(spec, config={**spec.config, "cluster": cluster})
 
 
-def _absent(spec: GangSpec) -> None:
+def _absent(_spec: GangSpec) -> None:
     return None
 
 
 def _wrong_port(spec: GangSpec) -> GangSpec:
-    """Nobody listens on the discard port."""
+    """Point the node to the discard port, which is closed."""
     return replace(spec, candidate_ports=[9])
 
 
 def _bad_name(spec: GangSpec) -> GangSpec:
-    """Names below .invalid never resolve (RFC 2606)."""
+    """Point the node to a name below .invalid, which never resolves (RFC 2606)."""
     return replace(spec, main_address="no-such-host.invalid")
 
 

@@ -82,7 +82,6 @@ SIGNALS = (
         reasons=(EndReason.NODE_LOST,),
         node_is_guilty=True,
         nodes=(1,),
-        bare=False,
     ),
     Fault(
         kind="uploader-kill",
@@ -91,6 +90,5 @@ SIGNALS = (
         inject=_kill_uploader,
         action="the save begins again in a new uploader; training goes on",
         symptom=Symptom.NOTHING,
-        bare=False,
     ),
 )

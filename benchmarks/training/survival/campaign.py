@@ -1,8 +1,7 @@
-"""All injections of one bench: job after job in the place that its faults need, each judged and
-then thrown away.
+"""All injections of one bench, job after job.
 
-It is made to go on: a fault that a job could not take is tried in the next one, a job that fails is
-told and not repeated for ever, and what was found so far is handed out after each job.
+A fault that a job could not take is tried in the next one. A job that fails is reported and not
+repeated for ever. The findings so far are handed out after each job.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.fault import Aim, Fault
-from benchmarks.chaos.places import Place
 from benchmarks.chaos.trial import Trial, run_trial
 from benchmarks.training.survival.job import make_scene
 from benchmarks.training.survival.judge import Finding, judge
@@ -56,20 +54,21 @@ class Campaign:
         tried = 0
         barren = 0
         while left:
-            batch, left = next_batch(left, self.per_job)
-            trial = self._job(batch, quiet)
-            left = trial.left + left
+            trial = self._job(left[: self.per_job], quiet)
+            left = trial.left + left[self.per_job :]
             if trial.injections:
-                tried, barren = (0, 0)
+                tried = 0
+                barren = 0
             else:
-                tried, barren = (tried + 1, barren + 1)
+                tried += 1
+                barren += 1
             if barren >= _BARREN_JOBS:
                 self.wrong.append(
                     f"{len(left)} faults were not done, since {barren} jobs in a row took none"
                 )
                 left = []
             elif tried >= _TRIES and left:
-                (fault, _) = left.pop(0)
+                fault, _ = left.pop(0)
                 tried = 0
                 self.wrong.append(
                     f"{fault.kind} was not done in {_TRIES} jobs: {trial.errors[-1:]}"
@@ -113,41 +112,15 @@ class Campaign:
             self.wrong.append(f"{job} did not come to its end: {trial.errors[-1:]}")
         if len(self.wrong) > before:
             self.tell(_tail(self.folder / job / "output.log"))
-        for rest in (
-            self.folder / job,
-            self.folder / f"{job}-place",
-            Path(self.config.store) / "jobs" / job,
-        ):
+        for rest in (self.folder / job, Path(self.config.store) / "jobs" / job):
             shutil.rmtree(rest, ignore_errors=True)
 
 
 def run_job(campaign: Campaign, name: str, batch: Planned) -> Judged:
-    """One job under the faults of its batch, in their place, and what its events say of each."""
-    if batch:
-        place_of = batch[0][0].place
-    else:
-        place_of = Place
-    with place_of(campaign.folder / f"{name}-place") as place:
-        scene = make_scene(campaign.config, campaign.folder, name, place)
-        trial = run_trial(scene, batch, campaign.tell)
-        return trial, judge(trial, read_events(scene.store))
-
-
-def next_batch(left: Planned, most: int) -> tuple[Planned, Planned]:
-    """(what the next job is to take: faults of one place, in their order, the rest)."""
-    place = left[0][0].place
-    fitting = [one for one in left if one[0].place is place][: min(most, place.most_faults or most)]
-    return fitting, [one for one in left if not any(one is taken for taken in fitting)]
-
-
-def available(faults: list[Fault], refused_mounts: str) -> tuple[list[Fault], dict[str, str]]:
-    """(what can be done here, the reason by the kind of what cannot)."""
-    reasons = {
-        fault.kind: fault.refused() or (refused_mounts if fault.place.own_mounts else "")
-        for fault in faults
-    }
-    reasons = {kind: reason for kind, reason in reasons.items() if reason}
-    return [fault for fault in faults if fault.kind not in reasons], reasons
+    """Run one job under the faults of its batch, and judge each of them by the job's events."""
+    scene = make_scene(campaign.config, campaign.folder, name)
+    trial = run_trial(scene, batch, campaign.tell)
+    return trial, judge(trial, read_events(scene.store))
 
 
 def _short(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The command: which faults, how many, on which jobs; and what came of them beside bare torchrun."""
+"""The command `ebbflow bench survival`: which faults are injected, how many, and the findings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 
 from benchmarks.chaos.fault import Aim, Fault
 from benchmarks.chaos.kinds import FAULTS
-from benchmarks.chaos.places.mounts import own_mounts
-from benchmarks.training.survival.bare import bare_figures, bare_text
-from benchmarks.training.survival.campaign import Campaign, Planned, available
+from benchmarks.training.survival.campaign import Campaign, Planned
 from benchmarks.training.survival.figures import survival_figures, survival_text
 from benchmarks.training.survival.job import survival_config
 from benchmarks.training.tables import machine_line
@@ -24,9 +22,7 @@ from ebbflow.training.errors import TrainingError
 
 
 def main(arguments: list[str]) -> int:
-    """0, 1 when weights differ or something waited beyond its limit, or the exit code of what ended
-    the bench.
-    """
+    """Return 0, 1 if weights differ or a limit was exceeded, or the exit code of an error."""
     given = _parse(arguments)
     try:
         return _bench(given)
@@ -59,19 +55,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the order and the targets (default 0)"
     )
-    parser.add_argument(
-        "--torchrun", action="store_true", help="bare torchrun under the same faults as well"
-    )
-    parser.add_argument(
-        "--torchrun-cap", type=float, default=120.0, help="seconds for each case (default 120)"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument(
         "--folder", type=Path, help="where stores are made (default: the temporary folder)"
     )
     given = parser.parse_args(arguments)
     given.kinds = [kind for kind in given.kinds.split(",") if kind]
-    if unknown := [kind for kind in given.kinds if kind not in FAULTS]:
+    unknown = [kind for kind in given.kinds if kind not in FAULTS]
+    if unknown:
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     return given
 
@@ -79,11 +70,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _bench(given: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"kind": "measured", "machine": describe_machine()}
     print(machine_line(figures["machine"]), flush=True)
-    faults, skipped = available([FAULTS[kind] for kind in given.kinds], own_mounts())
-    for kind, reason in skipped.items():
-        print(f"{kind}: skipped, because {reason}", flush=True)
+    faults = [FAULTS[kind] for kind in given.kinds]
     figures |= {
-        "skipped": skipped,
         "floor_seconds": given.floor,
         "seed": given.seed,
         "planned": given.injections,
@@ -95,9 +83,6 @@ def _bench(given: argparse.Namespace) -> int:
             campaign.run(plan)
         figures |= _so_far(campaign)
         print(f"\n{survival_text(figures)}", flush=True)
-        if given.torchrun:
-            figures["torchrun"] = bare_figures(faults, Path(name), cap_seconds=given.torchrun_cap)
-            print(f"\n{bare_text(figures['torchrun'])}", flush=True)
     _write(given, figures)
     waited = [finding.kind for finding in campaign.findings if finding.overdue]
     complaints = [*campaign.wrong, *(f"{kind}: nothing came of it in time" for kind in waited)]
@@ -107,9 +92,7 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _campaign(given: argparse.Namespace, folder: Path, figures: dict[str, Any]) -> Campaign:
-    """What was found stands in --json after each job: hours of injections are not lost with the
-    last one.
-    """
+    """Make the campaign, which writes --json after each job, so that findings are not lost."""
     per_job = min(given.per_job, given.injections)
     return Campaign(
         config=survival_config(
@@ -137,11 +120,8 @@ def _write(given: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 
 def _plan(faults: list[Fault], injections: int, chance: random.Random) -> Planned:
-    """Every kind as often as every other, in random order, on random targets."""
-    if faults:
-        kinds = [faults[i % len(faults)] for i in range(injections)]
-    else:
-        kinds = []
+    """Plan every kind equally often, in random order, on random targets."""
+    kinds = [faults[number % len(faults)] for number in range(injections)]
     chance.shuffle(kinds)
     plan = []
     for number, fault in enumerate(kinds):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.training.survival.judge import Finding
+from benchmarks.training.tables import table
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -29,14 +30,14 @@ def share(values: Iterable[bool | None]) -> dict[str, int] | None:
 
 
 def survival_figures(findings: Sequence[Finding]) -> dict[str, Any]:
-    """`kinds` by name and `all`, each with the same entries; and every finding as it is."""
+    """Summarise the findings by kind and of all; every finding is included as it is."""
     kinds: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         kinds[finding.kind].append(finding)
     return {
         "injections": len(findings),
         "all": _summary(findings),
-        "kinds": {kind: _summary(found) for kind, found in sorted(kinds.items())},
+        "kinds": {kind: _summary(kinds[kind]) for kind in sorted(kinds)},
         "findings": [finding.to_json() for finding in findings],
     }
 
@@ -59,53 +60,33 @@ def _summary(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def survival_text(figures: dict[str, Any]) -> str:
-    """The table, at most 100 columns wide."""
-    head = (
-        "kind",
-        "n",
-        "verdict s",
-        "p95",
-        "worst",
-        "guilty",
-        "place",
-        "reason",
-        "back s",
-        "worst",
-        "false",
-    )
-    rows = [_row(kind, found) for kind, found in figures["kinds"].items()] + [
-        _row("all", figures["all"])
-    ]
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    rule = tuple("-" * width for width in widths)
-    return "\n".join(_line(row, widths) for row in (head, rule, *rows))
+    """Render the table, at most 100 columns wide."""
+    heads = ["kind", "n", "verdict s", "p95", "worst", "guilty", "place", "reason"]
+    heads += ["back s", "worst", "false"]
+    rows = [_row(kind, summary) for kind, summary in figures["kinds"].items()]
+    return table(heads, [*rows, _row("all", figures["all"])], text_columns=1)
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-    return "  ".join((row[0].ljust(widths[0]), *numbers))
-
-
-def _row(kind: str, found: dict[str, Any]) -> tuple[str, ...]:
-    verdict = found["verdict_seconds"]
-    back = found["back_seconds"]
+def _row(kind: str, summary: dict[str, Any]) -> tuple[str, ...]:
+    verdict = summary["verdict_seconds"]
+    back = summary["back_seconds"]
     return (
         kind,
-        str(found["injections"]),
+        str(summary["injections"]),
         *(_seconds(verdict, key) for key in ("median", "p95", "worst")),
-        *(_right(found[key]) for key in ("guilty", "place", "reason")),
+        *(_right(summary[key]) for key in ("guilty", "place", "reason")),
         *(_seconds(back, key) for key in ("median", "worst")),
-        str(found["false_kills"]),
+        str(summary["false_kills"]),
     )
 
 
-def _seconds(found: dict[str, float] | None, key: str) -> str:
-    if found is None:
+def _seconds(times: dict[str, float] | None, key: str) -> str:
+    if times is None:
         return ""
-    return f"{found[key]:.1f}"
+    return f"{times[key]:.1f}"
 
 
-def _right(found: dict[str, int] | None) -> str:
-    if found is None:
+def _right(counts: dict[str, int] | None) -> str:
+    if counts is None:
         return ""
-    return f"{found['right']}/{found['of']}"
+    return f"{counts['right']}/{counts['of']}"

@@ -5,11 +5,9 @@ second or so.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.chaos.orders import Orders
-from benchmarks.chaos.places import Place
 from benchmarks.chaos.scene import Scene
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import workload_prefix
@@ -72,10 +70,6 @@ def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
     )
 
 
-def make_scene(config: RunConfig, folder: Path, job: str, place: Place | None = None) -> Scene:
-    """place: where this job lives, entered by the caller; None: on this machine as it is."""
-    place = place or Place(folder)
-    if place.store is not None:
-        config = config.model_copy(update={"store": place.store})
-    spec = replace(survival_spec(config, folder, job), main_address=place.main_address)
-    return Scene(spec, folder / job, Orders(folder / job / "orders"), place)
+def make_scene(config: RunConfig, folder: Path, job: str) -> Scene:
+    spec = survival_spec(config, folder, job)
+    return Scene(spec, folder / job, Orders(folder / job / "orders"))

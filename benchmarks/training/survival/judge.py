@@ -1,9 +1,8 @@
-"""What the events of a tormented job say of each injection: noticed when, who was blamed, back
-when.
-"""
+"""The judgement of each injection by the job's events: time to the verdict, culprit, recovery."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,13 +44,18 @@ class Finding:
 
 
 def judge(trial: Trial, events: Sequence[Event]) -> list[Finding]:
-    """One finding for each injection of the trial. events: of its job."""
+    """Return one finding for each injection of the trial, by the events of its job."""
     ordered = sorted(events, key=lambda event: event.t_mono)
-    edges = [injection.strike.t_mono for injection in trial.injections] + [float("inf")]
-    return [
-        _find(injection, [event for event in ordered if begin <= event.t_mono < end], ordered)
-        for injection, begin, end in zip(trial.injections, edges, edges[1:], strict=False)
-    ]
+    findings = []
+    for number, injection in enumerate(trial.injections):
+        begin = injection.strike.t_mono
+        if number + 1 < len(trial.injections):
+            end = trial.injections[number + 1].strike.t_mono
+        else:
+            end = math.inf
+        since = [event for event in ordered if begin <= event.t_mono < end]
+        findings.append(_find(injection, since, ordered))
+    return findings
 
 
 def _find(injection: Injection, since: list[Event], events: list[Event]) -> Finding:
@@ -59,54 +63,55 @@ def _find(injection: Injection, since: list[Event], events: list[Event]) -> Find
     aim = injection.aim
     began = injection.strike.t_mono
     verdict = _verdict(injection, since)
-    taken = max(
-        (event.step or 0 for event in events if event.name == STEP and event.t_mono < began),
-        default=0,
-    )
-    old = max(
-        (event.generation for event in events if event.name == STEP and event.t_mono < began),
-        default=0,
-    )
-    steps = [event for event in since if event.name == STEP and event.generation > old]
-    if steps and old:
-        back = steps[0].t_mono - began
-    else:
-        back = None
-    if old:
-        caught_up = next(
-            (event.t_mono - began for event in steps if (event.step or 0) > taken), None
-        )
-    else:
-        caught_up = None
+    before = [event for event in events if event.name == STEP and event.t_mono < began]
+    taken = max((event.step or 0 for event in before), default=0)
+    old_generation = max((event.generation for event in before), default=0)
+    back = None
+    caught_up = None
     expected = fault.symptom in (Symptom.VERDICT, Symptom.OUTCOME)
-    if verdict:
+    if old_generation and expected and fault.means is not Means.LAUNCH:
+        for event in since:
+            if event.name != STEP or event.generation <= old_generation:
+                continue
+            if back is None:
+                back = event.t_mono - began
+            if (event.step or 0) > taken:
+                caught_up = event.t_mono - began
+                break
+    seconds = None
+    said = ""
+    place = ""
+    if verdict is not None:
         seconds = verdict.t_mono - began
-    else:
-        seconds = None
-    if verdict:
         said = _said(verdict)
-    else:
-        said = ""
-    if verdict:
-        named = str(verdict.data.get("where") or "")
-    else:
-        named = ""
-    where = f"{named} {said}"
-    wants_place = expected and fault.where is not None
+        place = str(verdict.data.get("where") or "")
+    guilty = None
+    named_place = None
+    named_reason = None
+    in_time = None
+    if expected:
+        guilty = _is_guilty(injection, verdict)
+        in_time = seconds is not None and seconds <= fault.limit_seconds
+        if fault.where is not None:
+            text = f"{place} {said}"
+            named_place = _has_place(text) and fault.where in text
+        if fault.reasons:
+            named_reason = verdict is not None and _reason(verdict, since) in fault.reasons
+    shown = (said.splitlines() or [""])[0][:200]
     return Finding(
         kind=fault.kind,
         target=f"node {aim.node}" if fault.node_is_guilty else f"rank {aim.rank}",
         step=injection.strike.step,
         verdict_seconds=seconds,
-        back_seconds=None if fault.means is Means.LAUNCH or not expected else back,
-        caught_up_seconds=None if fault.means is Means.LAUNCH or not expected else caught_up,
-        guilty=_is_guilty(injection, verdict) if expected else None,
-        place=(_has_place(where) and (fault.where or "") in where) if wants_place else None,
-        reason=_is_reason(injection, verdict, since) if expected and fault.reasons else None,
-        in_time=(seconds is not None and seconds <= fault.limit_seconds) if expected else None,
+        back_seconds=back,
+        caught_up_seconds=caught_up,
+        guilty=guilty,
+        place=named_place,
+        reason=named_reason,
+        in_time=in_time,
         false_kill=fault.symptom is Symptom.NOTHING and verdict is not None,
         overdue=injection.overdue,
-        said=(f"{said.splitlines()[0][:200]} [{named}]" if named else said[:200]) if said else "",
+        said=f"{shown} [{place}]" if place else shown,
     )
 
 
@@ -114,15 +119,6 @@ def _verdict(injection: Injection, since: list[Event]) -> Event | None:
     if injection.fault.symptom is Symptom.OUTCOME:
         return next((event for event in since if event.name in (OUTCOME, FAULT_DETECTED)), None)
     return next((event for event in since if event.name == FAULT_DETECTED), None)
-
-
-def _is_reason(injection: Injection, verdict: Event | None, since: list[Event]) -> bool:
-    fault = injection.fault
-    return (
-        verdict is not None
-        and _reason(verdict, since) in fault.reasons
-        and fault.says in _said(verdict)
-    )
 
 
 def _said(verdict: Event) -> str:

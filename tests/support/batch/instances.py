@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks.chaos.imds import FakeMetadata
+from tests.support.imds import FakeMetadata
 
 _CONTAINER = Path(__file__).with_name("container.py")
 _METADATA = "/latest/meta-data"

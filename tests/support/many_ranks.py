@@ -1,5 +1,4 @@
-"""The protocol of a save at up to a thousand ranks: what each uploader asks of the store, counted
-by kind.
+"""The protocol of a save at up to a thousand ranks: each uploader's requests to the store, by kind.
 
 Ranks are simulated: threads of one process, that run the uploaders' own code against a store in
 memory whose requests take a stated time. Data objects are of one small part. What is measured:
@@ -100,33 +99,31 @@ class _CountingSink:
         self._counts = counts
         self._sizes: dict[str, int] = {}
 
-    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> str:
+    def begin(self, key: str, size: int, **_: Any) -> str:
         self._sizes[key] = size
         return key
 
     def put_part(
-        self, begun: str, number: int, start: int, body: Any, crc: int, *, seconds: float
+        self, _begun: str, number: int, _start: int, _body: Any, crc: int, **_: Any
     ) -> UploadedPart:
         self._counts.add("put")
         return UploadedPart(number, "", crc)
 
-    def finish(
-        self, begun: str, parts: Any, crcs: Any, whole: int, *, seconds: float
-    ) -> int | None:
+    def finish(self, _begun: str, _parts: Any, _crcs: Any, whole: int, **_: Any) -> int | None:
         return whole
 
-    def abort(self, begun: str, *, seconds: float) -> None:
+    def abort(self, _begun: str, **_: Any) -> None:
         return None
 
-    def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
+    def size(self, key: str, **_: Any) -> tuple[int, int | None]:
         self._counts.add("head")
         return self._sizes[key], None
 
-    def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
+    def sweep(self, _prefix: str, **_: Any) -> list[str]:
         return []
 
 
-def bench_many_ranks(largest: int, *, rounds: int) -> dict[str, Any]:
+def save_with_many_ranks(largest: int, *, rounds: int) -> dict[str, Any]:
     """Figures by number of ranks, up to `largest`."""
     worlds = [world for world in _WORLDS if world < largest] + [largest]
     found = {}
@@ -243,34 +240,3 @@ def _item(number: int, rank: int, world: int) -> IndexEntry:
         length=16,
         **boxes,
     )
-
-
-def many_ranks_text(figures: dict[str, Any]) -> str:
-    from benchmarks.training.tables import table
-
-    rows = []
-    for world, found in figures["worlds"].items():
-        shares = [
-            f"{found[kind]:,.0f} ({100 * found[kind] / found['requests']:.0f} %)" for kind in _KINDS
-        ]
-        more = [f"{found['requests'] / int(world):.2f}", f"{found['commit_seconds']:.2f}"]
-        more += [f"{found['cpu_seconds']:.1f}", f"{found['manifest_bytes'] / 1e6:.2f}"]
-        rows.append(
-            [
-                world,
-                *shares,
-                *more,
-                f"{found['finding']['requests']} ({found['finding']['pages_of_the_longest_list']})",
-            ]
-        )
-    heads = ["ranks", *_KINDS, "per rank", "commit s", "CPU s", "MB", "newest"]
-    about = (
-        f"many ranks: simulated · {figures['tensors']} tensors sharded over all ranks, one small "
-        f"part each, {1e3 * figures['request_seconds']:.0f} ms per request,\nuploads end within "
-        f"{figures['skew_seconds']:g} s; medians of {figures['rounds']} saves. Requests are "
-        "counted; commit: from the last durable\nindex; CPU: of all ranks in this one process; "
-        "MB: of the manifest; newest: requests to find\nthe newest commit of a job with "
-        f"{figures['past_commits']:,} commits of {figures['past_generations']:,} generations "
-        "before this one\n(pages of its longest listing)"
-    )
-    return f"{about}\n\n{table(heads, rows, text_columns=0)}"

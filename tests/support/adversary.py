@@ -5,16 +5,26 @@ it hurts most.
 tightest limit with which the rule still admits it or still starts it on Spot, and plays the worst
 course against it. The job then ends exactly at its limit, so a reserve that is too small by any
 term breaks the limit.
+
+    python -m tests.support.adversary --jobs 2000
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.money.virtual_batch import (
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.cost.capacity import AttemptHistory, choose_placement
+from ebbflow.cost.errors import PlacementError
+from ebbflow.cost.plan.guarantee import DECIDE_HOURS
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.infra.batch.queues import QueueState
+from tests.support.capacity import batch_config
+from tests.support.virtual_batch import (
     BEGAN_UTC,
     BOTH,
     HOUR,
@@ -25,12 +35,6 @@ from benchmarks.money.virtual_batch import (
     planned,
     shipped_catalogue,
 )
-from ebbflow.core.config.schema import RunConfig
-from ebbflow.cost.capacity import AttemptHistory, choose_placement
-from ebbflow.cost.errors import PlacementError
-from ebbflow.cost.plan.guarantee import DECIDE_HOURS
-from ebbflow.cost.plan.plan import make_plan
-from ebbflow.infra.batch.queues import QueueState
 
 
 @dataclass(frozen=True)
@@ -266,3 +270,28 @@ def tight_job(config: RunConfig, case: TightCase) -> Verdict:
     )
     usual = next(one for one in planned(config, BEGAN_UTC).ranked if one.market == "on_demand")
     return _judge(batch, tight, usual.gang_usd_per_hour)
+
+
+def main() -> None:
+    """Print how many drawn jobs were late or over their budget under an adversary."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--jobs", type=int, default=2000, help="number of jobs (default 2000)")
+    given = parser.parse_args()
+    config = batch_config(
+        "checkpoint.interval=seconds",
+        "checkpoint.interval_seconds=900",
+        "batch.runnable_minutes=20",
+    )
+    drawn = [adversarial_job(config, seed) for seed in range(given.jobs)]
+    verdicts = [verdict for verdict in drawn if verdict is not None]
+    late = sum(verdict.late_hours > 1e-6 for verdict in verdicts)
+    over = sum(verdict.over_minutes > 1 for verdict in verdicts)
+    strikes = sum(verdict.strikes for verdict in verdicts)
+    print(
+        f"{len(verdicts)} of {given.jobs} jobs admitted, {strikes} strikes: {late} late, {over} "
+        "over the budget by more than a minute of on-demand"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
-
 from ebbflow.training.checkpoint import Checkpointer
 
 
@@ -20,10 +17,10 @@ class NoSaver(Checkpointer):
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, *_: Any) -> None:
         return None
 
-    def abandon(self, step: int) -> None:
+    def abandon(self, *_: Any) -> None:
         return None
 
     def restore(self, *_: Any, **__: Any) -> None:
@@ -32,16 +29,7 @@ class NoSaver(Checkpointer):
     def before_step(self) -> None:
         return None
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        extra: dict,
-        *,
-        deadline_seconds: float | None = None,
-        least_seconds: float = 0.0,
-    ) -> float:
+    def save(self, step: int, *_: Any, **__: Any) -> float:
         self.steps.append(step)
         return 0.0
 

@@ -424,18 +424,9 @@ class _Attempt:
             else:
                 strike = adversary(self._seen())
             if strike is not None:
-                self._course.strikes += 1
-                self._course.spot_is_gone |= strike.for_good
-                self._at += strike.seconds
-                if strike.kind == "reclaim":
-                    return self._end_on_spot("reclaimed", self._at, self._committed)
-                if strike.kind == "fail":
-                    if not self.restarts_after(0.0):
-                        self._course.moves += 1
-                        return self._end_on_spot("unknown", self._at, self._committed)
-                    self._trained = self._committed
-                    self._restarts += 1
-                    self._at += startup_seconds
+                end = self._suffer(strike, startup_seconds)
+                if end is not None:
+                    return end
                 continue
             step = self._next_step_hours()
             if lost < self._at + step * HOUR:
@@ -446,6 +437,22 @@ class _Attempt:
             self._trained += step
             if self._trained - self._committed >= interval - 1e-9:
                 self._committed = self._trained
+
+    def _suffer(self, strike: Strike, startup_seconds: float) -> tuple[float, float] | None:
+        """Apply a strike of the adversary. Return the end of the attempt if it leads to one."""
+        self._course.strikes += 1
+        self._course.spot_is_gone |= strike.for_good
+        self._at += strike.seconds
+        if strike.kind == "reclaim":
+            return self._end_on_spot("reclaimed", self._at, self._committed)
+        if strike.kind == "fail":
+            if not self.restarts_after(0.0):
+                self._course.moves += 1
+                return self._end_on_spot("unknown", self._at, self._committed)
+            self._trained = self._committed
+            self._restarts += 1
+            self._at += startup_seconds
+        return None
 
     def _next_step_hours(self) -> float:
         return min(self._batch.step_seconds / HOUR, self._work - self._trained)

@@ -1,7 +1,6 @@
-"""`ebbflow soak`: one job under many random kills ends with the weights of the quiet job, bit for
-bit.
+"""`ebbflow soak`: a job under random kills ends with the weights of an uninterrupted one, bit for bit.
 
-Victims are drawn by seed: a rank, its uploader, a node's agent, or everything at once, each by
+The seed draws the victims: a rank, its uploader, a node's agent, or everything at once, each by
 SIGKILL at a random moment. The schedule is printed, so that a failing seed can be run again.
 """
 
@@ -11,11 +10,10 @@ import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ebbflow.core.config.schema import RunConfig
@@ -39,14 +37,14 @@ _CONFIG = {
 
 @dataclass
 class Tally:
-    """What a soaked job went through."""
+    """The starts of a soaked job, and its kills by victim."""
 
     starts: int = 0
     kills: dict[str, int] = field(default_factory=dict)
 
 
 def main(arguments: list[str]) -> int:
-    """0 when the soaked job ends like the quiet one, else 1."""
+    """Return 0 if the soaked job ends like the uninterrupted one, else 1."""
     parser = argparse.ArgumentParser(
         prog="ebbflow soak", description=" ".join(__doc__.split("\n\n")[0].split())
     )
@@ -55,10 +53,15 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ebbflow-soak-") as folder:
         spec = _spec(Path(folder), given.kills)
-        quiet, _ = _run(spec("quiet"), Path(folder), kills=0, seed=given.seed)
-        print(f"quiet job: step {quiet.step}, weights {quiet.weights_sha256}", flush=True)
+        uninterrupted, _ = _run(spec("uninterrupted"), Path(folder), kills=0, seed=given.seed)
+        print(
+            f"uninterrupted job: step {uninterrupted.step}, weights {uninterrupted.weights_sha256}",
+            flush=True,
+        )
         soaked, tally = _run(spec("soaked"), Path(folder), kills=given.kills, seed=given.seed)
-    same = soaked.weights_sha256 == quiet.weights_sha256 and soaked.step == quiet.step
+    same = (
+        soaked.weights_sha256 == uninterrupted.weights_sha256 and soaked.step == uninterrupted.step
+    )
     kills = (
         ", ".join(f"{count} × {victim}" for victim, count in sorted(tally.kills.items())) or "none"
     )
@@ -99,9 +102,10 @@ def _run(spec: GangSpec, folder: Path, *, kills: int, seed: int) -> tuple[GangOu
     chance = random.Random(seed)
     tally = Tally()
     while True:
-        spec = GangSpec(**{**spec.__dict__, "attempt": tally.starts})
         gang = LocalGang(
-            spec, folder / spec.job / f"start-{tally.starts}", folder / f"{spec.job}.log"
+            replace(spec, attempt=tally.starts),
+            folder / spec.job / f"start-{tally.starts}",
+            folder / f"{spec.job}.log",
         )
         tally.starts += 1
         _torment(gang, tally, kills, chance)
@@ -138,10 +142,8 @@ def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Ran
             return False
         time.sleep(0.02)
     agents = [agent.pid for agent in gang.agents if agent.poll() is None]
-    keepers = [child for agent in agents for child in children(agent)]
-    standbys = [child for keeper in keepers for child in children(keeper)]
-    ranks = [child for standby in standbys for child in children(standby)]
-    uploaders = [child for rank in ranks for child in children(rank)]
+    ranks = _children_of(_children_of(_children_of(agents)))  # of keepers, of standbys
+    uploaders = _children_of(ranks)
     candidates = {"rank": ranks, "uploader": uploaders, "agent": agents, "everything": agents}[
         victim
     ]
@@ -155,5 +157,8 @@ def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Ran
     return True
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _children_of(pids: list[int]) -> list[int]:
+    found: list[int] = []
+    for pid in pids:
+        found += children(pid)
+    return found
