@@ -110,7 +110,7 @@ def run_job(name: str, folder: Path, guilty: int, step: int) -> tuple[list[Event
 def judge(name: str, guilty: int, step: int, found: Comparison) -> list[str]:
     """Return what is wrong with a comparison."""
     # A start or an end may be slow by the machine
-    parts = [one for one in found.slower if one.since_step is not None]
+    parts = [part for part in found.slower if part.since_step is not None]
     if name == "run_soundly":
         if parts or found.straggler:
             return [found.render()]

@@ -46,10 +46,8 @@ def test_the_plan_has_room_for_the_peak(
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     monkeypatch.setattr("ebbflow.tryout.trial.LARGEST_TRIED_BYTES", 0)
-    if name.endswith("ddp"):
-        words = ["workload_options.adam_offload=false"]  # the tracker has one device
-    else:
-        words = []
+    # The tracker has one device
+    words = ["workload_options.adam_offload=false"] if name.endswith("ddp") else []
     config = load_gpu_config(name, tmp_path, *words)
     context = prepared_context(config)
     shape = try_workload(config, context).shape
@@ -78,9 +76,10 @@ def test_the_plan_has_room_for_the_peak(
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         if sharded:
             tracker: Any = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs(())
         else:
             tracker = MemTracker()
-        tracker.track_inputs(()) if sharded else tracker.track_external(model, optimizer)
+            tracker.track_external(model, optimizer)
         if batch is None:
             batch = workload._blank(samples)
         with tracker:

@@ -58,9 +58,9 @@ def camel(value: Any) -> Any:
     stay.
     """
     if isinstance(value, list):
-        return [camel(one) for one in value]
+        return [camel(entry) for entry in value]
     if isinstance(value, dict):
-        return {name[0].lower() + name[1:]: camel(one) for name, one in value.items()}
+        return {name[0].lower() + name[1:]: camel(entry) for name, entry in value.items()}
     return value
 
 
@@ -74,7 +74,7 @@ def head_definition(runner: BatchRunner, said: str | None) -> dict[str, Any]:
     properties = template["Resources"]["HeadJob"]["Properties"]
     container = properties["ContainerProperties"]
     here = {**runner.environment, "EBBFLOW__STORE": runner.store, "METAFLOW_BATCH_JOB_QUEUE": LIGHT}
-    known = {one["Name"]: one["Value"] for one in container["Environment"]}
+    known = {entry["Name"]: entry["Value"] for entry in container["Environment"]}
     values = {
         name: value if isinstance(value, str) else here.get(name, "")
         for name, value in known.items()

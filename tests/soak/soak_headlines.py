@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -222,12 +223,10 @@ def _judge(
         for event in events
         if event.name in ("stall", "fault_detected", "guard", "outcome") and event.t_wall >= struck
     ]
-    texts = [(one.t_wall, json.dumps(one.data)) for one in told]
-    named = [(one.t_wall, json.dumps(one.data)) for one in told if _blamed(one) == guilty]
-    accused = {
-        rank for one in told if one.name == "fault_detected" and (rank := _blamed(one)) is not None
-    }
-    roots = [each for each in diagnosis.findings if each.role in ("root", "advice")]
+    texts = [(event.t_wall, json.dumps(event.data)) for event in told]
+    named = [(event.t_wall, json.dumps(event.data)) for event in told if _blamed(event) == guilty]
+    accused = {_blamed(event) for event in told if event.name == "fault_detected"} - {None}
+    roots = [finding for finding in diagnosis.findings if finding.role in ("root", "advice")]
     first = (named or [(None, "")])[0]
     if roots:
         root = roots[0]
@@ -297,7 +296,8 @@ def _price_error(events: list[Event], diagnosis: Diagnosis) -> float:
     """Return the relative error of the dollars that `diagnose` names, against those of the injected
     pauses.
     """
-    text = " ".join(line.text for each in diagnosis.findings for line in each.evidence)
+    lines = itertools.chain.from_iterable(finding.evidence for finding in diagnosis.findings)
+    text = " ".join([line.text for line in lines])
     found = re.search(r"in all .* s and \$([0-9.]+)", text)
     # The first has no history
     steps = sum(event.name == "step" and event.rank == 0 for event in events) - 1
@@ -310,7 +310,8 @@ def _price_error(events: list[Event], diagnosis: Diagnosis) -> float:
 def _run_plain(name: str, seed: int, folder: Path) -> dict[str, Any]:
     made = INJECTIONS[name]
     logs, guilty, seconds = inject(name, folder, seed)
-    root = next((each for each in diagnose_files(logs).findings if each.role == "root"), None)
+    findings = diagnose_files(logs).findings
+    root = next((finding for finding in findings if finding.role == "root"), None)
     right = root is not None and root.rule.id in (made.symptom, *made.answers)
     if name == "stale_port":
         guilty = 0  # the rank that binds the port
@@ -385,7 +386,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         known = [row["seconds"] for row in mine if row["seconds"] is not None]
         ranks = [row["rank_right"] for row in mine if row["rank_right"] is not None]
         starts = sorted({row["starts"] for row in mine})
-        wrong = sorted({what for row in mine for what in row["wrong"]})
+        wrong = sorted(set(itertools.chain.from_iterable(row["wrong"] for row in mine)))
         cells = [
             name,
             len(mine),

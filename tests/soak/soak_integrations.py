@@ -95,7 +95,7 @@ def test_trainers_resumed_on_fewer_ranks_promise_nothing_exact_and_their_plan_co
     finish(processes, script)
     two = settings.changed("cluster", processes_per_node=2)
     assert examine_script(two).shape.steps == -(-steps // 2)
-    promises = [one.data for one in events_of(script) if one.name == "promise"]
+    promises = [event.data for event in events_of(script) if event.name == "promise"]
     assert promises[0]["level"] == "bit for bit" and promises[-1]["level"] == "not exact", promises
     assert "a commit of 2 ranks was resumed on 1" in " ".join(promises[-1]["reasons"])
 

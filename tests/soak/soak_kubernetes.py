@@ -84,7 +84,7 @@ def alive(runner: KubernetesRunner) -> list[str]:
 def pod_seconds(runner: KubernetesRunner) -> float:
     past = runner.cluster.past()["pods"]
     return sum(
-        one["ended"] - one["started"] for one in past if "replicatedjob-name" in str(one["labels"])
+        pod["ended"] - pod["started"] for pod in past if "replicatedjob-name" in str(pod["labels"])
     )
 
 
@@ -136,9 +136,9 @@ def test_a_lost_worker_is_replaced_within_the_attempt(start: Start, quiet: dict[
     assert run.report["weights_sha256"] == quiet["weights_sha256"]
     assert [event["name"] for event in runner.events()].count("placed") == 1, "one attempt"
     past = [
-        one["pod"]
-        for one in runner.cluster.past()["pods"]
-        if "replicatedjob-name" in str(one["labels"])
+        pod["pod"]
+        for pod in runner.cluster.past()["pods"]
+        if "replicatedjob-name" in str(pod["labels"])
     ]
     assert len(past) == 3 and past.count(control["metadata"]["name"]) == 1
 

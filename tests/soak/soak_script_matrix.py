@@ -9,6 +9,7 @@ pytest -n 0 -s tests/soak/soak_script_matrix.py
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import signal
@@ -148,11 +149,10 @@ def _recorded(script: Path, name: str, folder: Path) -> Path:
 
 def _history(folder: Path) -> tuple[dict[tuple[int, int], list[int]], int]:
     """Return the samples of each rank and step that survive, and how many were trained in vain."""
-    lines = sorted(
-        json.loads(line)
-        for path in folder.glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    )
+    lines = []
+    for path in folder.glob("*.jsonl"):
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+    lines.sort()
     survives: dict[tuple[int, int], list[int]] = {}
     begun: set[int] = set()
     for _, process, rank, step, samples in lines:
@@ -173,9 +173,8 @@ def _compare_samples(quiet: Path, disturbed: Path, epochs: int) -> str:
     assert none == 0 and expected and found.keys() == expected.keys(), sorted(
         expected.keys() ^ found.keys()
     )
-    counts, wanted = (
-        Counter(one for samples in each.values() for one in samples) for each in (found, expected)
-    )
+    counts = Counter(itertools.chain.from_iterable(found.values()))
+    wanted = Counter(itertools.chain.from_iterable(expected.values()))
     lost = (wanted - counts).total()
     twice = (counts - wanted).total()
     assert found == expected and not lost and not twice, (lost, twice)
@@ -189,7 +188,9 @@ def _weights(script: Path) -> object:
         return {
             name: value.tolist() for name, value in torch.load(script.parent / "final.pt").items()
         }
-    return [one.data["weights_sha256"] for one in events_of(script) if one.name == "outcome"][-1]
+    return [event.data["weights_sha256"] for event in events_of(script) if event.name == "outcome"][
+        -1
+    ]
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
@@ -202,7 +203,7 @@ def test_a_signal_and_an_empty_disk(
     disturbed = tmp_path / "disturbed"
     whole = _recorded(attached(tmp_path / "whole", name), name, quiet)
     stopped, fresh = (
-        _recorded(attached(tmp_path / one, name), name, disturbed) for one in ("stopped", "fresh")
+        _recorded(attached(tmp_path / copy, name), name, disturbed) for copy in ("stopped", "fresh")
     )
     finish(start(whole, "0", *words, libraries=libraries), whole)
     expected = _weights(whole)

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
 
 def _weights(script: Path) -> str:
-    return next(one.data["weights_sha256"] for one in events_of(script) if one.name == "outcome")
+    return next(
+        event.data["weights_sha256"] for event in events_of(script) if event.name == "outcome"
+    )
 
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
@@ -114,7 +116,9 @@ def test_a_script_that_hangs_is_named_and_started_again(tmp_path: Path) -> None:
         done.stdout
     )
     assert "completed at step 30" in done.stdout
-    assert [one.data["reason"] for one in events_of(script) if one.name == "generation_ended"] == [
+    assert [
+        event.data["reason"] for event in events_of(script) if event.name == "generation_ended"
+    ] == [
         "hang",
         "completed",
     ]
