@@ -1,8 +1,8 @@
-"""Faults on purpose: what is done to a gang, what should come of it, and who is to blame.
+"""Injected faults: how each is done to a gang, its expected effect, and its culprit.
 
 Imports no torch.
 
-`fault` says what a fault is, `kinds` lists them all, `scene` is the gang that they are done to.
+`fault` defines a fault, `kinds` lists all of them, `scene` is the gang that they are injected into.
 Faults inside a rank are ordered through a folder (`orders`) and carried out by a workload that is
 otherwise the text model (`workload`).
 """

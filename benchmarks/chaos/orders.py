@@ -1,9 +1,8 @@
-"""How a fault is ordered from outside and carried out inside a rank: one small file in, one small
-file out.
+"""Faults that are ordered from outside and carried out inside a rank: one file in, one file out.
 
-The rank looks once per step; where nothing is ordered that is one failed rename, about two
-microseconds. What it leaves behind says when and where it struck, so that the time to notice is
-counted from the fault and not from its order.
+The rank looks once per step, which costs one failed rename, about two microseconds. Its answer has
+the time and step of the fault, so that the time to the verdict counts from the fault and not from
+its order.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """hook: name of what is to be done (`ebbflow.training.rehearse`). settings: its keyword
-    arguments.
-    """
+    """An order to call a hook (`benchmarks.chaos.hooks`) with `settings` as keyword arguments."""
 
     hook: str
     number: int
@@ -29,9 +26,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """When a fault happened: t_wall is Unix time, t_mono this machine's monotonic clock. step: -1
-    where unknown.
-    """
+    """The moment of a fault: Unix time, and this machine's monotonic clock. step: -1 if unknown."""
 
     t_wall: float
     t_mono: float
@@ -44,22 +39,20 @@ class Strike:
 
 
 class Orders:
-    """One folder for one job: `give` from outside, `take` in the rank, which says with `strike`
-    that it did.
-    """
+    """The orders of one job in a folder: `give` outside, `take` and `strike` in the rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def give(self, rank: int, order: Order) -> None:
-        """The rank carries it out at its next step. An order that was never taken is replaced."""
+        """Order a fault for the rank's next step. An order that was not taken yet is replaced."""
         temporary = self.folder / f"rank-{rank}.tmp"
         temporary.write_text(json.dumps(asdict(order)))
         temporary.replace(self.folder / f"rank-{rank}.order")
 
     def withdraw(self, rank: int) -> bool:
-        """Whether there was an order that nobody had taken."""
+        """Remove an order. Return whether there was one that was not taken yet."""
         try:
             (self.folder / f"rank-{rank}.order").unlink()
         except FileNotFoundError:
@@ -67,7 +60,7 @@ class Orders:
         return True
 
     def take(self, rank: int) -> Order | None:
-        """What this rank is to do now, once."""
+        """Return the order for this rank, once."""
         taken = f"{self.folder}/rank-{rank}.taken"
         try:
             os.rename(f"{self.folder}/rank-{rank}.order", taken)
@@ -76,14 +69,14 @@ class Orders:
         return Order(**json.loads(Path(taken).read_text()))
 
     def strike(self, order: Order, *, step: int) -> None:
-        """To be called right before the fault: what comes after may never return."""
+        """Record a fault. Call it right before the fault, which may never return."""
         path = self.folder / f"strike-{order.number}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(Strike.now(step=step, pid=os.getpid()))))
         temporary.replace(path)
 
     def forget(self, number: int) -> None:
-        """For another try: a strike that came too late to be waited for."""
+        """Delete the record of a strike that came too late, before another try."""
         (self.folder / f"strike-{number}.json").unlink(missing_ok=True)
 
     def struck(self, number: int) -> Strike | None:

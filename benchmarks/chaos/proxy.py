@@ -1,6 +1,4 @@
-"""A TCP proxy that can be told to misbehave: what lies between two agents when the network is at
-fault.
-"""
+"""A TCP proxy that misbehaves on request, as a faulty network between two agents does."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ _CONNECT_SECONDS = 5.0
 
 
 class Conduct(StrEnum):
-    """What the proxy does with what it is given."""
+    """What the proxy does with the bytes that it receives."""
 
     PASS = "pass"
     DELAY = "delay"  # each piece arrives `delay_seconds` late
     DROP = "drop"  # both ends are closed in order, and again at each new try
     RESET = "reset"  # the same with a reset, as from a firewall or a host that was restarted
-    BLACKHOLE = "blackhole"  # nothing arrives any more, in either direction, and nobody is told
+    BLACKHOLE = "blackhole"  # nothing arrives any more, in either direction
 
 
 class FaultProxy:

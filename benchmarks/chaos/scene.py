@@ -1,6 +1,4 @@
-"""The gang that faults are done to: who its processes are, where its ranks stand, and how it is
-started again.
-"""
+"""The gang that faults are injected into: its processes, the progress of its ranks, its starts."""
 
 from __future__ import annotations
 
@@ -42,13 +40,11 @@ class Scene:
         self._alter_next: Alter | None = None
 
     def tamper(self, alter: Alter) -> None:
-        """With the next start alone: what each node's spec is altered to; None: that node is never
-        started.
-        """
+        """Alter each node's spec at the next start only; a node with None is not started."""
         self._alter_next = alter
 
     def start(self) -> None:
-        """The next attempt, as a scheduler would make it."""
+        """Start the next attempt, as a scheduler would."""
         spec = replace(self.spec, attempt=self.starts)
         alter_next = self._alter_next
         self._alter_next = None
@@ -76,11 +72,11 @@ class Scene:
 
     @property
     def running(self) -> bool:
-        """Whether an agent is alive."""
+        """Whether any agent is alive."""
         return self.gang is not None and any(agent.poll() is None for agent in self.gang.agents)
 
     def beats(self) -> dict[int, HeartbeatReading]:
-        """Where each rank of the newest generation stands; empty before there are any."""
+        """Return the heartbeat of each rank of the newest generation."""
         logs = Path(self.spec.log_folder)
         folders = sorted(
             (path for path in logs.glob("*") if any(path.glob("*.heartbeat"))), reverse=True
@@ -94,7 +90,7 @@ class Scene:
         return found
 
     def rank_pid(self, rank: int) -> int:
-        """Raises GangError where that rank has not shown itself."""
+        """Return the process of a rank. Raises GangError if it has no heartbeat yet."""
         beat = self.beats().get(rank)
         if beat is None or not beat.pid:
             raise GangError(f"rank {rank} of {self.spec.job} has no process yet")
@@ -106,25 +102,25 @@ class Scene:
         return self.gang.agents_by_node[node].pid
 
     def uploader_pid(self, rank: int) -> int:
-        """The first process of that rank. Raises GangError where it has none."""
+        """Return the first child of a rank. Raises GangError if it has none."""
         found = children(self.rank_pid(rank))
         if not found:
             raise GangError(f"rank {rank} of {self.spec.job} has no uploader yet")
         return found[0]
 
     def newest_commit(self) -> str:
-        """Its key, "" before the first. Keys of later steps sort first."""
+        """Return its key, "" before the first. Keys of later steps sort first."""
         return next((meta.key for meta in self.store.list("commits")), "")
 
     def await_end(self, timeout_seconds: float) -> bool:
-        """Whether every agent ended by itself in that time."""
+        """Wait for all agents. Return whether they exited within that time."""
         limit = time.monotonic() + timeout_seconds
         while self.running and time.monotonic() < limit:
             time.sleep(0.02)
         return not self.running
 
     def close(self) -> None:
-        """Nothing of the gang is alive when this returns."""
+        """End all processes of the gang."""
         if self.gang is not None:
             self.gang.kill()
         self._close_proxy()

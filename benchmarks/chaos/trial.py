@@ -1,6 +1,4 @@
-"""One job under a list of faults: each is injected into a gang that steps and commits, and awaited
-until it is over.
-"""
+"""One job under a list of faults: each is injected into a stepping gang and awaited until it ends."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ from ebbflow.training.launch.messages import GangOutcome
 _STEADY_STEPS = 8
 _STEADY_SECONDS = 120.0  # from a start to steady steps, on a busy machine
 _STRIKE_SECONDS = 20.0  # for a rank to carry out an order
-_QUIET_SECONDS = 3.0  # that a fault which must have no effect is watched
+_QUIET_SECONDS = 3.0  # for which a fault without effect is watched
 _PATIENCE_SECONDS = 30.0  # beyond a fault's limit, before the gang is ended by force
 _END_SECONDS = 600.0
-_MISSES = 3  # tries in vain at one fault: a rank that ends meanwhile is no reason to leave it out
+_MISSES = 3  # failed tries at one fault, whose rank may have ended meanwhile
 _SPARE_STARTS = 3  # beyond one for each fault
 _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """One fault that was done. overdue: nothing came of it, and the gang was ended by force."""
+    """An injected fault. overdue: it had no effect within its limit, and the gang was killed."""
 
     fault: Fault
     aim: Aim
@@ -38,8 +36,8 @@ class Injection:
 
 @dataclass
 class Trial:
-    """What was done to one job, and how it ended. left: faults that its steps did not suffice for,
-    or that could not be done. missed: how often one was tried in vain."""
+    """The faults of one job, and its end. left: faults that could not be injected, or for which the
+    job was too short. missed: failed tries at the present fault."""
 
     injections: list[Injection] = field(default_factory=list)
     left: list[tuple[Fault, Aim]] = field(default_factory=list)
@@ -121,7 +119,7 @@ def await_steady_steps(scene: Scene, trial: Trial) -> bool:
 
 
 def start_again(scene: Scene, trial: Trial) -> bool:
-    """The next attempt, unless the last one was the job's end."""
+    """Start the next attempt. Return False if the last one was the end of the job."""
     if scene.gang is not None:
         try:
             outcome = scene.gang.wait(1.0)
@@ -145,8 +143,10 @@ def start_again(scene: Scene, trial: Trial) -> bool:
 
 
 def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | None:
-    """None where its target was gone before it was struck, or nobody came to carry it out; the
-    trial counts that.
+    """Inject a fault and await its effect.
+
+    Returns:
+        None if the target was gone, or did not carry it out; `trial.missed` counts that.
     """
     before = _generation(scene)
     overdue = False
@@ -184,13 +184,15 @@ def _await_strike(scene: Scene, aim: Aim) -> Strike:
         if strike is not None:
             return strike
         if not scene.running and scene.orders.withdraw(aim.rank):
-            raise GangError(f"the gang ended before rank {aim.rank} came to it")
+            raise GangError(f"the gang ended before rank {aim.rank} reached the injection point")
         time.sleep(0.01)
-    raise GangError(f"rank {aim.rank} did not come to it within {_STRIKE_SECONDS:g} s")
+    raise GangError(
+        f"rank {aim.rank} did not reach the injection point within {_STRIKE_SECONDS:g} s"
+    )
 
 
 def _await_effect(scene: Scene, before: set[int], seconds: float) -> bool:
-    """Until the gang has ended or other processes are at work, whichever comes first."""
+    """Wait until the gang has ended, or other processes have started."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if not scene.running:

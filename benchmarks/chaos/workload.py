@@ -1,7 +1,4 @@
-"""The text model with a trap door: `workload: benchmarks.chaos.workload:Tormented`.
-
-Quiet while nothing is ordered.
-"""
+"""The text model with injected faults: `workload: benchmarks.chaos.workload:Tormented`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The loop that one would write with torch alone: no step sync, no events, no heartbeat, no seeds,
-mean loss.
+"""The loop of a script with torch alone: no step sync, no events, no heartbeat, no seeds.
 
 Model, initial weights, data order, AdamW and clipping are those of the engine; wrapping is torch's
 own.

@@ -1,6 +1,4 @@
-"""One rank of `bench checkpoint`: the same state saved and restored by each contestant in turn,
-beside a memcpy.
-"""
+"""One rank of `bench checkpoint`: each contestant saves and restores the same state in turn."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _COPIES = 5  # a copy is short; in each round the median of these stands for it
 
 
 def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
-    """Seconds by contestant and, of this rank, the bytes that the memcpy copied. Collective."""
+    """Measure seconds by contestant, and the memcpy of this rank's bytes. Collective."""
     model, optimizer = trained_state(RunConfig.model_validate(task["config"]), gang)
     size = local_bytes(model, optimizer)
     uri = Store.open(task["store_uri"]).sub(job_prefix(task["job"])).uri
@@ -83,7 +81,7 @@ def _measure_save(saver: Saver, step: int, found: dict[str, Any], *, cold: bool)
 
 
 def _measure_restore(saver: Saver, model: nn.Module, optimizer: Optimizer) -> float:
-    """Seconds to bring back what is wiped out first."""
+    """Wipe the state, and return the seconds of its restore."""
     with torch.no_grad():
         for tensor in local_state(model, optimizer):
             tensor.zero_()

@@ -1,6 +1,4 @@
-"""Contestants run lap after lap in turn, so that what disturbs the machine disturbs all of them
-alike.
-"""
+"""Laps of contestants in turn, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Lap:
-    """seconds and cpu_seconds (of this rank, all its threads): of the steps of this lap. steps:
-    taken since the start. loss: of the last step, mean over all ranks."""
+    """The time and processor time of a lap, all steps since the start, and the last mean loss."""
 
     seconds: float
     cpu_seconds: float
@@ -23,7 +20,7 @@ class Lap:
 
 
 class Contestant(Protocol):
-    """Goes on from where its last lap ended."""
+    """A loop that continues where its last lap ended."""
 
     def run(self, steps: int) -> Lap: ...
 
@@ -31,9 +28,9 @@ class Contestant(Protocol):
 def run_laps(
     contestants: Mapping[str, Contestant], *, rounds: int, steps: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Laps by contestant; a first round warms up and is not returned.
+    """Return laps by contestant, without a first round that warms up. Collective.
 
-    Each round begins with another. Collective.
+    Each round begins with another contestant.
     """
     laps: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -48,6 +45,6 @@ def run_laps(
 
 
 def await_all() -> None:
-    """All ranks begin together. Collective."""
+    """Wait for all ranks. Collective."""
     if dist.is_initialized():
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What is saved in the benches: a model sharded as in training, and its AdamW."""
+"""The saved state: a model sharded as in training, and its AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ebbflow.workloads.language.language_model import CausalLM
 
 
 def trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:
-    """A model sharded as in training, and the optimizer after a step: weights and two moments."""
+    """Return a model sharded as in training, and its optimizer after a step."""
     torch.manual_seed(config.training.seed + gang.rank)
     with torch.device("meta"):
         model = CausalLM(config.model)
@@ -38,7 +38,7 @@ def trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:
 
 
 def local_state(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
-    """This rank's part of every tensor that a save has to hold."""
+    """Yield this rank's part of every saved tensor."""
     for parameter in model.parameters():
         states = optimizer.state[parameter].values()
         for tensor in (

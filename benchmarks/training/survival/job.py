@@ -1,6 +1,4 @@
-"""The job that is tormented: two nodes of one rank, a tiny model, small steps, a commit every half
-second or so.
-"""
+"""The job of `bench survival`: two nodes of one rank, a tiny model, a commit every half second."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _COMMIT_STEPS = 10
 def survival_config(
     folder: Path, *, injections: int, floor_seconds: float, step_seconds: float
 ) -> RunConfig:
-    """injections: that its steps are to outlast. step_seconds: the least that a step takes."""
+    """Return its configuration. Steps take `step_seconds` at least and outlast all injections."""
     return RunConfig(
         store=str(folder / "store"),
         workload=WORKLOAD,
@@ -50,7 +48,7 @@ def survival_config(
 
 
 def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
-    """Node 0's, of the job named `job`, with orders of its own."""
+    """Return node 0's spec of the job named `job`, with orders of its own."""
     store = Store.open(config.store).sub(workload_prefix(WORKLOAD))
     tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
     options = {**config.workload_options, "orders": str(folder / job / "orders")}
