@@ -21,10 +21,9 @@ def run_tiny(path: Path, *options: str) -> int:
 def test_lines_of_the_command_hold_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lines that start no jobs; soak_bench_gpu.py has all of them."""
+    """Two lines, each in a process of its own; soak_bench_gpu.py has all of them."""
     path = tmp_path / "figures.json"
-    lines = "copies,tiny-eager,ratio,waits,save"
-    code = run_tiny(path, "--lines", lines, "--folder", str(tmp_path))
+    code = run_tiny(path, "--lines", "ratio,save", "--folder", str(tmp_path))
     assert code == 0, capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["figures.json"]
     rows = json.loads(path.read_text())["rows"]
@@ -32,7 +31,7 @@ def test_lines_of_the_command_hold_on_a_cpu(
     figures = {row["line"]: row["figures"] for row in rows}
     losses = figures["ratio"]["losses"]
     assert losses["engine"] == pytest.approx(losses["bare"], rel=1e-4), "both take the same steps"
-    assert figures["waits"]["reads_per_step"] > 0 and figures["save"]["commits"] >= 6
+    assert figures["save"]["commits"] >= 6
 
 
 def test_a_line_that_gives_nothing_does_not_end_the_others(tmp_path: Path) -> None:
